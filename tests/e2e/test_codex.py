@@ -71,20 +71,24 @@ async def test_a_call_rate_slows_it_down_and_ends_nothing(stack: Running) -> Non
 
 @pytest.mark.requirement("R69", "R82")
 async def test_codex_calls_an_mcp_tool_by_the_models_name(stack: Running) -> None:
-    """The server is configured, its tool is the model's in a namespace, and the turns stay token-exact."""
+    """A server of the choice and one of the task are configured, their tools are the model's in namespaces, and the
+    turns stay token-exact.
+    """
     label = secrets.token_hex(8)
     task = copy_task(stack)
-    task = copy_task(stack, files=[*task.files, SeedFile("notes.py", NOTES)])
+    books = McpServer(name="books", args=["python3", "notes.py"], env={"READER": "the task"})
+    task = copy_task(stack, files=[*task.files, SeedFile("notes.py", NOTES)], mcp_servers=[books])
     server = McpServer(name="notes", args=["python3", "notes.py"], secret_env={"READER": 'O\'Kiwi "$(x)"'})
     agent = AgentChoice(name="codex", skip_permissions=True, mcp_servers=[server])
-    reply = in_turn(calling("mcp__notes__read_note", which="a"), in_shell("bash work.sh"), "The word is copied.")
+    reads = calling("mcp__notes__read_note", which="a"), calling("mcp__books__read_note", which="b")
+    reply = in_turn(*reads, in_shell("bash work.sh"), "The word is copied.")
     async with training(stack, label, reply):
         handle = await stack.ps.rollouts.create(task, agent, labels={"test": label})
         finished = await finish(handle)
     assert finished.reward == 1.0, finished.agent_said()
     events = [event.payload for event in finished.events if isinstance(event.payload, AgentEvent)]
-    assert 'note a for O\'Kiwi "$(x)"' in [event.data.get("output") for event in events]
+    assert {'note a for O\'Kiwi "$(x)"', "note b for the task"} <= {event.data.get("output") for event in events}
     trajectory = await handle.trajectory()
     assert trajectory.grade == "exact", trajectory.findings
-    assert [call.call_class for call in trajectory.calls] == ["main"] * 3
+    assert [call.call_class for call in trajectory.calls] == ["main"] * 4
     assert len(trajectory.samples) == 1

@@ -74,7 +74,7 @@ def asked(request: pytest.FixtureRequest, test: str) -> list[tuple[Attack, Gradi
     return [cast("tuple[Attack, Grading]", item.callspec.params["job"]) for item in items]
 
 
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def on_local(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Results]:
     """What came of the attacks on the local backend."""
     jobs = asked(request, test_an_attack_on_local_sandboxes_is_held.__name__)
@@ -82,7 +82,7 @@ async def on_local(request: pytest.FixtureRequest, tmp_path_factory: pytest.Temp
         yield results
 
 
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def on_docker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Results]:
     """What came of the attacks on Docker sandboxes of the machine's own kernel."""
     engine = await asyncio.to_thread(dockerd.engine)
@@ -93,7 +93,7 @@ async def on_docker(request: pytest.FixtureRequest, tmp_path_factory: pytest.Tem
             yield results
 
 
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def on_gvisor(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Results]:
     """What came of the attacks on gVisor's sandboxes."""
     engine = await asyncio.to_thread(dockerd.gvisor)

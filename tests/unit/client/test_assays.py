@@ -8,7 +8,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from penstock.client import Assays, FailedPrecondition, InvalidArgument, Packages, SandboxChoice, Task
+from penstock.client import Assays, FailedPrecondition, InvalidArgument, McpServer, Packages, SandboxChoice, Task
 from penstock.client.rollouts.assays import AssayLine, existing_or_new_key, read_key
 from penstock.client.rollouts.client import spec
 from penstock.client.wire.specs import digest
@@ -38,10 +38,12 @@ def test_only_the_very_task_that_passed_may_start(tmp_path: Path) -> None:
     assays = Assays.load(written(tmp_path, passed(), line))
     assert spec(TASK, "shell", {"require_assay": assays}).task.task_id == "it"
     tools = replace(TASK, sandbox=SandboxChoice(packages=Packages(python="a==1")))
+    served = replace(TASK, mcp_servers=[McpServer(name="notes", args=["notes"])])
     for task, words in (
         (failed, "did not pass its assay: NOTHING_REWARDED, REWARD_FORGED"),
         (replace(TASK, instruction="Do more."), "has changed since its assay"),
         (tools, "has changed since its assay"),
+        (served, "has changed since its assay"),
         (replace(TASK, task_id="other"), "has no line in"),
     ):
         with pytest.raises(FailedPrecondition) as caught:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from tests.support import foreign_tasks
 
 from penstock.client import ConfigurationError, InvalidArgument, Limits, Resources, Task
-from penstock.client.tasks.spec import SandboxChoice
+from penstock.client.tasks.spec import McpServer, SandboxChoice
 from penstock.client.tasks.yaml import YamlFile
 from penstock.tasks import importers as package
 from penstock.tasks.importers import Choices, import_tasks
@@ -76,7 +76,10 @@ def test_a_harbor_task_keeps_its_image_its_limits_and_its_resources(tmp_path: Pa
         ({}, "[steps]\nx = 1\n", "steps"),
         ({}, "os = 'windows'\n", "environment.os: windows"),
         ({}, "workdir = '/x'\ndocker_image = 'a:1'\n", "environment.workdir"),
-        ({}, "mcp_servers = [{ name = 'x', url = 'http://x' }]\n", "environment: mcp_servers"),
+        ({}, "mcp_servers = [{ name = 'x', url = 'http://x' }]\n", "environment.mcp_servers[0]: it must be a program"),
+        ({}, "mcp_servers = [{ transport = 'stdio', command = 'x', cwd = '/' }]\n", "environment.mcp_servers[0]: cwd"),
+        ({}, "mcp_servers = { x = 1 }\n", "environment.mcp_servers: it is not a list"),
+        ({}, "mcp_servers = [{ name = 'penstock', transport = 'stdio', command = 'x' }]\n", "the gate's own server"),
         ({}, "[verifier.environment]\ndocker_image = 'v:1'\n", "verifier: environment"),
         ({"tests/data/expected": "version https://git-lfs.github.com/spec/v1\noid x\n"}, "", "git lfs pull"),
         ({"task.toml": "= nonsense"}, "", "nvalid"),
@@ -98,7 +101,7 @@ def test_a_harbor_task_of_schema_1_4_keeps_its_agent_directory_and_hosts(tmp_pat
         more=(
             "gpu_types = []\nos = 'linux'\nworkdir = '/app/data'\nnetwork_mode = 'allowlist'\n"
             "allowed_hosts = ['pypi.org', '*.pythonhosted.org']\n"
-            "mcp_servers = []\n"
+            "mcp_servers = [{ name = 'notes', transport = 'stdio', command = 'notes', args = ['--all'] }]\n"
         ),
     )
     config = tmp_path / "sum" / "task.toml"
@@ -110,6 +113,7 @@ def test_a_harbor_task_of_schema_1_4_keeps_its_agent_directory_and_hosts(tmp_pat
     assert task.sandbox is not None and task.build is not None
     assert task.sandbox.agent_network is not None
     assert (task.sandbox.user, task.sandbox.agent_network.hosts) == ("builder", ["pypi.org", "*.pythonhosted.org"])
+    assert task.mcp_servers == [McpServer(name="notes", args=["notes", "--all"])]
     assert (task.build / "Dockerfile").read_text().endswith("\nWORKDIR /app/data\n")
     assert {note.partition(":")[0] for note in found.notes} == {
         "agent.user",

@@ -42,6 +42,21 @@ describe("the form", () => {
     expect(json({ how: "yaml", yaml })["task"]).toMatchObject({ keepDiff: true, keepFiles: true });
   });
 
+  test("servers for the agent and whether its end state is kept are taken from a task file", () => {
+    const servers = "mcp_servers: [{name: notes, args: [python3, notes.py], env: {DEPTH: '2'}}, {name: far, url: 'http://127.0.0.1:9'}]";
+    expect(json({ how: "yaml", yaml: `instruction: a\nkeep_end_state: false\n${servers}` })).toMatchObject({
+      agent: {
+        mcpServers: [
+          { name: "notes", stdio: { args: ["python3", "notes.py"], env: { DEPTH: "2" } } },
+          { name: "far", url: "http://127.0.0.1:9" },
+        ],
+      },
+      keepEndState: false,
+    });
+    for (const wrong of ["{name: a}", "{name: a, args: [b], url: 'http://c'}", "{name: a, url: 'http://c', env: {D: e}}"])
+      expect(() => readTaskFile(`instruction: a\nmcp_servers: [${wrong}]`)).toThrow(/args|env/);
+  });
+
   test("a task file becomes the same as by the command line", () => {
     expect(json({ how: "yaml", yaml: TASK, labels: "step=3", run: "r", agentMinutes: "2" })).toMatchObject({
       task: {

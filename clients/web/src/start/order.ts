@@ -129,7 +129,11 @@ export function specOf(form: Form): MessageInitShape<typeof RolloutSpecSchema> {
   if (!file || Object.keys(errors).length) throw new FormError(errors);
   return {
     task: file.task,
-    agent: { name: form.agent, ...(Object.keys(options).length ? { options } : {}) },
+    agent: {
+      name: form.agent,
+      ...(Object.keys(options).length ? { options } : {}),
+      ...(file.mcpServers?.length ? { mcpServers: file.mcpServers } : {}),
+    },
     mode: form.mode,
     source: source(form),
     labels,
@@ -137,6 +141,7 @@ export function specOf(form: Form): MessageInitShape<typeof RolloutSpecSchema> {
     ...(file.limits || minutes ? { limits: { ...file.limits, ...(minutes ? { agent: durationFromMs(minutes * 60_000) } : {}) } } : {}),
     ...(file.budgets || calls ? { budgets: { ...file.budgets, ...(calls ? { maxCalls: calls } : {}) } } : {}),
     ...(form.run.trim() ? { runId: form.run.trim() } : {}),
+    ...(file.keepEndState === undefined ? {} : { keepEndState: file.keepEndState }),
   };
 }
 

@@ -4,7 +4,7 @@
 // name and not left out; whether values hold is the driver's to say.
 import { create, type JsonObject, type MessageInitShape } from "@bufbuild/protobuf";
 import { durationFromMs } from "@bufbuild/protobuf/wkt";
-import { LimitsSchema, SandboxChoiceSchema, TaskSchema } from "@gen/penstock/driver/v1/rollout_pb";
+import { LimitsSchema, type McpServerSchema, SandboxChoiceSchema, TaskSchema } from "@gen/penstock/driver/v1/rollout_pb";
 import { BudgetsSchema } from "@gen/penstock/interception/v1/interception_pb";
 import type { CommandSchema } from "@gen/penstock/sandbox/v1/process_service_pb";
 import type { SeedFileSchema } from "@gen/penstock/sandbox/v1/sandbox_service_pb";
@@ -24,13 +24,16 @@ export class TaskFileError extends Error {
   }
 }
 
-/** What a task file says of a rollout. */
+/** What a task file says of a rollout; what is absent is the driver's to choose. */
 export interface TaskFile {
   readonly task: MessageInitShape<typeof TaskSchema>;
   readonly sandbox?: MessageInitShape<typeof SandboxChoiceSchema>;
   readonly limits?: MessageInitShape<typeof LimitsSchema>;
   readonly budgets?: MessageInitShape<typeof BudgetsSchema>;
   readonly labels: Record<string, string>;
+  readonly keepEndState?: boolean;
+  /** For the agent, whichever it is. */
+  readonly mcpServers?: MessageInitShape<typeof McpServerSchema>[];
 }
 
 type Mapping = Record<string, unknown>;
@@ -152,6 +155,19 @@ function limits(value: unknown): MessageInitShape<typeof LimitsSchema> {
   return Object.fromEntries(Object.entries(given).map(([name, item]) => [name, seconds(item, `limits.${name}`)]));
 }
 
+function mcpServer(value: unknown, key: string): MessageInitShape<typeof McpServerSchema> {
+  const given = mapping(value, key, KEYS.mcpserver);
+  const args = list(given["args"], `${key}.args`, text);
+  const url = given["url"] === undefined ? "" : text(given["url"], `${key}.url`);
+  if (Boolean(args.length) === Boolean(url)) throw new TaskFileError(key, "has args (a program) or url");
+  const env = texts(given["env"], `${key}.env`);
+  if (url && Object.keys(env).length) throw new TaskFileError(`${key}.env`, "is of a program, but url is set");
+  return {
+    name: text(given["name"], `${key}.name`),
+    transport: url ? { case: "url", value: url } : { case: "stdio", value: { args, env } },
+  };
+}
+
 const COUNTS = { max_calls: "maxCalls", max_tool_calls: "maxToolCalls" } as const;
 const AMOUNTS = {
   max_prompt_tokens: "maxPromptTokens",
@@ -252,6 +268,7 @@ function read(source: string): TaskFile {
     ...(given["limits"] === undefined ? {} : { limits: limits(given["limits"]) }),
     ...(given["budgets"] === undefined ? {} : { budgets: budgets(given["budgets"]) }),
     labels: texts(given["labels"], "labels"),
+    mcpServers: list(given["mcp_servers"], "mcp_servers", mcpServer),
     ...(given["keep_end_state"] === undefined ? {} : { keepEndState: flag(given["keep_end_state"], "keep_end_state") }),
   };
 }

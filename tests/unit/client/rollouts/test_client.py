@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -21,6 +22,7 @@ from penstock.client import (
     Ended,
     FailureCause,
     InvalidArgument,
+    McpServer,
     NotFound,
     Penstock,
     PenstockError,
@@ -38,6 +40,7 @@ from penstock.client import (
     Upstream,
     Verifier,
 )
+from penstock.client.rollouts.client import spec
 from penstock.client.transport.patience import Patience
 from penstock.client.transport.rpc import Backoff
 from penstock.driver.v1 import agent_pb2, rollout_pb2
@@ -119,6 +122,16 @@ async def test_rollout_request_has_exactly_the_given_fields(fakes: Fakes, ps: Pe
     assert spec.policy.HasField("max_staleness") and not spec.policy.HasField("min_version")
     assert spec.HasField("seed") and spec.sampling_override.HasField("temperature")
     assert not spec.sampling_override.HasField("top_p") and not spec.HasField("limits")
+
+
+def test_an_agent_gets_the_servers_of_its_task_before_those_of_the_rollout() -> None:
+    """However the agent is given."""
+    task = replace(TASK, mcp_servers=[McpServer(name="a", args=["a", "b"], env={"C": "d"})])
+    own = AgentChoice(name="codex", mcp_servers=[McpServer(name="b", url="http://127.0.0.1:9")])
+    (by_name,) = spec(task, "codex", {}).agent.mcp_servers
+    first, second = spec(task, own, {}).agent.mcp_servers
+    assert (first.name, list(first.stdio.args), dict(first.stdio.env)) == ("a", ["a", "b"], {"C": "d"})
+    assert by_name == first and (second.name, second.url) == ("b", "http://127.0.0.1:9")
 
 
 async def test_create_during_a_restart_is_repeated_under_its_request_id(fakes: Fakes, ps: Penstock) -> None:

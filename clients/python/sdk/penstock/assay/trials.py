@@ -44,7 +44,7 @@ class Trials:
         Raises:
             PenstockError: the rollout cannot be created.
         """
-        given = replace(task, instruction=script, solution=None, keep_diff=keep_diff, keep_files=False)
+        given = replace(task, instruction=script, solution=None, keep_diff=keep_diff, keep_files=False, mcp_servers=())
         async with self._places:
             begin = time.monotonic()
             handle = await created_with_room(

@@ -79,6 +79,7 @@ async def _prove(
     if task.verifier is None or task.solution is None:
         lacks = "verifier" if task.verifier is None else "solution"
         return Proof(task_id=task.task_id, solution=None, nothing=None, holds=False, problems=(f"it has no {lacks}",))
+    task = replace(task, mcp_servers=())  # the agent that runs a script cannot use them
     solved = replace(
         task, instruction=script(task.solution.commands), files=[*task.files, *task.solution.files], solution=None
     )

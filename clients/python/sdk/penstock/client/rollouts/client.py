@@ -77,6 +77,8 @@ def spec(task: Task, agent: str | tasks.AgentChoice, options: RolloutOptions) ->
         )
     elif "options" in options or "skip_permissions" in options:
         raise TypeError("set options and skip_permissions with the agent's name, or in the AgentChoice")
+    if task.mcp_servers:
+        agent = replace(agent, mcp_servers=[*task.mcp_servers, *agent.mcp_servers])
     message = rollout_pb2.RolloutSpec(
         task=specs.task(task),
         agent=specs.agent(agent),

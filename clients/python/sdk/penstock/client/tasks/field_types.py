@@ -15,10 +15,13 @@ MAX_FILE_BYTES: Final = 16 << 20
 MAX_COMMANDS: Final = 1000
 MAX_PATHS: Final = 256
 MAX_COMPONENTS: Final = 256
+MAX_SERVERS: Final = 64
 MAX_LIMIT_S: Final = 7 * 86_400
 _MAX_PERIOD_S: Final = 86_400
 _MAX_SECONDS: Final = 100 * 366 * 86_400
 FILE_PATH: Final = "must be the path of a file, without '..'"
+GATES_SERVER: Final = "penstock"
+"""Name of the MCP server by which agents reach the trainer's own tools."""
 WORKING_DIRECTORY: Final = (".", "./")
 _IN_MEMORY: Final = frozenset({"dev", "proc", "sys", "tmp"})
 _RESERVED_LABEL: Final = "penstock_"
@@ -98,6 +101,14 @@ Variable = Annotated[
     _check(re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}").fullmatch, "must be the name of an environment variable"),
 ]
 Environment = dict[Variable, Plain]
+ServerName = Annotated[
+    str,
+    _check(
+        re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}").fullmatch,
+        "must be letters, digits, '-' and '_', at most 64, and begin with a letter or digit",
+    ),
+    _check(lambda name: name != GATES_SERVER, f"must not be {GATES_SERVER}, the gate's own server"),
+]
 LabelKey = Annotated[
     str,
     _check(

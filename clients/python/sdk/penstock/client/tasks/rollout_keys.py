@@ -12,6 +12,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from penstock.client.tasks.field_types import (
+    MAX_SERVERS,
     Count,
     Environment,
     LabelKey,
@@ -19,7 +20,9 @@ from penstock.client.tasks.field_types import (
     LargeCount,
     Limit,
     Period,
+    Plain,
     Seconds,
+    ServerName,
     not_json,
 )
 from penstock.client.tasks.named_files import Beside, CannotRead
@@ -28,6 +31,7 @@ from penstock.client.tasks.spec import (
     Budgets,
     CallRate,
     Limits,
+    McpServer,
     Network,
     OpenNetwork,
     Packages,
@@ -170,6 +174,27 @@ class SandboxTable(Strict):
         )
 
 
+class McpServerTable(Strict):
+    """One of `mcp_servers`."""
+
+    name: ServerName
+    args: list[Plain] = Field(default_factory=list, description="A program in the sandbox, with its arguments.")
+    env: Environment = Field(default_factory=dict, description="Environment of the program.")
+    url: str = Field("", pattern=r"^(https?://[^\s]+)?$", description="A server that the sandbox's network reaches.")
+
+    @classmethod
+    def conflicts(cls, value: Mapping[str, Any], beside: Beside | None) -> Iterator[tuple[Place, str]]:
+        """Refuses a server that is neither a program nor at an address, or both."""
+        if bool(value.get("args")) == bool(value.get("url")):
+            yield (), "set args (a program) or url"
+        elif value.get("env") and value.get("url"):
+            yield ("env",), "is of a program, but url is set"
+
+    def made(self) -> McpServer:
+        """Returns the value."""
+        return McpServer(name=self.name, args=self.args, env=self.env, url=self.url)
+
+
 class LimitsTable(Strict):
     """`limits`."""
 
@@ -229,6 +254,9 @@ class RolloutKeys(Strict):
         default_factory=dict, description="Labels of the task's rollouts, to find them by."
     )
     env: Environment = Field(default_factory=dict, description="Environment of setup and agent, not of the verifier.")
+    mcp_servers: list[McpServerTable] = Field(
+        default_factory=list, max_length=MAX_SERVERS, description="MCP servers for the agent, beside the rollout's own."
+    )
     metadata: dict[str, Any] = Field(default_factory=dict, description="Any values; they are copied to the trajectory.")
     keep_diff: bool = Field(
         False, description="Keep the agent's changes in its working directory as the artifact changes.diff."
@@ -248,3 +276,10 @@ class RolloutKeys(Strict):
         if value.get("image") and isinstance(sandbox, Mapping) and sandbox.get("image"):
             yield ("image",), "set image or sandbox.image"
         yield from not_json(value.get("metadata"), ("metadata",))
+        servers = value.get("mcp_servers")
+        seen: set[Any] = set()
+        for index, server in enumerate(servers if isinstance(servers, list) else ()):
+            name = server.get("name") if isinstance(server, Mapping) else None
+            if isinstance(name, str) and name in seen:
+                yield ("mcp_servers", index, "name"), f"{name} is used twice"
+            seen.add(name if isinstance(name, str) else None)

@@ -20,6 +20,7 @@ from penstock.client.tasks.spec import (
     Budgets,
     Command,
     Limits,
+    McpServer,
     RewardFrom,
     SandboxChoice,
     SeedFile,
@@ -40,7 +41,8 @@ class Task:
     precedence, field by field. `build` is the directory of the Dockerfile for its image. `Task.load` reads a file.
     `keep_diff` keeps the agent's changes in its working directory as an artifact `changes.diff`, `keep_files` the small
     files that are there at the end (64 KiB each, one directory deep, 32) as `files/PATH`. `keep_end_state` is its
-    rollouts' default of that option.
+    rollouts' default of that option. Agents get `mcp_servers` beside those of the rollout's `AgentChoice`; an agent
+    that cannot use MCP servers is refused.
     """
 
     task_id: str
@@ -59,6 +61,7 @@ class Task:
     keep_diff: bool = False
     keep_files: bool = False
     keep_end_state: bool | None = None
+    mcp_servers: Sequence[McpServer] = ()
 
     @staticmethod
     def load(path: str | Path, *, files_from: Sequence[str | Path] = ()) -> "Task":
@@ -118,6 +121,7 @@ def build_task(source: YamlFile, content: Any = None) -> Task:
         keep_diff=file.keep_diff,
         keep_files=file.keep_files,
         keep_end_state=file.keep_end_state,
+        mcp_servers=[server.made() for server in file.mcp_servers],
     )
 
 

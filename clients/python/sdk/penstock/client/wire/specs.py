@@ -57,10 +57,10 @@ verifier: Final = writer(
 task: Final = writer(
     Task,
     rollout_pb2.Task,
-    left_out=("sandbox", "limits", "budgets", "labels", "solution", "build", "keep_end_state"),
+    left_out=("sandbox", "limits", "budgets", "labels", "solution", "build", "keep_end_state", "mcp_servers"),
     by={"metadata": lambda value: struct(value.metadata, "metadata") if value.metadata else None},
 )
-"""Converts a task; the rollout's terms have what it says of its sandbox, limits, budgets, labels and end state."""
+"""Converts a task; the rollout's terms and agent have what it says of its sandbox, limits, servers and so on."""
 
 
 def digest(value: Task) -> str:
@@ -70,7 +70,9 @@ def digest(value: Task) -> str:
     # The locks of a task's tools are not in a sandbox's text form.
     packages = None if value.sandbox is None else value.sandbox.packages
     locks = b"" if packages is None else repr((packages.python, packages.npm)).encode()
-    return sha256(b"%d:" % len(message) + message + terms + locks).hexdigest()
+    servers = repr([(one.name, list(one.args), sorted(one.env.items()), one.url) for one in value.mcp_servers])
+    more = servers.encode() if value.mcp_servers else b""
+    return sha256(b"%d:" % len(message) + message + terms + locks + more).hexdigest()
 
 
 _mcp_server: Final = writer(

@@ -14,7 +14,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from pydantic import ValidationError
+
 from penstock.client.errors import InvalidArgument
+from penstock.client.tasks.rollout_keys import McpServerTable
 from penstock.tasks.importers import harbor_registry
 from penstock.tasks.importers.common import (
     GRADER_FOLDER,
@@ -40,7 +43,7 @@ _VERIFIER: Final = ("timeout_sec", "env", "user", "network_mode", "allowed_hosts
 _AGENT: Final = ("timeout_sec", "user", "network_mode", "allowed_hosts")
 _ENVIRONMENT: Final = (
     "build_timeout_sec", "docker_image", "cpus", "memory_mb", "memory", "storage_mb", "storage", "gpus", "gpu_types",
-    "allow_internet", "network_mode", "allowed_hosts", "env", "os", "workdir",
+    "allow_internet", "network_mode", "allowed_hosts", "env", "os", "workdir", "mcp_servers",
 )  # fmt: skip
 _MEBI: Final = 1 << 20
 _COMPOSE: Final = ("docker-compose.yaml", "docker-compose.yml", "compose.yaml", "compose.yml")
@@ -81,6 +84,8 @@ def fill(folder: Folder, source: Path, choices: Choices) -> None:
     env = substituted(environment.get("env", {}), choices.env, "environment.env")
     if env:
         folder.content["env"] = {**folder.content.get("env", {}), **env}
+    if servers := list(_servers(environment, choices)):
+        folder.content["mcp_servers"] = servers
     if choices.resources:
         _put_resources(folder, environment)
     limits = {
@@ -183,6 +188,29 @@ def _put_networks(folder: Folder, environment: dict[str, Any], agent: dict[str, 
         if not hosts:
             raise Refused("network_mode: allowlist: allowed_hosts is empty")
         folder.content.setdefault("sandbox", {})[key] = {"hosts": hosts}
+
+
+def _servers(environment: dict[str, Any], choices: Choices) -> Iterator[dict[str, Any]]:
+    """Yields the MCP servers that are programs in the task's container. Raises Refused for others."""
+    servers = environment.get("mcp_servers") or []
+    if not isinstance(servers, list) or not all(isinstance(server, dict) for server in servers):
+        raise Refused("environment.mcp_servers: it is not a list of tables")
+    for index, server in enumerate(servers):
+        where = f"environment.mcp_servers[{index}]"
+        if server.get("transport", "sse") != "stdio" or not server.get("command"):
+            raise Refused(f"{where}: it must be a program (transport stdio, with a command): agents reach no other")
+        plain(server, ("name", "transport", "command", "args", "env"), where)
+        args = [str(server["command"]), *map(str, server.get("args") or ())]
+        env = substituted(server.get("env") or {}, choices.env, f"{where}.env")
+        found = {"name": str(server.get("name") or ""), "args": args} | ({"env": env} if env else {})
+        try:
+            McpServerTable.model_validate(found)
+        except ValidationError as error:
+            wrong = error.errors(include_url=False)[0]
+            raise Refused(
+                f"{where}.{'.'.join(map(str, wrong['loc']))}: {wrong['msg'].removeprefix('Value error, ')}"
+            ) from None
+        yield found
 
 
 def _put_solution(folder: Folder, source: Path, config: dict[str, Any], choices: Choices, workdir: str) -> None:
