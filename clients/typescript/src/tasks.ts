@@ -53,6 +53,18 @@ export interface Verifier {
   readonly changesBelow?: readonly string[];
   /** The components that the reward file must have, and their ranges. */
   readonly componentRanges?: Readonly<Record<string, readonly [number, number]>>;
+  /** The image in which it is graded, in a sandbox that has nothing but the agent's changes. */
+  readonly image?: string;
+  /** Of the sandbox in which it is graded, where they are not the agent's. */
+  readonly resources?: Resources;
+}
+
+/** Limits of a sandbox; default: the operator's. One that the backend cannot enforce is refused. */
+export interface Resources {
+  readonly cpu?: number;
+  readonly memoryBytes?: number;
+  readonly pids?: number;
+  readonly diskBytes?: number;
 }
 
 /** What an agent shall do, and how one sees whether it did. */
@@ -101,12 +113,7 @@ export interface RolloutOptions {
     readonly repeatable?: boolean;
     /** Tools of the task, as contents of locks: a requirements file with hashes, a package-lock.json. */
     readonly packages?: { readonly python?: string; readonly npm?: string };
-    readonly resources?: {
-      readonly cpu?: number;
-      readonly memoryBytes?: number;
-      readonly pids?: number;
-      readonly diskBytes?: number;
-    };
+    readonly resources?: Resources;
   };
   readonly limits?: {
     readonly prepareMs?: number;
@@ -198,6 +205,8 @@ function verifierOf(verifier: Verifier): MessageInitShape<typeof VerifierSchema>
     componentRanges: Object.fromEntries(
       Object.entries(componentRanges).map(([name, [min, max]]) => [name, { min, max }]),
     ),
+    image: verifier.image ?? "",
+    resources: verifier.resources && resourcesOf(verifier.resources),
   };
 }
 
@@ -261,9 +270,7 @@ function sourceOf(source: Source): MessageInitShape<typeof ModelSourceSchema> {
       };
 }
 
-function resourcesOf(
-  given: NonNullable<NonNullable<RolloutOptions["sandbox"]>["resources"]>,
-): MessageInitShape<typeof ResourcesSchema> {
+function resourcesOf(given: Resources): MessageInitShape<typeof ResourcesSchema> {
   return {
     cpu: given.cpu,
     memoryBytes: whole(given.memoryBytes),

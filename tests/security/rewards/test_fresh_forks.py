@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 
 import pytest
@@ -14,7 +14,17 @@ from tests.support.docker import dockerd
 from tests.support.policy import bash, in_turn
 from tests.support.services.stack import Running, running
 
-from penstock.client import Command, FailureCause, Phase, SandboxChoice, SeedFile, Task, Verifier
+from penstock.client import (
+    Command,
+    FailureCause,
+    InvalidArgument,
+    Phase,
+    Resources,
+    SandboxChoice,
+    SeedFile,
+    Task,
+    Verifier,
+)
 
 BACKENDS = ("local", "docker")
 
@@ -148,3 +158,51 @@ async def test_directory_behind_a_link_is_refused_before_the_agent_starts(both: 
     assert finished.commands(Phase.VERIFYING) == []
     real = replace(verifier, changes_below=["plain", "real/inner", "not/yet"])
     assert (await graded(both, backend, "mkdir -p real/inner plain", "echo x\n", real)).reward == 1.0
+
+
+JUDGE = "penstock-test/judge:1"
+_MEMORY = "cat /sys/fs/cgroup/memory.max /sys/fs/cgroup/memory/memory.limit_in_bytes 2>/dev/null"
+
+
+@pytest.fixture
+def judge(both: Running) -> Iterator[None]:
+    """An image with a verifier's tools, and a user of its own."""
+    user = "RUN echo 'judge:x:1234:1235::/home/judge:/bin/sh' >> /etc/passwd"
+    dockerd.build(JUDGE, f"FROM {dockerd.BASE}", f"{user} && mkdir /judge && echo secret > /judge/answer", "USER judge")
+    yield
+    dockerd.engine().api.remove_image(JUDGE, force=True)
+
+
+@pytest.mark.requirement("R76")
+async def test_a_verifier_has_its_own_image_with_the_agents_changes_alone(both: Running, judge: None) -> None:
+    """Nothing of the task is in it, nor has the agent seen it; other resources alone keep the task's prepared state."""
+    left = "echo mine > mine; ls -d /judge; rm prepared; ls -ln mine"
+    checks = {
+        "it is its own": "test $(cat /judge/answer) = secret && test $(id -un) = judge",
+        "with the agent's changes": "cd /workspace && test $(cat mine) = mine",
+        "and nothing else": "test $(ls -A /workspace) = mine",
+    }
+    verifier = Verifier(commands=[Command(shell=check) for check in checks.values()], image=JUDGE)
+    finished = await graded(both, "docker", "echo prepared | tee prepared kept", left, verifier)
+    assert finished.reward == 1.0, finished.commands(Phase.VERIFYING)
+    assert "/judge" not in finished.agent_said()
+
+    verifier = Verifier(
+        commands=[Command(shell=f"{_MEMORY} | grep -x 201326592"), Command(shell="cat mine kept")],
+        resources=Resources(memory_bytes=192 << 20),
+    )
+    finished = await graded(both, "docker", "echo prepared | tee prepared kept", left, verifier)
+    assert finished.reward == 1.0, finished.commands(Phase.VERIFYING)
+
+
+@pytest.mark.requirement("R76")
+async def test_a_verifiers_sandbox_that_cannot_be_made_is_named_before_the_agent_starts(both: Running) -> None:
+    """By its image; where it would not be a sandbox of its own, it is refused."""
+    verifier = Verifier(commands=[Command(["true"])], image="penstock-test/absent:1")
+    finished = await graded(both, "docker", "true", "true", verifier)
+    outcome = finished.result.outcome
+    assert outcome.failure is not None and "penstock-test/absent" in outcome.failure.message
+    assert outcome.agent_exit is None
+    with pytest.raises(InvalidArgument) as refused:
+        await graded(both, "docker", "true", "true", replace(verifier, fresh_fork=False))
+    assert [item.field for item in refused.value.violations] == ["spec.task.verifier.image"]

@@ -7,6 +7,7 @@ import { durationFromMs } from "@bufbuild/protobuf/wkt";
 import { LimitsSchema, type McpServerSchema, SandboxChoiceSchema, TaskSchema } from "@gen/penstock/driver/v1/rollout_pb";
 import { BudgetsSchema } from "@gen/penstock/interception/v1/interception_pb";
 import type { CommandSchema } from "@gen/penstock/sandbox/v1/process_service_pb";
+import type { ResourcesSchema } from "@gen/penstock/sandbox/v1/sandbox_pb";
 import type { SeedFileSchema } from "@gen/penstock/sandbox/v1/sandbox_service_pb";
 
 import { nearest } from "../lib/nearest";
@@ -125,6 +126,17 @@ function file(value: unknown, key: string): MessageInitShape<typeof SeedFileSche
   return { path: text(given["path"], `${key}.path`), content, ...(mode === undefined ? {} : { mode: permissionBits(mode, `${key}.mode`) }) };
 }
 
+function resources(value: unknown, key: string): MessageInitShape<typeof ResourcesSchema> {
+  const given = mapping(value, key, KEYS.resources);
+  return {
+    ...(given["cpu"] === undefined ? {} : { cpu: number(given["cpu"], `${key}.cpu`) }),
+    ...(given["memory_bytes"] === undefined ? {} : { memoryBytes: size(given["memory_bytes"], `${key}.memory_bytes`) }),
+    ...(given["pids"] === undefined ? {} : { pids: number(given["pids"], `${key}.pids`) }),
+    ...(given["disk_bytes"] === undefined ? {} : { diskBytes: size(given["disk_bytes"], `${key}.disk_bytes`) }),
+    ...(given["inodes"] === undefined ? {} : { inodes: size(given["inodes"], `${key}.inodes`) }),
+  };
+}
+
 function verifier(value: unknown): NonNullable<MessageInitShape<typeof TaskSchema>["verifier"]> {
   const given = mapping(value, "verifier", KEYS.verifier);
   const pair = (item: unknown, key: string) => {
@@ -144,6 +156,8 @@ function verifier(value: unknown): NonNullable<MessageInitShape<typeof TaskSchem
     ...(given["fresh_fork"] === undefined ? {} : { freshFork: flag(given["fresh_fork"], "verifier.fresh_fork") }),
     restore: list(given["restore"], "verifier.restore", text),
     changesBelow: list(given["changes_below"], "verifier.changes_below", text),
+    image: given["image"] === undefined ? "" : text(given["image"], "verifier.image"),
+    ...(given["resources"] === undefined ? {} : { resources: resources(given["resources"], "verifier.resources") }),
     componentRanges: Object.fromEntries(
       Object.entries((given["component_ranges"] ?? {}) as Mapping).map(([name, item]) => [name, pair(item, `verifier.component_ranges.${name}`)]),
     ),
@@ -202,23 +216,13 @@ function sandbox(value: unknown): MessageInitShape<typeof SandboxChoiceSchema> {
   for (const key of ["setup_network", "agent_network", "verifier_network"])
     if (given[key] !== undefined) throw new TaskFileError(`sandbox.${key}`, "is not supported by the form: use `penstock rollout`");
   if (given["packages"] !== undefined) throw new TaskFileError("sandbox.packages", "a page cannot read files: use `penstock rollout`");
-  const resources =
-    given["resources"] === undefined ? null : mapping(given["resources"], "sandbox.resources", KEYS.resources);
   return {
     backend: text(given["backend"] ?? "", "sandbox.backend"),
     image: text(given["image"] ?? "", "sandbox.image"),
     user: text(given["user"] ?? "", "sandbox.user"),
     ownKernel: flag(given["own_kernel"], "sandbox.own_kernel"),
     ...(given["repeatable"] === undefined ? {} : { repeatable: flag(given["repeatable"], "sandbox.repeatable") }),
-    ...(resources && {
-      resources: {
-        ...(resources["cpu"] === undefined ? {} : { cpu: number(resources["cpu"], "sandbox.resources.cpu") }),
-        ...(resources["memory_bytes"] === undefined ? {} : { memoryBytes: size(resources["memory_bytes"], "sandbox.resources.memory_bytes") }),
-        ...(resources["pids"] === undefined ? {} : { pids: number(resources["pids"], "sandbox.resources.pids") }),
-        ...(resources["disk_bytes"] === undefined ? {} : { diskBytes: size(resources["disk_bytes"], "sandbox.resources.disk_bytes") }),
-        ...(resources["inodes"] === undefined ? {} : { inodes: size(resources["inodes"], "sandbox.resources.inodes") }),
-      },
-    }),
+    ...(given["resources"] === undefined ? {} : { resources: resources(given["resources"], "sandbox.resources") }),
   };
 }
 

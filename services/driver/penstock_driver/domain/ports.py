@@ -103,6 +103,10 @@ class Output:
     is_stderr: bool = False
 
 
+LIMITED: Final = ("cpu", "memory_bytes", "pids", "disk_bytes", "inodes")
+"""What a sandbox has limits of, as fields of `SandboxTerms`."""
+
+
 @dataclass(frozen=True, slots=True)
 class SandboxTerms:
     """A rollout's choices for its sandbox; empty and None mean the sandbox service's defaults."""

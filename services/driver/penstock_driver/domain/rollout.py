@@ -25,6 +25,8 @@ from penstock_driver.agents.registry import Agent
 from penstock_driver.domain.pauses import RolloutPaused, RolloutResumed
 from penstock_driver.domain.ports import NO_PACKAGES, CallSpent, Command, CommandResult, Exit, Packages, SandboxTerms
 
+_AS_THE_AGENTS: Final = SandboxTerms()
+
 
 class Phase(IntEnum):
     """The phases of a rollout, in order; a phase may be skipped.
@@ -199,6 +201,13 @@ class Verifier:
     changes_below: tuple[str, ...] = ()
     """In a fresh fork: directories whose changes are copied, empty for the working directory."""
     component_ranges: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    sandbox: SandboxTerms = _AS_THE_AGENTS
+    """Image and resources of the sandbox in which it runs, where they are not the agent's; nothing else is set."""
+
+    @property
+    def has_own_sandbox(self) -> bool:
+        """Whether it runs in a fork of another state than the agent's."""
+        return self.sandbox != _AS_THE_AGENTS
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from penstock_chassis import times
 from penstock_chassis.errors import Violation
 from penstock_chassis.validation import invalid, invalid_field
 from penstock_driver.agents.launch import FileToWrite
-from penstock_driver.domain.ports import Command, Packages, SandboxTerms
+from penstock_driver.domain.ports import LIMITED, Command, Packages, SandboxTerms
 from penstock_driver.domain.records import GroupPlan
 from penstock_driver.domain.rollout import RolloutSpec, Task, Verifier
 from penstock_driver.domain.terminal_episode import MAX_COMMANDS as MAX_STEPS
@@ -130,6 +130,9 @@ def check_terminal(spec: TerminalSpec, found: Violations) -> None:
     verifier = spec.task.verifier
     if verifier and verifier.fresh_fork:
         found.add("task.verifier.fresh_fork", "a terminal episode is graded in its own sandbox: leave it unset")
+    if verifier and verifier.has_own_sandbox:
+        named = "image" if verifier.sandbox.image else "resources"
+        found.add(f"task.verifier.{named}", "a terminal episode is graded in its own sandbox: leave it unset")
     if verifier and verifier.restore:
         found.add("task.verifier.restore", "a terminal episode restores no files: use a command")
     if spec.task.keep_diff:
@@ -194,6 +197,10 @@ def _check_verifier(verifier: Verifier, here: str, found: Violations) -> None:
         found.add(f"{here}.restore", f"at most {MAX_PATHS} patterns")
     if verifier.changes_below and verifier.fresh_fork is False:
         found.add(f"{here}.changes_below", "needs a fresh fork, but fresh_fork is false")
+    if verifier.has_own_sandbox and verifier.fresh_fork is False:
+        named = "image" if verifier.sandbox.image else "resources"
+        found.add(f"{here}.{named}", "needs a fresh fork, but fresh_fork is false")
+    _check_resources(verifier.sandbox, here, found)
     if len(verifier.changes_below) > MAX_PATHS:
         found.add(f"{here}.changes_below", f"at most {MAX_PATHS} directories")
     for index, path in enumerate(verifier.changes_below):
@@ -271,10 +278,14 @@ def _check_variables(variables: Mapping[str, str], where: str, found: Violations
 def _check_sandbox(terms: SandboxTerms, where: str, found: Violations) -> None:
     if terms.setup_network is not None and terms.setup_network.HasField("allowlist"):
         _check_allowlist(terms.setup_network.allowlist, f"{where}sandbox.setup_network.allowlist", found)
-    for name in ("cpu", "memory_bytes", "pids", "disk_bytes", "inodes"):
+    _check_resources(terms, f"{where}sandbox", found)
+
+
+def _check_resources(terms: SandboxTerms, here: str, found: Violations) -> None:
+    for name in LIMITED:
         value = getattr(terms, name)
         if value is not None and not (math.isfinite(value) and value > 0):
-            found.add(f"{where}sandbox.resources.{name}", "expected a positive number")
+            found.add(f"{here}.resources.{name}", "expected a positive number")
 
 
 def _check_allowlist(listed: sandbox_pb2.Allowlist, here: str, found: Violations) -> None:

@@ -7,6 +7,7 @@ so the rollouts of a group share one by construction.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Final
@@ -16,6 +17,8 @@ from penstock_chassis.errors import FailedPrecondition, NotFound
 from penstock_driver.agents.launch import check_command
 from penstock_driver.agents.specs import Toolbox
 from penstock_driver.domain.ports import (
+    LIMITED,
+    NO_PACKAGES,
     Command,
     CommandReport,
     PreparedSnapshot,
@@ -44,6 +47,36 @@ class PreparedEnvironment:
     reports: tuple[CommandReport, ...]
     plain: set[str] = field(default_factory=set, compare=False)
     """Directories that are known to lie behind no link there: a fresh fork need not be asked again (`Grader`)."""
+
+
+def for_verifier(spec: RolloutSpec) -> RolloutSpec:
+    """Return the spec of the state that its verifier runs in: `spec` itself, unless the verifier has another sandbox.
+
+    Nothing of the agent is in that. With an image of its own it has nothing of the task either; else the task's setup
+    runs once more, with other resources.
+    """
+    verifier = spec.task.verifier
+    if verifier is None or not verifier.has_own_sandbox:
+        return spec
+    own = verifier.sandbox
+    bare = spec.agent.spec.model_copy(update={"toolbox": Toolbox(), "check_argv": []})
+    given = {name: value for name in LIMITED if (value := getattr(own, name)) is not None}
+    found = replace(
+        spec,
+        agent=replace(spec.agent, spec=bare, sha256=""),
+        sandbox=replace(spec.sandbox, **given),
+    )
+    state = spec.environment_key
+    if own.image:
+        found = replace(
+            found,
+            task=replace(found.task, files=(), setup=(), env={}),
+            sandbox=replace(found.sandbox, image=own.image, user="", setup_network=None),
+            packages=NO_PACKAGES,
+        )
+        state = spec.namespace
+    key = repr((state, [getattr(found.sandbox, name) for name in ("image", "own_kernel", *LIMITED)]))
+    return replace(found, environment_key=hashlib.sha256(key.encode()).hexdigest())
 
 
 class SetupFailed(Exception):

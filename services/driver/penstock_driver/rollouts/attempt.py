@@ -63,12 +63,13 @@ from penstock_driver.domain.rollout import (
     Progress,
     Replay,
     RolloutFailed,
+    RolloutSpec,
     Verifier,
     failed,
     with_failure,
 )
 from penstock_driver.domain.unended import AttemptPlace, Stage
-from penstock_driver.environments.prepare import PreparedEnvironment, SetupFailed, setup_of
+from penstock_driver.environments.prepare import PreparedEnvironment, SetupFailed, for_verifier, setup_of
 from penstock_driver.environments.throttle import patiently
 from penstock_driver.grading.carried import CarriedWork, Fetched
 from penstock_driver.grading.grader import ROOT, Grader, check_system
@@ -171,6 +172,7 @@ class Attempt:
             await self._find_recording()
             await self._delete_last_capture()
         prepared = await self._prepare()
+        await self._prepared_for_verifier(prepared)
         opening = await self._open_gate()
         await self._load_recording()
         self._recorder.locate(gate=opening.home)
@@ -224,9 +226,20 @@ class Attempt:
     # Before the agent -------------------------------------------------------------------------------------------------
 
     async def _prepare(self, *, again: bool = False) -> PreparedEnvironment:
+        prepared = await self._prepared(self._spec, again=again)
+        if not again:
+            self._record_setup(prepared.reports)
+        return prepared
+
+    async def _prepared_for_verifier(self, prepared: PreparedEnvironment) -> PreparedEnvironment:
+        """The state to grade in: the agent's, unless the verifier has another sandbox."""
+        spec = for_verifier(self._spec)
+        return prepared if spec is self._spec else await self._prepared(spec)
+
+    async def _prepared(self, spec: RolloutSpec, *, again: bool = False) -> PreparedEnvironment:
         try:
-            prepared = await self._services.environments.get(
-                self._spec, lambda line: self._recorder.append(Progress(line)), again=again
+            return await self._services.environments.get(
+                spec, lambda line: self._recorder.append(Progress(line)), again=again
             )
         except SetupFailed as error:
             raise self._setup_failure(error) from error
@@ -240,9 +253,6 @@ class Attempt:
                 retriable=True,
                 component=Component.SANDBOX,
             ) from None
-        if not again:
-            self._record_setup(prepared.reports)
-        return prepared
 
     def _record_setup(self, reports: Iterable[CommandReport]) -> None:
         commands = setup_of(self._spec.task, self._spec.limits)
@@ -253,8 +263,9 @@ class Attempt:
     def _setup_failure(self, error: SetupFailed) -> RolloutFailed:
         if error.check:
             return RolloutFailed(check_failure(error.check.result, self._phase))
-        self._recorder.enter(Phase.SETTING_UP)
-        self._record_setup(error.reports)
+        if self._phase < Phase.SETTING_UP:  # else the verifier's state had to be made again
+            self._recorder.enter(Phase.SETTING_UP)
+            self._record_setup(error.reports)
         ended = describe(error.reports[-1].result.exit) if error.reports else "unknown"
         message = f"setup command {len(error.reports)} of {len(self._spec.task.setup)} failed: {ended}"
         return failed(Cause.TASK, "SETUP_FAILED", message, self._phase)
@@ -617,7 +628,11 @@ class Attempt:
 
     def _begin_to_fork(self, prepared: PreparedEnvironment) -> asyncio.Task[SandboxFacts]:
         """Request the grading fork; it is created while the agent's sandbox is read."""
-        self._forking = asyncio.ensure_future(self._fork(prepared, purpose="/grading"))
+
+        async def fork() -> SandboxFacts:
+            return await self._fork(await self._prepared_for_verifier(prepared), purpose="/grading")
+
+        self._forking = asyncio.ensure_future(fork())
         return self._forking
 
     async def _collect(self, sandbox: SandboxFacts, prepared: PreparedEnvironment) -> None:

@@ -16,7 +16,7 @@ from penstock_chassis.aio.single_flight import SingleFlight
 from penstock_chassis.errors import FailedPrecondition
 from penstock_driver.agents.launch import check_host_tools
 from penstock_driver.agents.specs import PromptDelivery
-from penstock_driver.domain.ports import BackendFacts, GateCheck, Sandboxes, SandboxTerms
+from penstock_driver.domain.ports import LIMITED, BackendFacts, GateCheck, Sandboxes, SandboxTerms
 from penstock_driver.domain.rollout import RolloutSpec
 
 FRESH_S: Final = 2.0
@@ -67,17 +67,19 @@ def check_backend(spec: RolloutSpec, backends: Sequence[BackendFacts]) -> Rollou
             reason="AGENT_NEEDS_ROOT",
         )
     verifier = spec.task.verifier
+    takes_changes = verifier and (verifier.fresh_fork or verifier.changes_below or verifier.has_own_sandbox)
     needed = {
         "one_endpoint": backend.one_endpoint,
         "fork": backend.forks,
         "toolboxes": backend.toolboxes,
-        "diff": backend.diff
-        or not (spec.keep_end_state or (verifier and (verifier.fresh_fork or verifier.changes_below))),
+        "diff": backend.diff or not (spec.keep_end_state or takes_changes),
         "stdin_stream": backend.stdin or agent.instruction.method is not PromptDelivery.STDIN,
     }
     if spec.verifier_network is not None:
         needed["diff"] = backend.diff
     _check_capabilities(backend, spec.sandbox, needed)
+    if verifier:
+        _check_capabilities(backend, verifier.sandbox, {})
     _check_hosts(backend, _listed(spec.sandbox), spec.agent_network, spec.verifier_network)
     if verifier and verifier.fresh_fork is None:
         spec = replace(spec, task=replace(spec.task, verifier=replace(verifier, fresh_fork=backend.diff)))
@@ -102,9 +104,7 @@ def _available(wanted: str, backends: Sequence[BackendFacts]) -> BackendFacts:
 def _check_capabilities(backend: BackendFacts, terms: SandboxTerms, needed: Mapping[str, bool]) -> None:
     missing = [name for name, is_there in needed.items() if not is_there]
     missing += [
-        f"a limit of {name}"
-        for name in ("cpu", "memory_bytes", "pids", "disk_bytes", "inodes")
-        if getattr(terms, name) is not None and name not in backend.limits
+        f"a limit of {name}" for name in LIMITED if getattr(terms, name) is not None and name not in backend.limits
     ]
     if missing:
         raise FailedPrecondition(

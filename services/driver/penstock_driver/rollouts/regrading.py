@@ -48,7 +48,7 @@ from penstock_driver.domain.rollout import (
     failed,
 )
 from penstock_driver.domain.validation import Violations
-from penstock_driver.environments.prepare import SetupFailed
+from penstock_driver.environments.prepare import SetupFailed, for_verifier
 from penstock_driver.grading.carried import Work
 from penstock_driver.grading.grader import Grader
 from penstock_driver.placement.placement import Avoid, Place, Placement
@@ -289,7 +289,7 @@ async def _forked(services: RunnerServices, order: _Order, labels: Mapping[str, 
 
     FailedPrecondition (REGRADE_FAILED); Unavailable (REGRADE_INTERRUPTED).
     """
-    spec = order.spec
+    spec = for_verifier(order.spec)
     try:
         for is_second in (False, True):
             prepared = await services.environments.get(spec, lambda _: None, again=is_second)

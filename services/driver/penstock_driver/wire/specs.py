@@ -18,7 +18,7 @@ from penstock_chassis import times
 from penstock_driver.agents.launch import AgentChoice, McpServer, check_choice
 from penstock_driver.agents.registry import AgentRegistry
 from penstock_driver.domain import validation
-from penstock_driver.domain.ports import Packages, SandboxTerms
+from penstock_driver.domain.ports import LIMITED, Packages, SandboxTerms
 from penstock_driver.domain.rollout import Limits, Replay, RolloutSpec, Task, Verifier
 from penstock_driver.domain.terminal_episode import DEFAULT_OUTPUT, MAX_COMMANDS, Action, Answer, TerminalSpec
 from penstock_driver.domain.validation import Violations
@@ -168,16 +168,26 @@ def _gate_terms(spec: rollout_pb2.RolloutSpec) -> rollout_gate_service_pb2.OpenR
 _sandbox_terms: Final = reader(
     SandboxTerms,
     rollout_pb2.SandboxChoice,
-    renamed={name: f"resources.{name}" for name in ("cpu", "memory_bytes", "pids", "disk_bytes", "inodes")},
+    renamed={name: f"resources.{name}" for name in LIMITED},
     left_out=("repeatable", "packages", "agent_network", "verifier_network"),
 )
 _packages: Final = reader(Packages, rollout_pb2.Packages)
 
+
+def _verifiers_sandbox(verifier: rollout_pb2.Verifier) -> SandboxTerms:
+    given = verifier.resources
+    return SandboxTerms(
+        image=verifier.image,
+        **{name: getattr(given, name) for name in LIMITED if given.HasField(name)},
+    )
+
+
 _verifier: Final = reader(
     Verifier,
     rollout_pb2.Verifier,
-    left_out=("reward_file", "passed_share"),
+    left_out=("reward_file", "passed_share", "image", "resources"),
     by={
+        "sandbox": _verifiers_sandbox,
         "reward_by_file": lambda verifier: verifier.HasField("reward_file"),
         "component_ranges": lambda verifier: {
             name: (span.min, span.max) for name, span in verifier.component_ranges.items()

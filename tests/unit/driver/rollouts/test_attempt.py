@@ -30,7 +30,7 @@ from penstock_driver.agents.launch import FileToWrite
 from penstock_driver.agents.specs import Artifact, Toolbox
 from penstock_driver.domain.ports import BackendFacts, CallEnded, Command, GateClosing, SandboxTerms
 from penstock_driver.domain.rollout import Cause, Component, Failure, Limits, Phase, Verifier
-from penstock_driver.environments.prepare import Environments
+from penstock_driver.environments.prepare import Environments, for_verifier
 from penstock_driver.grading import grader
 from penstock_driver.placement.placement import OnePlace
 from penstock_driver.rollouts.preflight import check_backend
@@ -878,6 +878,62 @@ async def test_a_verifier_waits_for_no_deletion_and_the_rollout_for_each(
     assert (outcome.HasField("failure"), outcome.HasField("reward")) == (False, True)
     assert spec == ["read", "verified", "deleted", "deleted"]
     assert not driver.sandboxes.boxes
+
+
+@pytest.mark.requirement("R76")
+@pytest.mark.parametrize(
+    ("own", "keeps_the_task"),
+    [
+        (SandboxTerms(image="judge:1"), False),
+        (SandboxTerms(pids=7), True),
+        (SandboxTerms(image="judge:1", cpu=2), False),
+    ],
+)
+async def test_a_verifier_with_a_sandbox_of_its_own_gets_nothing_of_the_agents(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, own: SandboxTerms, keeps_the_task: bool
+) -> None:
+    """Made before the agent starts: with an image of its own it has nothing of the task, else the task's setup."""
+
+    async def unchanged(sandbox_id: str, below: Any, sink: Any, max_bytes: int) -> list[str]:
+        tarfile.open(fileobj=sink, mode="w").close()
+        return []
+
+    monkeypatch.setattr(driver.sandboxes, "diff", unchanged)
+    monkeypatch.setattr(grader, "IN_MEMORY", ())  # where these boxes are
+    verifier = Verifier(commands=(Command(shell="true"),), fresh_fork=True, sandbox=own)
+    files, setup = (FileToWrite("given", b"", 0o644),), (Command(shell="true"),)
+    spec = with_task(driver, verifier=verifier, files=files, setup=setup)
+    spec = replace(spec, sandbox=replace(spec.sandbox, image="task:1", pids=5, user="worker"))
+    outcome = await driver.run(spec)
+    assert (outcome.HasField("failure"), outcome.reward.value) == (False, 1.0)
+    agents, verifiers = driver.sandboxes.wanted
+    assert agents.toolbox_ids and not verifiers.toolbox_ids[:-1] and verifiers.toolbox_ids[-1] == "t-empty"
+    assert (bool(verifiers.files), bool(verifiers.setup)) == (keeps_the_task, keeps_the_task)
+    assert verifiers.terms == replace(
+        spec.sandbox,
+        image=own.image or "task:1",
+        pids=own.pids or 5,
+        cpu=own.cpu,
+        user="worker" if keeps_the_task else "",
+    )
+    calls = driver.sandboxes.calls
+    assert calls.index("start") > len(calls) - 1 - calls[::-1].index("prepare_snapshot")
+    assert not driver.sandboxes.boxes
+    # One state for all tasks that are graded in the image.
+    other = for_verifier(replace(spec, environment_key="other"))
+    assert (other.environment_key == for_verifier(spec).environment_key) is not keeps_the_task
+
+
+@pytest.mark.requirement("R76")
+def test_a_sandbox_of_the_verifier_needs_a_backend_that_can_make_it(driver: Driver) -> None:
+    """A diff, and the limits that it names."""
+    spec = with_task(driver, verifier=Verifier(commands=(Command(shell="true"),), sandbox=SandboxTerms(image="judge")))
+    with pytest.raises(FailedPrecondition, match="diff"):
+        check_backend(spec, [facts(diff=False)])
+    assert check_backend(spec, [facts(diff=True)]).task.verifier == replace(spec.task.verifier, fresh_fork=True)
+    limited = with_task(driver, verifier=Verifier(commands=(Command(shell="true"),), sandbox=SandboxTerms(inodes=9)))
+    with pytest.raises(FailedPrecondition, match="a limit of inodes"):
+        check_backend(limited, [facts(diff=True)])
 
 
 @pytest.mark.requirement("R90")

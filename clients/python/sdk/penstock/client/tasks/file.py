@@ -35,7 +35,7 @@ from penstock.client.tasks.field_types import (
     is_file_path,
 )
 from penstock.client.tasks.named_files import Beside, CannotRead
-from penstock.client.tasks.rollout_keys import RolloutKeys
+from penstock.client.tasks.rollout_keys import ResourcesTable, RolloutKeys
 from penstock.client.tasks.spec import Command, SeedFile
 from penstock.client.tasks.strict_model import Place, Strict
 
@@ -166,11 +166,16 @@ class VerifierFile(Strict):
     restore: list[Pattern] = Field(default_factory=list, max_length=MAX_PATHS)
     changes_below: list[Directory] = Field(default_factory=list, max_length=MAX_PATHS)
     component_ranges: dict[str, Range] = Field(default_factory=dict, max_length=MAX_COMPONENTS)
+    image: Plain = Field("", description="The image in which it is graded, in a sandbox with the agent's changes.")
+    resources: ResourcesTable | None = Field(None, description="Of the sandbox in which it is graded.")
 
     @classmethod
     def conflicts(cls, value: Mapping[str, Any], beside: Beside | None) -> Iterator[tuple[Place, str]]:
         if value.get("changes_below") and value.get("fresh_fork") is False:
             yield ("changes_below",), "needs a fresh fork, but fresh_fork is false"
+        for name in ("image", "resources"):
+            if value.get(name) and value.get("fresh_fork") is False:
+                yield (name,), "needs a fresh fork, but fresh_fork is false"
         if value.get("component_ranges") and value.get("reward") != "file":
             yield ("component_ranges",), "needs reward: file"
 

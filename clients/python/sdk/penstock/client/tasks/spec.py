@@ -86,7 +86,10 @@ class Verifier:
     Where the backend can, it runs in a fork of the prepared state with the agent's changes in the directories
     `changes_below` (default: the working directory) and nothing else of the agent's. `fresh_fork` true refuses a
     backend that cannot, and false grades in the agent's sandbox, as the agent left it. `restore` first puts paths and
-    globs (`tests/**`) back into the prepared state. docs/guides/rewards.md describes what each resists.
+    globs (`tests/**`) back into the prepared state. With `image` it runs in a sandbox of that image, which has the
+    agent's changes and nothing else of the task; `resources` are that sandbox's.
+
+    docs/guides/rewards.md describes what each resists.
     """
 
     commands: Sequence[Command]
@@ -98,6 +101,8 @@ class Verifier:
     restore: Sequence[str] = ()
     changes_below: Sequence[str] = ()
     component_ranges: Mapping[str, tuple[float, float]] = field(default_factory=lambda: _EMPTY)
+    image: str = ""
+    resources: "Resources | None" = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -145,6 +145,8 @@ def _verifier(file: VerifierFile, beside: Beside, where: str) -> Verifier:
         restore=file.restore,
         changes_below=file.changes_below,
         component_ranges={name: (low, high) for name, (low, high) in file.component_ranges.items()},
+        image=file.image,
+        resources=None if file.resources is None else file.resources.made(),
     )
 
 

@@ -353,6 +353,8 @@ class Verifier(_message.Message):
     RESTORE_FIELD_NUMBER: _builtins.int
     CHANGES_BELOW_FIELD_NUMBER: _builtins.int
     COMPONENT_RANGES_FIELD_NUMBER: _builtins.int
+    IMAGE_FIELD_NUMBER: _builtins.int
+    RESOURCES_FIELD_NUMBER: _builtins.int
     range_min: _builtins.float
     """Default [0, 1]. A reward outside the range, or not finite, is a failure of the verifier."""
     range_max: _builtins.float
@@ -366,6 +368,12 @@ class Verifier(_message.Message):
     other kinds of file are left out, as if they were deleted; Grading.changes counts them.
     In the agent's sandbox, a rollout is not graded if its agent, not being root, changed the system's programs or
     settings, where the backend can detect that (GRADING_BLOCKED).
+    """
+    image: _builtins.str
+    """Name of the image in which it is graded, in a sandbox of its own: the agent's changes are put into it, and nothing else
+    of the task or the agent (no files, setup, packages or toolbox). Commands run as the image's user and begin in its
+    working directory, unless they say otherwise; `restore` restores what the image has. The image is pulled before the
+    agent starts. Needs a fresh fork. Empty = the prepared state.
     """
     @_builtins.property
     def files(self) -> _containers.RepeatedCompositeFieldContainer[_sandbox_service_pb2.SeedFile]:
@@ -401,6 +409,12 @@ class Verifier(_message.Message):
     def component_ranges(self) -> _containers.MessageMap[_builtins.str, Global___RewardRange]:
         """With reward_file: the required components, each finite and in its range. Not empty = other components are refused."""
 
+    @_builtins.property
+    def resources(self) -> _sandbox_pb2.Resources:
+        """Resources of the sandbox in which it is graded. With no image of its own, setup runs once more in a sandbox with them.
+        What is unset is as in the agent's sandbox. Needs a fresh fork.
+        """
+
     def __init__(
         self,
         *,
@@ -415,10 +429,12 @@ class Verifier(_message.Message):
         restore: _abc.Iterable[_builtins.str] | None = ...,
         changes_below: _abc.Iterable[_builtins.str] | None = ...,
         component_ranges: _abc.Mapping[_builtins.str, Global___RewardRange] | None = ...,
+        image: _builtins.str = ...,
+        resources: _sandbox_pb2.Resources | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_fresh_fork", b"_fresh_fork", "_range_max", b"_range_max", "_range_min", b"_range_min", "command_timeout", b"command_timeout", "fresh_fork", b"fresh_fork", "passed_share", b"passed_share", "range_max", b"range_max", "range_min", b"range_min", "reward", b"reward", "reward_file", b"reward_file"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_fresh_fork", b"_fresh_fork", "_range_max", b"_range_max", "_range_min", b"_range_min", "command_timeout", b"command_timeout", "fresh_fork", b"fresh_fork", "passed_share", b"passed_share", "range_max", b"range_max", "range_min", b"range_min", "resources", b"resources", "reward", b"reward", "reward_file", b"reward_file"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_fresh_fork", b"_fresh_fork", "_range_max", b"_range_max", "_range_min", b"_range_min", "changes_below", b"changes_below", "command_timeout", b"command_timeout", "commands", b"commands", "component_ranges", b"component_ranges", "files", b"files", "fresh_fork", b"fresh_fork", "passed_share", b"passed_share", "range_max", b"range_max", "range_min", b"range_min", "restore", b"restore", "reward", b"reward", "reward_file", b"reward_file"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_fresh_fork", b"_fresh_fork", "_range_max", b"_range_max", "_range_min", b"_range_min", "changes_below", b"changes_below", "command_timeout", b"command_timeout", "commands", b"commands", "component_ranges", b"component_ranges", "files", b"files", "fresh_fork", b"fresh_fork", "image", b"image", "passed_share", b"passed_share", "range_max", b"range_max", "range_min", b"range_min", "resources", b"resources", "restore", b"restore", "reward", b"reward", "reward_file", b"reward_file"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__fresh_fork: _TypeAlias = _typing.Literal["fresh_fork"]  # noqa: Y015
     _WhichOneofArgType__fresh_fork: _TypeAlias = _typing.Literal["_fresh_fork", b"_fresh_fork"]  # noqa: Y015
