@@ -34,7 +34,7 @@ from penstock_driver.rollouts.regrading import Regrader
 from penstock_driver.store.end_states import EndStates, gone
 from penstock_driver.store.event_log import EventLog
 from penstock_driver.store.records import Records
-from penstock_driver.wire.specs import effective_spec, rollout_spec
+from penstock_driver.wire.specs import effective_spec, rollout_spec, with_locks
 from penstock_driver.wire.to_proto import add_driver_fields
 
 CLEANUP_RETRY_S: Final = 5.0
@@ -79,7 +79,7 @@ class RolloutUseCases:
         """Check, record and start a rollout; an empty `rollout_id` is replaced by a fresh one."""
         known = await self._records.known_request(key)
         if known is None:
-            spec = rollout_spec(request, self._agents, key.namespace)
+            spec = await self._spec(request, key.namespace)
             check_chosen_id(rollout_id, "rollout_id")
             rollout_id = rollout_id or self._home.new_id("r")
             with self._manager.room(spec.namespace, 1):
@@ -97,7 +97,7 @@ class RolloutUseCases:
             found = Violations()
             check_group(plan, found)
             found.refuse()
-            spec = rollout_spec(request, self._agents, key.namespace)
+            spec = await self._spec(request, key.namespace)
             count = plan.size + plan.spares
             check_seeds(spec, count)
             check_chosen_id(group_id, "group_id")
@@ -124,7 +124,7 @@ class RolloutUseCases:
             check_chosen_id(order.group_id, "group_id")
             parent = await self._manager.get(order.rollout_id)
             request = await self._parents.request(parent, order)
-            spec = rollout_spec(request, self._agents, parent.namespace)
+            spec = await self._spec(request, parent.namespace)
             group_id = order.group_id or self._home.new_id("g")
             ids = tuple(f"{group_id}-{index}" for index in range(order.count))
             with self._manager.room(spec.namespace, order.count):
@@ -135,6 +135,9 @@ class RolloutUseCases:
                 group = GroupRecord(group_id, spec.run_id, effective, plan, time.time(), ids, spec.namespace, point)
                 known = await self._manager.see_through(self._begin_branches(key, spec, records, group, file, counted))
         return await self._records.group(known)
+
+    async def _spec(self, request: rollout_pb2.RolloutSpec, namespace: str) -> RolloutSpec:
+        return await with_locks(request.sandbox.packages, lambda: rollout_spec(request, self._agents, namespace))
 
     async def _begin_branches(
         self,

@@ -15,7 +15,7 @@ from penstock_driver.domain.terminal_episode import Step
 from penstock_driver.domain.validation import id_problem
 from penstock_driver.terminals.manager import TerminalManager
 from penstock_driver.terminals.records import TerminalRecord, TerminalRecords
-from penstock_driver.wire.specs import step_action, terminal_spec
+from penstock_driver.wire.specs import step_action, terminal_spec, with_locks
 
 SERVICE: Final = "penstock.driver.v1.TerminalService"
 MAX_ANSWER_BYTES: Final = 1 << 20
@@ -32,7 +32,8 @@ class TerminalServicer(terminal_service_pb2_grpc.TerminalServiceServicer):
     ) -> terminal_service_pb2.OpenTerminalResponse:
         """Returns when the first command may be sent."""
         key = RequestKey.of(auth.caller().home, request.request_id, request, b"OpenTerminal")
-        record = await self._terminals.open(key, terminal_spec(request, key.namespace))
+        spec = await with_locks(request.sandbox.packages, lambda: terminal_spec(request, key.namespace))
+        record = await self._terminals.open(key, spec)
         return terminal_service_pb2.OpenTerminalResponse(terminal=terminal_to_proto(record, self._terminals.home.name))
 
     async def Step(  # noqa: N802

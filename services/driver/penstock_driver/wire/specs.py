@@ -5,9 +5,11 @@ Only what is missing is found here: a field that is required has nothing to conv
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Final
+from typing import Final, TypeVar
 
 from google.protobuf.duration_pb2 import Duration
 
@@ -24,6 +26,10 @@ from penstock_driver.domain.terminal_episode import DEFAULT_OUTPUT, MAX_COMMANDS
 from penstock_driver.domain.validation import Violations
 from penstock_driver.wire.converters import command_from_proto, struct_to_dict
 
+T = TypeVar("T")
+
+_LONG_LOCKS: Final = 32 << 10
+"""Bytes of a task's locks that are read on the event loop, in a few milliseconds."""
 _REPLAYS: Final = {
     rollout_pb2.REPLAY_UNSPECIFIED: Replay.UNTIL_DIVERGENCE,
     rollout_pb2.REPLAY_OFF: Replay.OFF,
@@ -78,6 +84,13 @@ def rollout_spec(request: rollout_pb2.RolloutSpec, agents: AgentRegistry, namesp
     found.refuse()
     check_choice(agent.spec, spec.choice, spec.task.instruction)
     return spec
+
+
+async def with_locks(packages: rollout_pb2.Packages, read: Callable[[], T]) -> T:
+    """Return what `read` makes of a request with these locks: in a thread if they are long, since it parses them."""
+    if len(packages.python) + len(packages.npm) > _LONG_LOCKS:
+        return await asyncio.to_thread(read)
+    return read()
 
 
 def verifier_sha256(verifier: rollout_pb2.Verifier) -> str:

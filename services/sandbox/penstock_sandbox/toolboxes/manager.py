@@ -183,7 +183,8 @@ class Toolboxes:
             if spec.npm_packages:
                 await self._installer.npm(spec.npm_packages, content, report)
             if spec.npm_lock:
-                await self._installer.npm_locked(npm_lock(spec.npm_lock), content, report)
+                lock = await asyncio.to_thread(npm_lock, spec.npm_lock)
+                await self._installer.npm_locked(lock, content, report)
             if spec.python_packages and spec.python_target is not None:
                 await self._installer.python_for(spec.python_packages, spec.python_target, content, report)
             elif spec.python_packages:
