@@ -161,14 +161,17 @@ async def test_directory_behind_a_link_is_refused_before_the_agent_starts(both: 
 
 
 JUDGE = "penstock-test/judge:1"
-_MEMORY = "cat /sys/fs/cgroup/memory.max /sys/fs/cgroup/memory/memory.limit_in_bytes 2>/dev/null"
 
 
 @pytest.fixture
 def judge(both: Running) -> Iterator[None]:
-    """An image with a verifier's tools, and a user of its own."""
-    user = "RUN echo 'judge:x:1234:1235::/home/judge:/bin/sh' >> /etc/passwd"
-    dockerd.build(JUDGE, f"FROM {dockerd.BASE}", f"{user} && mkdir /judge && echo secret > /judge/answer", "USER judge")
+    """An image with a verifier's tools."""
+    dockerd.build(
+        JUDGE,
+        f"FROM {dockerd.BASE}",
+        "RUN mkdir /judge && echo secret > /judge/answer",
+        "WORKDIR /judge",
+    )
     yield
     dockerd.engine().api.remove_image(JUDGE, force=True)
 
@@ -176,23 +179,19 @@ def judge(both: Running) -> Iterator[None]:
 @pytest.mark.requirement("R76")
 async def test_a_verifier_has_its_own_image_with_the_agents_changes_alone(both: Running, judge: None) -> None:
     """Nothing of the task is in it, nor has the agent seen it; other resources alone keep the task's prepared state."""
-    left = "echo mine > mine; ls -d /judge; rm prepared; ls -ln mine"
-    checks = {
-        "it is its own": "test $(cat /judge/answer) = secret && test $(id -un) = judge",
-        "with the agent's changes": "cd /workspace && test $(cat mine) = mine",
-        "and nothing else": "test $(ls -A /workspace) = mine",
-    }
-    verifier = Verifier(commands=[Command(shell=check) for check in checks.values()], image=JUDGE)
+    left = "echo mine > mine; ls -d /judge >> mine; rm prepared"
+    looks = ["cat /judge/answer; id -un; pwd", "ls -A /workspace; cat /workspace/mine"]
+    verifier = Verifier(commands=[Command(shell=look) for look in looks], image=JUDGE)
     finished = await graded(both, "docker", "echo prepared | tee prepared kept", left, verifier)
-    assert finished.reward == 1.0, finished.commands(Phase.VERIFYING)
-    assert "/judge" not in finished.agent_said()
-
-    verifier = Verifier(
-        commands=[Command(shell=f"{_MEMORY} | grep -x 201326592"), Command(shell="cat mine kept")],
-        resources=Resources(memory_bytes=192 << 20),
-    )
+    assert finished.reward == 1.0, finished.result
+    seen = [command.stdout_tail.decode() for command in finished.commands(Phase.VERIFYING)]
+    assert seen == ["secret\nagent\n/judge\n", "mine\nmine\n"]
+    threads = "import threading, time; [threading.Thread(target=time.sleep, args=(1,)).start() for _ in range(60)]"
+    many = Command(["python3", "-c", threads])
+    verifier = Verifier(commands=[many, Command(shell="cat mine kept")], resources=Resources(pids=32))
     finished = await graded(both, "docker", "echo prepared | tee prepared kept", left, verifier)
-    assert finished.reward == 1.0, finished.commands(Phase.VERIFYING)
+    assert finished.reward == 0.5, finished.result
+    assert [command.exit.ok for command in finished.commands(Phase.VERIFYING)] == [False, True]
 
 
 @pytest.mark.requirement("R76")

@@ -532,9 +532,9 @@ type Verifier struct {
 	// With reward_file: the required components, each finite and in its range. Not empty = other components are refused.
 	ComponentRanges map[string]*RewardRange `protobuf:"bytes,11,rep,name=component_ranges,json=componentRanges,proto3" json:"component_ranges,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
 	// Name of the image in which it is graded, in a sandbox of its own: the agent's changes are put into it, and nothing else
-	// of the task or the agent (no files, setup, packages or toolbox). Commands run as the image's user and begin in its
-	// working directory, unless they say otherwise; `restore` restores what the image has. The image is pulled before the
-	// agent starts. Needs a fresh fork. Empty = the prepared state.
+	// of the task or the agent (no files, setup, packages or toolbox). Commands run as the backend's ordinary user and begin
+	// in the image's working directory; `restore` restores what the image has. The image is pulled
+	// before the agent starts. Needs a fresh fork. Empty = the prepared state.
 	Image string `protobuf:"bytes,12,opt,name=image,proto3" json:"image,omitempty"`
 	// Resources of the sandbox in which it is graded. With no image of its own, setup runs once more in a sandbox with them.
 	// What is unset is as in the agent's sandbox. Needs a fresh fork.

@@ -371,9 +371,9 @@ class Verifier(_message.Message):
     """
     image: _builtins.str
     """Name of the image in which it is graded, in a sandbox of its own: the agent's changes are put into it, and nothing else
-    of the task or the agent (no files, setup, packages or toolbox). Commands run as the image's user and begin in its
-    working directory, unless they say otherwise; `restore` restores what the image has. The image is pulled before the
-    agent starts. Needs a fresh fork. Empty = the prepared state.
+    of the task or the agent (no files, setup, packages or toolbox). Commands run as the backend's ordinary user and begin
+    in the image's working directory; `restore` restores what the image has. The image is pulled
+    before the agent starts. Needs a fresh fork. Empty = the prepared state.
     """
     @_builtins.property
     def files(self) -> _containers.RepeatedCompositeFieldContainer[_sandbox_service_pb2.SeedFile]:
