@@ -79,12 +79,11 @@ async def _prove(
     if task.verifier is None or task.solution is None:
         lacks = "verifier" if task.verifier is None else "solution"
         return Proof(task_id=task.task_id, solution=None, nothing=None, holds=False, problems=(f"it has no {lacks}",))
-    task = replace(task, mcp_servers=())  # the agent that runs a script cannot use them
-    solved = replace(
-        task, instruction=script(task.solution.commands), files=[*task.files, *task.solution.files], solution=None
-    )
+    # The agent that runs a script cannot use MCP servers.
+    undone = replace(task, instruction=":\n", mcp_servers=(), solution=None)
+    solved = replace(undone, instruction=script(task.solution.commands), files=[*task.files, *task.solution.files])
     right, transcript = await _run(ps, solved, solver, options, places)
-    wrong, _ = await _run(ps, replace(task, instruction=":\n", solution=None), solver, options, places)
+    wrong, _ = await _run(ps, undone, solver, options, places)
     solution, nothing = (None if item.reward is None else item.reward.value for item in (right, wrong))
     most = task.verifier.range[1] if task.verifier.range is not None else 1.0
     problems = []
