@@ -193,6 +193,10 @@ async def test_a_verifier_has_its_own_image_with_the_agents_changes_alone(both: 
     assert finished.reward == 0.5, finished.result
     assert [command.exit.ok for command in finished.commands(Phase.VERIFYING)] == [False, True]
 
+    later = Verifier(commands=[Command(shell="cat /judge/answer /workspace/mine && [ ! -e kept ]")], image=JUDGE)
+    grade = await both.ps.rollouts.regrade(finished.handle.rollout_id, later)
+    assert grade.reward is not None and grade.reward.value == 1.0, grade
+
 
 @pytest.mark.requirement("R76")
 async def test_a_verifiers_sandbox_that_cannot_be_made_is_named_before_the_agent_starts(both: Running) -> None:
