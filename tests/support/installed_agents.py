@@ -18,6 +18,9 @@ from tests.support.services.stack import running
 ON_DEMAND: Final[Mapping[str, str]] = dict.fromkeys(
     ("cline", "copilot-cli", "kilo"),
     "agents that are large or slow to start: opencode, qwen-code and pi run as they do, with npm and chat completions",
+) | dict.fromkeys(
+    ("kimi-cli", "openhands"),
+    "agents that are large and slow to start: aider, mini-swe-agent and terminus-2 run as they do, with PyPI",
 )
 """Agents that no run of the suite installs or runs unless it is asked for all, and why."""
 

@@ -329,9 +329,12 @@ class TrialScript:
             return Reply("A title")
         conversation = "\n".join(text_of(message) for message in call.messages)
         # Some agents only list a server's tools, and load one when it is called.
-        tool = next((tool.name for tool in call.tools if tool.name.endswith(_TOOL)), "") or _mentioned(conversation)
+        offered = next((tool for tool in call.tools if tool.name.endswith(_TOOL)), None)
+        tool = offered.name if offered else _mentioned(conversation)
         if self._tools and tool and self._code not in conversation and len(self.calls) < MAX_CALLS:
-            return Reply(tool=tool, arguments={"drawer": 7})
+            # Some agents add arguments of their own to every tool.
+            added = _required(_schema(offered), "drawer") if offered else {}
+            return Reply(tool=tool, arguments={"drawer": 7, **added})
         if WORK_OUTPUT in conversation or self._wrote(call) or len(self.calls) > MAX_CALLS:
             return self._end(call)
         return self._run(call, "bash work.sh")
@@ -365,9 +368,8 @@ def acting(trial: agent_pb2.AgentTrial, call: ModelCall, command: str) -> Reply:
         return Reply("There is no tool that runs a command.")
     _, name, key = min(found)
     schema = schemas[name]
-    others = [item for item in schema.get("required", []) if item != key]
     value = [command] if schema["properties"][key].get("type") == "array" else command
-    return Reply(tool=name, arguments={key: value, **{item: _any(schema["properties"][item]) for item in others}})
+    return Reply(tool=name, arguments={key: value, **_required(schema, key)})
 
 
 def _mentioned(conversation: str) -> str:
@@ -421,6 +423,12 @@ def _schema(tool: chat.Tool) -> dict[str, Any]:
     except ValueError:
         return {}
     return schema if isinstance(schema, dict) else {}
+
+
+def _required(schema: dict[str, Any], given: str) -> dict[str, Any]:
+    """Returns values for the required arguments other than `given`."""
+    properties = schema.get("properties", {})
+    return {item: _any(properties.get(item, {})) for item in schema.get("required", []) if item != given}
 
 
 def _any(schema: dict[str, Any]) -> Any:
