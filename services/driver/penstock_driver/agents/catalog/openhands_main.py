@@ -1,7 +1,7 @@
 """Starts OpenHands CLI without a terminal: `openhands_main.py INSTRUCTION_FILE`, or `openhands_main.py --check`.
 
-OpenHands' program is as it is. The instruction comes from a file, but not by its option for files, which puts a path
-and lines around the text; and it asks the network for nothing: no newer version of itself, no skills of its vendor's.
+The program is OpenHands' own, but for two functions that would ask the network: for a newer version, and for its
+vendor's skills. The instruction comes from a file, but not by its option for files, which puts lines around the text.
 """
 
 import sys
