@@ -121,7 +121,7 @@ def test_invalid_task_is_refused_with_field_and_reason(tmp_path: Path, text: str
         ("mcp_servers: [{name: a}]", "mcp_servers.0", "set args (a program) or url"),
         ("mcp_servers: [{name: a, args: [x], url: 'http://b'}]", "mcp_servers.0", "set args (a program) or url"),
         ("mcp_servers: [{name: a, url: 'http://b', env: {C: d}}]", "mcp_servers.0.env", "url is set"),
-        ("mcp_servers: [{name: a, url: 'ftp://b'}]", "mcp_servers.0.url", "pattern"),
+        ("mcp_servers: [{name: a, url: 'ftp://b'}]", "mcp_servers.0.url", "http://"),
         ("mcp_servers: [{name: a, args: [x]}, {name: a, args: [y]}]", "mcp_servers.1.name", "a is used twice"),
         ("metadata: {when: 2024-01-01}", "metadata.when", "in quotes"),
         ("verifier: {commands: [a], reward: best}", "verifier.reward", "must be 'file' or 'passed_share'"),

@@ -101,6 +101,9 @@ Variable = Annotated[
     _check(re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}").fullmatch, "must be the name of an environment variable"),
 ]
 Environment = dict[Variable, Plain]
+Address = Annotated[
+    str, _check(re.compile(r"(https?://\S+)?").fullmatch, "must be an address that begins with http:// or https://")
+]
 ServerName = Annotated[
     str,
     _check(

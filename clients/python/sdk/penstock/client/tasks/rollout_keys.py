@@ -13,6 +13,7 @@ from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from penstock.client.tasks.field_types import (
     MAX_SERVERS,
+    Address,
     Count,
     Environment,
     LabelKey,
@@ -180,7 +181,7 @@ class McpServerTable(Strict):
     name: ServerName
     args: list[Plain] = Field(default_factory=list, description="A program in the sandbox, with its arguments.")
     env: Environment = Field(default_factory=dict, description="Environment of the program.")
-    url: str = Field("", pattern=r"^(https?://[^\s]+)?$", description="A server that the sandbox's network reaches.")
+    url: Address = Field("", description="A server that the sandbox's network reaches.")
 
     @classmethod
     def conflicts(cls, value: Mapping[str, Any], beside: Beside | None) -> Iterator[tuple[Place, str]]:
