@@ -163,6 +163,13 @@ def test_a_place_may_be_tried_again_where_the_other_was_killed_meanwhile(killed_
     assert (list(truths.repeated_elsewhere(seen)) == []) == excused
 
 
+def test_a_driver_that_was_away_has_lost_all_places() -> None:
+    seen = _seen()
+    _is_repeated_at_the_lost_gate(seen)
+    seen.disturbances.append(Lost(seen.stories[0].driver, 14.7, 16.0))
+    assert list(truths.repeated_elsewhere(seen)) == []
+
+
 def test_a_reward_before_the_loss_is_earned() -> None:
     seen = _seen()
     seen.losses.append(Lost("n0", 19.5))

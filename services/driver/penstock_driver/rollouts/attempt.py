@@ -279,7 +279,7 @@ class Attempt:
         recording, last = self._recording, self._attempt.number - 1
         if recording is None or await recording.attempt() == last:
             return
-        waits_s = self._services.recording_wait_s if self._recorder.has_calls else 0.0
+        waits_s = self._services.recording_wait_s if self._recorder.may_have_calls else 0.0
         try:
             async with asyncio.timeout(self._spec.limits.prepare_s):
                 await patiently(partial(self._keep_recording, recording, last), full_s=waits_s, absent_s=waits_s)

@@ -58,6 +58,7 @@ class RolloutRecorder:
         "_sequence",
         "_so_far",
         "_stage",
+        "_was_started",
         "fork_kind",
         "gates",
         "output",
@@ -85,6 +86,7 @@ class RolloutRecorder:
         self._sequence = 0 if history is None else history.last_sequence
         self._closed = False
         self._place: AttemptPlace | None = None
+        self._was_started = False  # the agent of an attempt that is over
         self._stage = Stage.NONE
         self._so_far: rollout_pb2.Outcome | None = None
         if not self._sequence:
@@ -202,6 +204,11 @@ class RolloutRecorder:
         return self._calls.events > 0
 
     @property
+    def may_have_calls(self) -> bool:
+        """Whether a gate may have answered this rollout: what ended while it was out of reach is not known here."""
+        return self.has_calls or self._was_started
+
+    @property
     def agent_events(self) -> Sequence[int]:
         """Sizes in bytes of the agent events of this attempt that an earlier process recorded."""
         return () if self._history is None else self._history.agent_events
@@ -244,6 +251,7 @@ class RolloutRecorder:
     def _begin_anew(self, *, counted: bool) -> None:
         self.progress.begin_anew(counted=counted)
         self.fork_kind = 0
+        self._was_started |= self._place is not None
         self.continue_at(None, Stage.NONE, None)
         if self._history is not None:
             self._history.began_anew()

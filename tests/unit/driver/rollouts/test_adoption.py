@@ -11,9 +11,10 @@ from tests.unit.driver.conftest import Driver
 
 from penstock.driver.v1 import rollout_pb2
 from penstock.interception.v1 import interception_pb2
+from penstock.sandbox.v1 import sandbox_pb2
 from penstock.trajectory.v1 import trajectory_pb2
 from penstock_driver.agents.output_events import AgentEvent, EventKind, EventParser
-from penstock_driver.domain.ports import Exit, ExitReason
+from penstock_driver.domain.ports import Exit, ExitReason, PreparedSnapshot, PreparedToolbox, SandboxFacts
 from penstock_driver.domain.records import (
     GroupPlan,
     GroupRecord,
@@ -27,12 +28,15 @@ from penstock_driver.domain.rollout import (
     AgentExit,
     ArtifactCollected,
     CallFinished,
+    Cause,
+    Component,
+    Failure,
     Phase,
     Progress,
     RolloutEvent,
     RolloutSpec,
 )
-from penstock_driver.domain.unended import Unended
+from penstock_driver.domain.unended import AttemptPlace, Unended
 from penstock_driver.rollouts.adoption import NotAdoptable, SealedSpecs
 from penstock_driver.rollouts.event_limits import Allowance, EventLimits, OutputEvents
 from penstock_driver.rollouts.history import History
@@ -210,6 +214,23 @@ async def test_a_group_that_goes_on_counts_the_results_it_has(driver: Driver, pl
         assert await driver.records.sealed_spec(record) == sealed
         await driver.manager.delete(record.rollout_id)
     assert await driver.records.sealed_spec(records[0]) is None
+
+
+@pytest.mark.requirement("R128")
+async def test_an_attempt_whose_agent_was_started_may_have_been_answered(driver: Driver) -> None:
+    """Also where its driver saw no call, as while it was cut off from the gate: the next attempt waits for it."""
+    _, record = accepted(driver)
+    await driver.records.create(RequestKey(new_id("q"), "d"), [record])
+    recorder = RolloutRecorder(record, driver.history, EventLimits())
+    lost = Failure(Cause.INFRASTRUCTURE, "NODE_LOST", "n0 is lost", True, Phase.RUNNING, Component.SANDBOX)
+    recorder.enter(Phase.PREPARING)
+    recorder.retry(lost)
+    assert not recorder.may_have_calls
+    toolbox, snapshot = PreparedToolbox("t", "/t"), PreparedSnapshot("n", sandbox_pb2.FORK_KIND_FILESYSTEM)
+    place = AttemptPlace("n0", "g0", SandboxFacts("s", "/home/agent", "/workspace"), snapshot, toolbox, 0.0)
+    recorder.enter(Phase.RUNNING, place=place)
+    recorder.retry(lost)
+    assert recorder.may_have_calls and not recorder.has_calls
 
 
 @pytest.mark.requirement("R127")
