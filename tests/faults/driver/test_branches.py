@@ -334,7 +334,9 @@ async def test_an_agent_that_asks_something_else_is_no_branch(world: World) -> N
     """Its sandbox says something else before the point: exact fails it, until_divergence goes on."""
     running, _ = world
     label = secrets.token_hex(8)
-    chance: Reply = in_turn(in_shell("cat /proc/sys/kernel/random/uuid"), in_shell("bash work.sh"), "The word is copied.")
+    chance: Reply = in_turn(
+        in_shell("cat /proc/sys/kernel/random/uuid"), in_shell("bash work.sh"), "The word is copied."
+    )
     async with training(running, label, chance):
         parent, _ = await parent_of(running, label)
         (exact,) = await ended(await parent.branch(2))
