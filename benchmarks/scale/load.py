@@ -78,7 +78,7 @@ def _set(future: asyncio.Future[None]) -> None:
 
 @dataclass(slots=True)
 class Ends:
-    """How the rollouts ended: by reason, "" = with their reward; and who was told that they were accepted."""
+    """How the rollouts ended: by reason, "" = with their reward; and the ids that clients received."""
 
     by_reason: Counter[str] = field(default_factory=Counter)
     accepted: set[str] = field(default_factory=set)

@@ -1,8 +1,8 @@
 """The null backend: sandboxes without a process or a file. Everything in front of them is real.
 
-A command ends at once with 0. An agent runs as a coroutine of the program `agents`, which is told of it over a socket
-and tells its end; so the agents' own cost is in that process. It is registered for a stack alone, by metadata of a
-package that `register` writes beside its state.
+A command ends at once with 0. An agent runs as a coroutine of the program `agents`, which gets its order over a
+socket and reports its end there; so the agents' own cost is in that process. It is registered for a stack alone, by
+metadata of a package that `register` writes beside its state.
 """
 
 from __future__ import annotations

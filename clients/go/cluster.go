@@ -40,7 +40,7 @@ func homeIn(id, kind string) string {
 	return parts[2]
 }
 
-// isAway tells whether a service is away, as far as one call of it says.
+// isAway reports whether a service is away, as far as one call of it says.
 func isAway(err error) bool {
 	return errors.Is(err, ErrUnavailable) || errors.Is(err, ErrDeadlineExceeded) && !errors.Is(err, context.DeadlineExceeded)
 }
@@ -304,7 +304,7 @@ func (c *cluster) ask(ctx context.Context, patient bool) error {
 			return err
 		}
 	}
-	return nil // all are away: the list stays, and whoever uses a member that is away gets an error that names it
+	return nil // all are away: the list stays, and a call to a member that is away fails with an error that names it
 }
 
 func (c *cluster) take(answer *opsv1.GetServerInfoResponse, asked *service) {

@@ -94,7 +94,7 @@ func (b *inbox) rouse(by *leases) bool {
 // finish has no more calls handed out than have come.
 func (b *inbox) finish() { b.stop(nil) }
 
-// end: nothing comes any more, and whoever waits is told.
+// end: nothing comes any more, and waiting calls end.
 func (b *inbox) end(failure *Error) { b.stop(failure) }
 
 func (b *inbox) stop(failure *Error) {

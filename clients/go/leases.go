@@ -314,7 +314,7 @@ func (l *leases) results() *interceptionv1.Results {
 	return frame
 }
 
-// end: nothing comes or goes any more, and whoever waits is told.
+// end: nothing comes or goes any more, and waiting calls end.
 func (l *leases) end(failure *Error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -327,7 +327,7 @@ func (l *leases) end(failure *Error) {
 	}
 }
 
-// forget ends a call and tells whoever waits for its answer to be accepted.
+// forget ends a call and ends the wait for its answer to be accepted.
 func (l *leases) forget(item *held, reason string, verdict error) {
 	id := item.call.ID()
 	delete(l.held, id)

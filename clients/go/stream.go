@@ -185,7 +185,7 @@ func (s *stream) leave() {
 	<-s.done
 }
 
-// lose ends the session here without a word to the gate: whoever waits for it is told. It returns when nothing of the stream
+// lose ends the session here without a word to the gate: waiting calls end. It returns when nothing of the stream
 // runs any more.
 func (s *stream) lose(failure *Error) {
 	s.mu.Lock()
@@ -195,7 +195,7 @@ func (s *stream) lose(failure *Error) {
 	<-s.done
 }
 
-// fail ends the session here: whoever waits for it is told.
+// fail ends the session here: waiting calls end.
 func (s *stream) fail(failure *Error) {
 	s.end(failure)
 	s.cancel()

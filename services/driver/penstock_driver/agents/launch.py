@@ -21,6 +21,7 @@ from penstock_driver.agents.output_events import compiled, search
 from penstock_driver.agents.specs import MAX_INSTRUCTION_ARGV_BYTES, AgentSpec, ConfigFile, Mcp, PromptDelivery
 from penstock_driver.agents.templates import Absent, Scope, names, render_text, render_tree
 
+MAX_SERVERS: Final = 64
 HOST_TOOLS_SERVER: Final = "penstock"
 """The gate's MCP server is configured under this name for the agent."""
 
@@ -106,7 +107,9 @@ def check_choice(spec: AgentSpec, choice: AgentChoice, instruction: str) -> None
         violations.append(Violation("spec.agent.skip_permissions", f"agent {spec.name} has no permission prompts"))
     if choice.mcp_servers and spec.mcp is None:
         violations.append(Violation("spec.agent.mcp_servers", f"agent {spec.name} cannot use MCP servers"))
-    for index, server in enumerate(choice.mcp_servers):
+    if len(choice.mcp_servers) > MAX_SERVERS:
+        violations.append(Violation("spec.agent.mcp_servers", f"at most {MAX_SERVERS} MCP servers"))
+    for index, server in enumerate(choice.mcp_servers[:MAX_SERVERS]):
         here = f"spec.agent.mcp_servers[{index}]"
         if not _SERVER_NAME.fullmatch(server.name):
             violations.append(Violation(f"{here}.name", "expected letters, digits, '-' and '_', at most 64"))

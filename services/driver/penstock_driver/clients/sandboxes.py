@@ -41,6 +41,7 @@ from penstock_driver.agents.launch import FileToWrite
 from penstock_driver.agents.specs import Toolbox
 from penstock_driver.clients.data_planes import DataPlanes, Dial
 from penstock_driver.domain.ports import (
+    LIMITED,
     BackendFacts,
     Command,
     CommandReport,
@@ -521,8 +522,7 @@ class GrpcSandboxes:
 _sandbox_spec: Final = writer(
     SandboxTerms,
     sandbox_pb2.SandboxSpec,
-    renamed={name: f"resources.{name}" for name in ("cpu", "memory_bytes", "pids", "disk_bytes", "inodes")}
-    | {"image": "base.image", "setup_network": "network"},
+    renamed={name: f"resources.{name}" for name in LIMITED} | {"image": "base.image", "setup_network": "network"},
     left_out=("env", "toolbox_ids", "lease", "labels", "repeatable"),
 )
 

@@ -630,7 +630,15 @@ class Attempt:
         """Request the grading fork; it is created while the agent's sandbox is read."""
 
         async def fork() -> SandboxFacts:
-            return await self._fork(await self._prepared_for_verifier(prepared), purpose="/grading")
+            state = await self._prepared_for_verifier(prepared)
+            try:
+                return await self._fork(state, purpose="/grading")
+            except NotFound:
+                if state is prepared:
+                    raise
+                # No sandbox stood on the verifier's state while the agent ran: the sandbox service may have evicted it.
+                again = await self._prepared(for_verifier(self._spec), again=True)
+                return await self._fork(again, purpose="/grading")
 
         self._forking = asyncio.ensure_future(fork())
         return self._forking

@@ -12,8 +12,11 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.client.tasks import field_types
 from penstock_chassis.errors import FailedPrecondition, InvalidArgument
 from penstock_driver.agents.launch import (
+    HOST_TOOLS_SERVER,
+    MAX_SERVERS,
     AgentChoice,
     Launch,
     LaunchContext,
@@ -270,10 +273,19 @@ def test_an_entry_that_takes_no_headers_is_refused_host_tools() -> None:
 @pytest.mark.requirement("R15", "R69")
 def test_the_name_of_the_gates_own_server_is_taken() -> None:
     """A task's server cannot stand in its place."""
+    assert (field_types.GATES_SERVER, field_types.MAX_SERVERS) == (HOST_TOOLS_SERVER, MAX_SERVERS)
     choice = AgentChoice(mcp_servers=(McpServer("penstock", ("prog",)),))
     with pytest.raises(InvalidArgument) as refused:
         check_choice(SPECS["opencode"], choice, "task")
     assert [violation.field for violation in refused.value.violations] == ["spec.agent.mcp_servers[0].name"]
+
+
+def test_a_rollout_has_at_most_so_many_servers() -> None:
+    """A client chooses their number, and each is compared with those before it."""
+    servers = tuple(McpServer(f"s{number}", ("prog",)) for number in range(MAX_SERVERS + 1))
+    check_choice(SPECS["opencode"], AgentChoice(mcp_servers=servers[1:]), "task")
+    with pytest.raises(InvalidArgument, match=f"at most {MAX_SERVERS}"):
+        check_choice(SPECS["opencode"], AgentChoice(mcp_servers=servers), "task")
 
 
 @pytest.mark.requirement("R2")

@@ -919,6 +919,11 @@ async def test_a_verifier_with_a_sandbox_of_its_own_gets_nothing_of_the_agents(
     calls = driver.sandboxes.calls
     assert calls.index("start") > len(calls) - 1 - calls[::-1].index("prepare_snapshot")
     assert not driver.sandboxes.boxes
+    # It is made again where the sandbox service has evicted it while the agent ran.
+    driver.sandboxes.fail["fork"] = [None, NotFound("no such snapshot", reason="SNAPSHOT_UNKNOWN")]
+    made = len(driver.sandboxes.wanted)
+    assert (await driver.run(spec)).reward.value == 1.0
+    assert driver.sandboxes.wanted[made:] == [verifiers]
     # One state for all tasks that are graded in the image.
     other = for_verifier(replace(spec, environment_key="other"))
     assert (other.environment_key == for_verifier(spec).environment_key) is not keeps_the_task

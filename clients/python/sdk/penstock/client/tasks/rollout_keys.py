@@ -278,9 +278,8 @@ class RolloutKeys(Strict):
             yield ("image",), "set image or sandbox.image"
         yield from not_json(value.get("metadata"), ("metadata",))
         servers = value.get("mcp_servers")
-        seen: set[Any] = set()
-        for index, server in enumerate(servers if isinstance(servers, list) else ()):
-            name = server.get("name") if isinstance(server, Mapping) else None
-            if isinstance(name, str) and name in seen:
+        given = servers[:MAX_SERVERS] if isinstance(servers, list) else []
+        names = [server.get("name") if isinstance(server, Mapping) else None for server in given]
+        for index, name in enumerate(names):
+            if isinstance(name, str) and name in names[:index]:
                 yield ("mcp_servers", index, "name"), f"{name} is used twice"
-            seen.add(name if isinstance(name, str) else None)
