@@ -7,6 +7,7 @@ no work, whatever the list says.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,7 @@ from typing import Any, Final
 from tests.hosts.fleet import STRANGERS, Fleet
 from tests.hosts.following import Follower
 
-from penstock.client import connect
+from penstock.client import Penstock, connect
 
 NEWCOMER: Final = "n7"
 LIAR: Final = "n8"
@@ -62,6 +63,8 @@ class Growth:
         """Rollouts that ended at each sandbox service, by the name that it gave."""
         self._count = count
         self._work_s = work_s
+        self._awaits = True
+        """Whether rollouts beyond `count` start, since the newcomer has no sandbox yet."""
 
     async def go(self, at_once: int) -> None:
         """Run it."""
@@ -70,41 +73,46 @@ class Growth:
             fleet.spawn(name)
         for name in (NEWCOMER, LIAR):
             await fleet.serving(name)
-        slots, ended, halfway = asyncio.Semaphore(at_once), 0, asyncio.Event()
+        numbers, listed = itertools.count(), asyncio.Event()
         async with AsyncExitStack() as stack:
             drivers = [
                 await stack.enter_async_context(connect(fleet.endpoints(driver=name)))
                 for name in fleet.size.names("driver")
             ]
 
-            async def one(number: int) -> None:
-                nonlocal ended
-                index = number % len(drivers)
-                follower = Follower(drivers[index], f"d{index}", self._work_s, 1, environments=_ENVIRONMENTS)
-                async with slots:
-                    story = follower.begin(number, 0)
-                    await follower.follow(story)
-                ended += 1
-                if ended >= self._count // 3:
-                    halfway.set()
-                if story.reward != 1.0:
-                    self.failures.append(f"{story.rollout_id}: {story.reason}, reward {story.reward}")
-                node = story.attempts[-1].node
-                self.at[node] = self.at.get(node, 0) + 1
+            async def work() -> None:
+                while (number := next(numbers)) < self._count or self._awaits:
+                    await self._one(drivers, number)
+                    if sum(self.at.values()) >= self._count // 3:
+                        listed.set()
 
             async with asyncio.TaskGroup() as tasks:
-                for number in range(self._count):
-                    tasks.create_task(one(number))
-                await halfway.wait()
+                for _ in range(at_once):
+                    tasks.create_task(work())
+                await listed.wait()
                 write_list(fleet, LATER)
                 await self._first(time.monotonic())
 
+    async def _one(self, drivers: Sequence[Penstock], number: int) -> None:
+        index = number % len(drivers)
+        follower = Follower(drivers[index], f"d{index}", self._work_s, 1, environments=_ENVIRONMENTS)
+        story = follower.begin(number, 0)
+        await follower.follow(story)
+        if story.reward != 1.0:
+            self.failures.append(f"{story.rollout_id}: {story.reason}, reward {story.reward}")
+        node = story.attempts[-1].node
+        self.at[node] = self.at.get(node, 0) + 1
+
     async def _first(self, since: float) -> None:
-        while time.monotonic() < since + _LIMIT_S:
-            if served(self.fleet, NEWCOMER):
-                self.first_s = time.monotonic() - since
-                return
-            await asyncio.sleep(_LOOK_S)
+        """Look for the newcomer's first sandbox. New rollouts start until it is there, or is late."""
+        try:
+            while time.monotonic() < since + _LIMIT_S:
+                if served(self.fleet, NEWCOMER):
+                    self.first_s = time.monotonic() - since
+                    return
+                await asyncio.sleep(_LOOK_S)
+        finally:
+            self._awaits = False
 
     def faults(self, within_s: float) -> list[str]:
         """Everything that is not as it must be."""
