@@ -30,7 +30,7 @@ from benchmarks import (
     tokens,
 )
 from benchmarks.gate import by_turns, prompts
-from benchmarks.replaying import branches, credit, regrades, replays
+from benchmarks.replaying import branches, credit, regrades, replays, turns
 from benchmarks.scale import busy
 
 BENCHMARKS: Final[Mapping[str, Callable[[Path], Coroutine[None, None, list[report.Section]]]]] = {
@@ -42,6 +42,7 @@ BENCHMARKS: Final[Mapping[str, Callable[[Path], Coroutine[None, None, list[repor
     "replayed-agents": replayed_agents.measure,
     "branches": branches.measure,
     "credit": credit.measure,
+    "turns": turns.measure,
     "regrade": regrades.measure,
     "gate": gate.measure,
     "gate-by-turns": by_turns.measure,
@@ -53,8 +54,8 @@ BENCHMARKS: Final[Mapping[str, Callable[[Path], Coroutine[None, None, list[repor
     "scale": scale.measure,
     "busy": busy.measure,
 }
-ONLY_BY_NAME: Final = frozenset({"replayed-agents"})
-"""What installs every built-in agent, and runs each of them twenty times."""
+ONLY_BY_NAME: Final = frozenset({"replayed-agents", "turns"})
+"""What runs each built-in agent twenty times, and what trains a policy eighteen times."""
 BACKENDS: Final[Mapping[str, Callable[[Path], Coroutine[None, None, list[report.Section]]]]] = {
     "local": sandboxes.measure,
     "docker": containers.measure,
@@ -88,8 +89,9 @@ def main() -> None:
     )
     parser.add_argument("--tasks", type=int, default=replayed_agents.TASKS, help="how many, of `replayed-agents`")
     parser.add_argument(
-        "--kept", type=Path, help="of `replayed-agents`, a file of what was played: it is not played again"
+        "--kept", type=Path, help="of `replayed-agents` and `turns`, a file of what was run: it is not run again"
     )
+    parser.add_argument("--seeds", type=int, default=turns.SEEDS, help="how many, of `turns`")
     parser.add_argument("--out", type=Path, help="file for the figures (default runs/bench/TIME.json)")
     given = parser.parse_args()
     unknown = sorted(set(given.names) - set(BENCHMARKS))
@@ -103,6 +105,7 @@ def main() -> None:
     if given.rollouts != scale.ROLLOUTS:
         measures["regrade"] = partial(regrades.measure, count=given.rollouts)
     measures["replayed-agents"] = partial(replayed_agents.measure, plan=chosen)
+    measures["turns"] = partial(turns.measure, seeds=given.seeds, kept=given.kept)
     facts = report.machine()
     print(", ".join(f"{name}: {value}" for name, value in facts.items()), flush=True)
     sections: list[report.Section] = []

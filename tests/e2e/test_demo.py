@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 from tests.support.terminal.browser import chromium, dashboard, looking
 
 from penstock.local.stack import LocalStack
-from penstock_demo import learner, train
+from penstock_demo import learner, rollouts, train
 from penstock_demo.display import Display
 from penstock_demo.tasks import build_codec
 
@@ -29,7 +29,7 @@ def test_a_seed_repeats_its_run_and_every_token_is_the_engines(tmp_path: Path, m
     """Two runs of one seed agree in every figure and every token; versions advance with each push."""
     monkeypatch.setattr(learner, "WARM_STEPS", 2 * learner.WARM_CHUNK)
     monkeypatch.setattr(train, "PROMPTS", PROMPTS)
-    monkeypatch.setattr(train, "GROUP_SIZE", GROUP)
+    monkeypatch.setattr(rollouts, "GROUP_SIZE", GROUP)
     runs = [_run(tmp_path / "first")]
     shutil.copytree(tmp_path / "first" / "cache", tmp_path / "second" / "cache")
     runs.append(_run(tmp_path / "second"))
@@ -77,7 +77,7 @@ def _run(directory: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     with Display("test") as display:
         codec = build_codec()
         policy = train.warm_start(codec, 5, run, display)
-        asyncio.run(train.train(policy, codec, 5, STEPS, run, 0.0, display))
+        asyncio.run(train.train(policy, codec, train.Course(5, STEPS), run, 0.0, display))
     metrics = _lines(run / "metrics.jsonl")
     rows = [row for path in (run / "trajectories").iterdir() for row in _lines(path)]
     kept = ("rollout_id", "input_ids", "loss_mask", "logprobs", "reward")

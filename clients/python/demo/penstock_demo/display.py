@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TypedDict
@@ -38,7 +39,7 @@ class Metrics(Figures):
     logprob_gap: float
 
 
-def recent(history: list[Metrics], window: int = 10) -> float:
+def recent(history: Sequence[Metrics], window: int = 10) -> float:
     """Mean success over the last `window` steps (or as many as there are)."""
     last = history[-window:]
     return sum(metrics["success"] for metrics in last) / max(len(last), 1)

@@ -2,11 +2,12 @@
 
     penstock demo --seed 1                  (or `make demo SEED=1` in a clone)
 
-Each step starts 8 groups of 8 rollouts. A rollout is a real agent process in its own sandbox; its model calls wait at
-the gate until this program answers them with what the inference service samples; a verifier in the sandbox makes the
-reward. The captured tokens and logprobs become one GRPO update, and the new weights are pushed back, one policy version
-later. What a run leaves behind is in runs/demo/latest of the working directory. The seed decides everything: weights,
-tasks, and each sampled token, whatever the order in which calls arrive.
+Each step starts 8 groups of 8 rollouts (with `--credit turn` 8 rollouts, and their branches). A rollout is a real agent
+process in its own sandbox; its model calls wait at the gate until this program answers them with what the inference
+service samples; a verifier in the sandbox makes the reward. The captured tokens and logprobs become one GRPO update,
+and the new weights are pushed back, one policy version later. What a run leaves behind is in runs/demo/latest of the
+working directory. The seed decides everything: weights, tasks, and each sampled token, whatever the order in which
+calls arrive.
 """
 
 from __future__ import annotations
@@ -19,16 +20,15 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from penstock.analysis.export import Table, write_jsonl
 from penstock.client import (
-    Budgets,
-    GroupHandle,
     InterceptSession,
     ModelCall,
     Penstock,
@@ -41,12 +41,14 @@ from penstock.local.stack import LocalStack
 from penstock_codec import Codec
 from penstock_demo import model
 from penstock_demo.display import Display, Figures, Metrics, recent, save_picture
-from penstock_demo.learner import Learner, Row, advantages
-from penstock_demo.tasks import TASKS, CopyTask, Corpus, build_codec
+from penstock_demo.learner import Learner
+from penstock_demo.rollouts import Collect, by_rollout, reward_of
+from penstock_demo.tasks import TASKS, Corpus, build_codec
+from penstock_demo.turns import by_turn
 
-PROMPTS, GROUP_SIZE = 8, 8
+PROMPTS = 8
 MAX_STEPS, GOAL, WINDOW = 100, 0.93, 10
-BUDGETS = Budgets(max_calls=4, max_tokens_per_call=48)  # a good rollout makes 3 calls of at most 26 tokens
+COLLECT: Mapping[str, Collect] = {"rollout": by_rollout, "turn": by_turn}
 RUNS = Path.cwd() / "runs" / "demo"
 
 
@@ -59,8 +61,23 @@ def warm_start(codec: Codec, seed: int, run: Path, display: Display) -> Learner:
     return learner
 
 
+def learned(history: Sequence[Metrics]) -> bool:
+    """Whether the last steps were good enough to end."""
+    return len(history) >= WINDOW and recent(history, WINDOW) >= GOAL
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """How to train: what the seed decides, most steps, what a step collects, and whether enough is learned."""
+
+    seed: int
+    max_steps: int = MAX_STEPS
+    collect: Collect = by_rollout
+    enough: Callable[[Sequence[Metrics]], bool] = learned
+
+
 async def train(
-    learner: Learner, codec: Codec, seed: int, max_steps: int, run: Path, start: float, display: Display
+    learner: Learner, codec: Codec, course: Course, run: Path, start: float, display: Display
 ) -> list[Metrics]:
     """One training run; answers its metrics. Everything that it makes is in `run`; `start` is when the clock began."""
     display.begin("starting the four services ...")
@@ -73,20 +90,19 @@ async def train(
         asyncio.TaskGroup() as background,
     ):
         background.create_task(answer_calls(ps, session))
-        order = np.random.default_rng(seed)
-        for step in range(max_steps):
+        order = np.random.default_rng(course.seed)
+        for step in range(course.max_steps):
             began = time.perf_counter()
-            (display.say if step else display.begin)(f"step {step + 1}: {PROMPTS * GROUP_SIZE} agents at work ...")
+            (display.say if step else display.begin)(f"step {step + 1}: agents at work on {PROMPTS} tasks ...")
             chosen = [TASKS[i] for i in order.permutation(len(TASKS))[:PROMPTS]]
-            groups = await asyncio.gather(*(start_group(ps, run.name, step, i, task) for i, task in enumerate(chosen)))
-            results = await asyncio.gather(*(group.results() for group in groups))
+            collected = await course.collect(ps, run.name, step, chosen)
 
             display.say(f"step {step + 1}: learning ...")
-            loss, gap = await asyncio.to_thread(learner.update, scored_rows(results))
+            loss, gap = await asyncio.to_thread(learner.update, collected.rows)
             await ps.inference.update_weights(step + 1, learner.weights())
             session.announce(step + 1)
 
-            ended = [result for group in results for result in group]
+            ended = [*collected.whole, *collected.branches]
             save_trajectories(run, step + 1, ended)
             now = time.perf_counter()
             history.append(
@@ -97,7 +113,7 @@ async def train(
                     elapsed=round(now - start, 3),
                     loss=loss,
                     logprob_gap=gap,
-                    **figures(ended),
+                    **figures(collected.whole, collected.branches),
                 )
             )
             if step == 0:
@@ -107,7 +123,7 @@ async def train(
             for result in ended:
                 if reward_of(result) is None:
                     append(run / "ungraded.jsonl", {"rollout_id": result.rollout_id, "failure": str(result.failure)})
-            if len(history) >= WINDOW and recent(history, WINDOW) >= GOAL:
+            if course.enough(history):
                 break
         session.finish()
     display.begin("saving ...")
@@ -131,45 +147,19 @@ async def answer(ps: Penstock, call: ModelCall) -> None:
         await call.deliver(completion)
 
 
-async def start_group(ps: Penstock, run_id: str, step: int, index: int, task: CopyTask) -> GroupHandle:
-    """Eight rollouts of one task."""
-    group_id = f"{run_id}-{step:03d}-{index}"
-    return await ps.groups.create(
-        task.to_task(), "shell", GROUP_SIZE, group_id=group_id, run_id=run_id, budgets=BUDGETS
-    )
-
-
-def reward_of(result: RolloutResult) -> float | None:
-    """None when nobody graded it, which is not zero: a broken sandbox says nothing about the policy."""
-    return None if result.reward is None or result.trajectory is None else result.reward.value
-
-
-def scored_rows(groups: list[list[RolloutResult]]) -> list[Row]:
-    """What the update eats: the tokens that the engine saw and sampled, with its logprobs; nothing is re-tokenised."""
-    rows = []
-    for group in groups:
-        for result, advantage in zip(group, advantages([reward_of(result) for result in group]), strict=True):
-            if advantage is None or result.trajectory is None:
-                continue
-            for sample in result.trajectory.samples:
-                if sample.logprobs is not None:
-                    mask = sample.loss_mask.astype(np.float32)
-                    rows.append(Row(sample.input_ids, mask, sample.logprobs, advantage * sample.weight))
-    return rows
-
-
-def figures(ended: list[RolloutResult]) -> Figures:
-    """What a step's rollouts say, all together."""
-    rewards = [reward for result in ended if (reward := reward_of(result)) is not None]
+def figures(whole: Sequence[RolloutResult], branches: Sequence[RolloutResult] = ()) -> Figures:
+    """What a step's rollouts say, all together; branches begin where the policy is unsure, so their rewards do not."""
+    rewards = [reward for result in whole if (reward := reward_of(result)) is not None]
     if not rewards:
-        raise RuntimeError(f"no rollout of this step was graded; the first one's failure: {ended[0].failure}")
+        raise RuntimeError(f"no rollout of this step was graded; the first one's failure: {whole[0].failure}")
+    ended = [*whole, *branches]
     samples = [sample for result in ended if result.trajectory is not None for sample in result.trajectory.samples]
     return Figures(
         success=sum(reward == 1.0 for reward in rewards) / len(rewards),
         reward_mean=sum(rewards) / len(rewards),
         rollouts=len(ended),
         tokens=sum(int(sample.loss_mask.sum()) for sample in samples),
-        ungraded=len(ended) - len(rewards),
+        ungraded=sum(reward_of(result) is None for result in ended),
     )
 
 
@@ -220,6 +210,12 @@ def main() -> None:
     )
     parser.add_argument("--seed", type=seed_number, default=1, help="seed that repeats a run (default 1)")
     parser.add_argument("--steps", type=int, default=MAX_STEPS, help=f"most steps (default {MAX_STEPS})")
+    parser.add_argument(
+        "--credit",
+        choices=tuple(COLLECT),
+        default="rollout",
+        help="what an advantage is of: a rollout among its group (default), or a turn among its branches",
+    )
     given = parser.parse_args()
     model.use_compilation_cache(RUNS / "cache" / "xla")
     run = new_run(given.seed)
@@ -227,7 +223,8 @@ def main() -> None:
         try:
             start, codec = time.perf_counter(), build_codec()
             learner = warm_start(codec, given.seed, run, display)
-            history = asyncio.run(train(learner, codec, given.seed, given.steps, run, start, display))
+            course = Course(given.seed, given.steps, COLLECT[given.credit])
+            history = asyncio.run(train(learner, codec, course, run, start, display))
         except* PenstockError as errors:
             sys.exit(f"training stopped: {'; '.join(map(str, errors.exceptions))}")
         except* KeyboardInterrupt:
