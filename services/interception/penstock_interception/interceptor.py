@@ -423,9 +423,8 @@ class Interceptor:
         Returns whether the recorded answer is used up; if not, the agent may ask for it again.
         """
         try:
-            completion, answerer = await self.replays.answer(call, recorded)
-            is_fit = self.replays.fits(call, completion)
-            outcome = await self._answers.from_source(call, completion, answerer) if is_fit else None
+            found = await self.replays.answer(call, recorded)
+            outcome = None if found is None else await self._answers.from_source(call, *found)
         except Exception:  # noqa: BLE001 - logged, and the call fails
             _log.exception("a call could not be replayed", call_id=call.id, rollout_id=call.rollout.id)
             self.gate.fail(call, Failure("INTERNAL"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.unit.analysis.trajectory_cases import failed, sample, trajectory
 
-from penstock.analysis import credit
+from penstock.analysis import credit, export
 from penstock.client import InvalidArgument
 from penstock.client.types.chat import Completion, Sampling
 from penstock.client.types.results import Failure, FailureCause, Outcome, RolloutResult
@@ -137,6 +138,21 @@ def test_tokens_have_their_turns_advantage_under_the_mask(turns: list[tuple[int,
     for index, span in enumerate(one.turns):
         expected = 0.125 if index + 1 < len(turns) else 1.0 - index / 8
         assert (found[span.start : span.end][one.loss_mask[span.start : span.end]] == np.float32(expected)).all()
+
+
+@pytest.mark.requirement("R129")
+def test_credited_samples_are_exported_with_their_advantages(tmp_path: Path) -> None:
+    one = sample("s", [(2, 1, True), (1, 2, True)])
+    calls = [replace(call("p", index, [index]), call_id=f"s-{index}") for index in range(2)]
+    known = {"s-0": credit.Value((0.5,)), "s-1": credit.Value((0.25,))}
+    whole = replace(rollout("p", [1]), samples=(one,))
+    credited = credit.credited("p", calls, known, 1.0).annotated(whole)
+    assert whole.samples[0].advantages is None
+    export.write_jsonl([whole, credited], tmp_path / "rows.jsonl", export.Table.SEQUENCES)
+    plain, row = export.read_rows(tmp_path / "rows.jsonl")
+    assert plain["advantages"] is None
+    assert row["advantages"] == credit.credited("p", calls, known, 1.0).token_advantages(one).tolist()
+    assert {-0.25, 0.75} <= set(row["advantages"])
 
 
 def test_a_sample_of_another_rollout_is_refused() -> None:

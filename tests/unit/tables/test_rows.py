@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from penstock.analysis.export import ROWS as CLIENT_ROWS
 from penstock.chat.v1 import chat_pb2, completion_pb2
 from penstock.client.wire.results import trajectory as read
-from penstock.tables.columns import COLUMNS, Table
-from penstock.tables.rows import ROWS, BrokenSample
+from penstock.tables.columns import COLUMNS, Table, row_digest
+from penstock.tables.rows import ROWS, BrokenSample, sequences
 from penstock.trajectory.v1 import trajectory_pb2 as pb
 
 TEXTS = st.text(max_size=4)
@@ -234,3 +234,18 @@ def test_a_broken_sample_makes_no_row(change: dict[str, Any]) -> None:
     sample = pb.Sample(**(right | change))
     with pytest.raises(BrokenSample, match=r"arrays|logprobs|alternatives"):
         list(ROWS[Table.SEQUENCES](pb.Trajectory(samples=[sample])))
+
+
+@pytest.mark.requirement("R129")
+def test_a_sample_has_the_advantages_that_it_is_given() -> None:
+    first, second = (pb.Sample(sample_id=name, input_ids=ints([1, 2]), loss_mask=b"\0\1") for name in "ab")
+    rows = list(sequences(pb.Trajectory(samples=[first, second]), {"b": [0.0, -0.5]}))
+    assert [row["advantages"] for row in rows] == [None, [0.0, -0.5]]
+    assert [row["row_sha256"] for row in rows] == [row_digest(row) for row in rows]
+
+
+@pytest.mark.parametrize("values", [[-0.5], [0.25, -0.5], [0.0, float("nan")]])
+def test_advantages_of_other_tokens_are_refused(values: list[float]) -> None:
+    sample = pb.Sample(sample_id="a", input_ids=ints([1, 2]), loss_mask=b"\0\1")
+    with pytest.raises(BrokenSample, match="advantages"):
+        list(sequences(pb.Trajectory(samples=[sample]), {"a": values}))

@@ -18,6 +18,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 import orjson
 
+from penstock.chat.v1 import chat_pb2
 from penstock.trajectory.v1 import trajectory_pb2
 from penstock_chassis.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 from penstock_chassis.validation import invalid_field
@@ -192,18 +193,14 @@ class Replays:
         """Notes that a recorded answer may answer no call, so that a restart does not wait for it (R128)."""
         self._store.recordings.put_refused(call.rollout.id, recorded.call_id)
 
-    @staticmethod
-    def fits(call: Call, completion: Completion) -> bool:
-        """Whether a recorded answer is one to this request: another one with the same prompt may have allowed more."""
-        most = call.request.sampling.max_tokens
-        return most is None or bool(call.request.bounded_by) or completion.count <= most
-
-    async def answer(self, call: Call, recorded: RecordedCall) -> tuple[Completion, Answerer]:
-        """Reads the recorded answer as one to `call`."""
+    async def answer(self, call: Call, recorded: RecordedCall) -> tuple[Completion, Answerer] | None:
+        """Reads the recorded answer as one to `call`; None = this request allows fewer tokens than that one did."""
         message = trajectory_pb2.Call.FromString(await self._store.recordings.answer(call.rollout.id, recorded.call_id))
         given = message.replayed_from
         origin = Origin(given.rollout_id, given.attempt, given.call_id, recorded.call_id)
         completion = replace(convert.completion_from(message.completion), origin=origin)
+        if not _allows(call, completion.count, message.sampling_requested):
+            return None
         return completion, convert.ANSWERERS_BACK.get(message.answerer, Answerer.INFERENCE)
 
     def left_at(self, call: Call, plan: Plan, parent: Call | None) -> list[RecordedCall]:
@@ -443,6 +440,14 @@ def _stored(calls: Sequence[trajectory_pb2.Call], known: dict[str, _Path], origi
     return made
 
 
+def _allows(call: Call, count: int, recorded: chat_pb2.Sampling) -> bool:
+    """Whether an answer of `count` tokens may answer a call. A trainer may have given more than was asked for."""
+    most = call.request.sampling.max_tokens
+    if most is None or call.request.bounded_by or count <= most:
+        return True
+    return recorded.HasField("max_tokens") and recorded.max_tokens <= most
+
+
 def _is_wanted(call: trajectory_pb2.Call) -> bool:
     return call.HasField("completion") or call.branch_point
 
@@ -464,6 +469,8 @@ def _slim(call: trajectory_pb2.Call, origin: tuple[str, int], where: str) -> tra
     )
     if call.parent_call_id:
         kept.parent_call_id = call.parent_call_id
+    if call.sampling_requested.HasField("max_tokens"):
+        kept.sampling_requested.max_tokens = call.sampling_requested.max_tokens
     if call.given or (call.branch_point and call.injected):
         kept.replayed_from.call_id = call.call_id  # given by the branch's creator: sampled for no rollout
     else:

@@ -474,6 +474,24 @@ async def test_an_answer_that_is_longer_than_a_request_allows_is_not_replayed(tm
         assert said(call) == "a long answer"
 
 
+async def test_what_a_trainer_gave_beyond_the_limit_is_replayed_to_the_same_request(tmp_path: Path) -> None:
+    """A gate takes what a trainer gives; a repetition of the same request gets the same, and a smaller one does not."""
+    async with inner_gate(tmp_path) as gate:
+        first = await gate.open()
+        session = gate.join()
+        asked = await gate.ask(first, "list the files", sampling=Sampling(max_tokens=4))
+        await eventually(lambda: asked.state is CallState.LEASED, "it is sampled")
+        await gate.interceptor.deliver(asked.id, "", completion("a long answer"), session=session)
+        await asked.ended
+        new = await again(gate, first)
+        short = await gate.ask(new, "list the files", sampling=Sampling(max_tokens=3))
+        await eventually(lambda: short.state is CallState.LEASED, "it is sampled")
+        gate.interceptor.leave(session)
+        call = await gate.ask(new, "list the files", sampling=Sampling(max_tokens=4))
+        await call.ended
+        assert said(call) == "a long answer"
+
+
 async def test_a_closed_rollout_keeps_no_recorded_calls(tmp_path: Path) -> None:
     async with inner_gate(tmp_path) as gate:
         first = await gate.open()

@@ -13,7 +13,7 @@ the advantages of the actions add up to the reward minus the first value that is
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -123,6 +123,15 @@ class RolloutCredit:
             found[span.start : span.end] = advantages[span.call_id] or 0.0
         found[~sample.loss_mask] = 0.0
         return found
+
+    def annotated(self, trajectory: Trajectory) -> Trajectory:
+        """Returns this rollout's trajectory, whose samples have the advantages of their tokens, as exports take them.
+
+        Raises:
+            InvalidArgument: `SAMPLE_UNKNOWN`, as `token_advantages`.
+        """
+        samples = (replace(one, advantages=self.token_advantages(one)) for one in trajectory.samples)
+        return replace(trajectory, samples=tuple(samples))
 
 
 def turns_of(trajectory: Trajectory) -> list[Call]:

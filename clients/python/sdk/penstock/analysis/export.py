@@ -7,6 +7,7 @@ Each row has its own digest and its rollout's number of rows in the table; `veri
 
 import asyncio
 from collections.abc import AsyncIterable, Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -81,8 +82,13 @@ def _rows(table: Table, trajectory: Trajectory) -> Iterator[Row]:
         "task_metadata": dict(trajectory.task_metadata),
         "reward_components": {} if reward is None else dict(reward.components),
     }
+    make = rows.ROWS[table]
+    if table is Table.SEQUENCES:
+        samples = trajectory.samples
+        advantages = {one.sample_id: one.advantages.tolist() for one in samples if one.advantages is not None}
+        make = partial(rows.sequences, advantages=advantages)
     try:
-        for row in rows.ROWS[table](trajectory_to(trajectory)):
+        for row in make(trajectory_to(trajectory)):
             yield row | {name: value for name, value in maps.items() if name in row}
     except rows.BrokenSample as error:
         raise InvalidArgument(str(error), reason="SAMPLE_BROKEN") from None

@@ -141,6 +141,7 @@ COLUMNS: Final = MappingProxyType(
             "samplings": Kind.JSON,
             "parent_rollout_id": Kind.TEXT,
             "branch_call_id": Kind.TEXT,
+            "advantages": Kind.FLOATS,
             **_SEAL,
         },
         Table.TOOL_CALLS: {

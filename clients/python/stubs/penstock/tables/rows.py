@@ -3,6 +3,7 @@ column.
 
 Invariants of a row of `sequences`: input_ids, loss_mask and logprobs have one length; the mask is 1 exactly on sampled
 tokens that may be trained; there the logprob is finite and <= 0, elsewhere it is 0.0.
+Advantages, if there are any, are as many, and 0.0 where the mask is 0.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC
 from functools import cache
+from types import MappingProxyType
 from typing import Any, Final, cast
 
 from google.protobuf.json_format import MessageToDict
@@ -100,8 +102,13 @@ def turns(trajectory: trajectory_pb2.Trajectory) -> Iterator[Row]:
         yield sealed(row, len(trajectory.calls))
 
 
-def sequences(trajectory: trajectory_pb2.Trajectory) -> Iterator[Row]:
-    """Yields a row per sample. BrokenSample: one breaks an invariant of this module."""
+def sequences(
+    trajectory: trajectory_pb2.Trajectory, advantages: Mapping[str, Sequence[float]] = MappingProxyType({})
+) -> Iterator[Row]:
+    """Yields a row per sample. BrokenSample: one breaks an invariant of this module.
+
+    `advantages` has those of the tokens of a sample, by its id. A trajectory has none: who estimates them passes them.
+    """
     samplings = {
         call.call_id: _sampling(call.completion.sampling_used)
         for call in trajectory.calls
@@ -147,6 +154,7 @@ def sequences(trajectory: trajectory_pb2.Trajectory) -> Iterator[Row]:
             "samplings": [samplings.get(turn.call_id) for turn in sample.turns],
             "parent_rollout_id": sample.parent_rollout_id or None,
             "branch_call_id": sample.branch_call_id or None,
+            "advantages": _advantages(sample.sample_id, mask, advantages.get(sample.sample_id)),
         }
         yield sealed(row, len(trajectory.samples))
 
@@ -260,6 +268,16 @@ def _check(
     trained = sum(mask)
     if any(rows is not None and len(rows) != trained for rows in top) or (top[0] is None) != (top[1] is None):
         raise BrokenSample(f"sample {sample_id} has alternatives of other tokens")
+
+
+def _advantages(sample_id: str, mask: Sequence[int], values: Sequence[float] | None) -> list[float] | None:
+    if values is None:
+        return None
+    if len(values) != len(mask) or not all(
+        math.isfinite(value) and (trained or value == 0.0) for value, trained in zip(values, mask, strict=True)
+    ):
+        raise BrokenSample(f"sample {sample_id} has advantages of other tokens, or ones that are no numbers")
+    return list(values)
 
 
 def _numbers(kind: str, data: bytes) -> list[Any]:

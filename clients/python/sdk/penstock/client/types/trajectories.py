@@ -171,6 +171,8 @@ class Sample:
             mask is True, in order, as in `Completion`. None = no trained turn has any, or they were left out.
         parent_rollout_id, branch_call_id: of a branch: the parent, and its call at which they part. The turns before it
             are the parent's, token for token. Empty = no branch.
+        advantages: float32, shape (n,): of each token, 0.0 where the mask is False. None = not estimated; services do
+            not, `RolloutCredit.annotated` does.
     """
 
     sample_id: str
@@ -189,6 +191,7 @@ class Sample:
     top_logprobs: NDArray[np.float32] | None = None
     parent_rollout_id: str = ""
     branch_call_id: str = ""
+    advantages: NDArray[np.float32] | None = None
 
     def __len__(self) -> int:
         return len(self.input_ids)

@@ -170,7 +170,7 @@ call: Final = reader(
 sample: Final = reader(
     trajectories.Sample,
     trajectory_pb2.Sample,
-    left_out=("count", "top_count"),
+    left_out=("count", "top_count", "advantages"),
     by={
         "input_ids": lambda message: token_ids(message.input_ids),
         "loss_mask": lambda message: np.frombuffer(message.loss_mask, np.bool_),
@@ -208,6 +208,7 @@ writer(
 writer(
     trajectories.Sample,
     trajectory_pb2.Sample,
+    left_out=("advantages",),
     by={
         "input_ids": lambda value: int_bytes(value.input_ids),
         "loss_mask": lambda value: value.loss_mask.astype("u1").tobytes(),
