@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import io
+import json
 import os
 import signal
 import subprocess
@@ -186,7 +187,10 @@ async def test_a_user_of_the_image_is_the_sandboxs_user(folder: Path, running: R
         assert (await _refused(_create(backend, "three", image=image, user="root"))).reason == "CAPABILITY_MISSING"
 
 
-async def test_what_debians_tools_build_and_push_runs(folder: Path, running: Registry, tiny: bytes) -> None:
+@pytest.mark.parametrize("compression", ["gzip", "zstd"])
+async def test_what_debians_tools_build_and_push_runs(
+    folder: Path, running: Registry, tiny: bytes, compression: str
+) -> None:
     layout, content = folder / "layout", folder / "content"
     content.mkdir()
     with tarfile.open(fileobj=io.BytesIO(tiny)) as archive:
@@ -203,8 +207,10 @@ async def test_what_debians_tools_build_and_push_runs(folder: Path, running: Reg
             "--insecure-policy",
             "copy",
             "--dest-tls-verify=false",
+            "--dest-compress-format",
+            compression,
             f"oci:{layout}:1",
-            f"docker://{running.host}/made:1",
+            f"docker://{running.host}/made-{compression}:1",
         ],
     ):
         command = [str(part) for part in argv]
@@ -212,8 +218,17 @@ async def test_what_debians_tools_build_and_push_runs(folder: Path, running: Reg
             lambda command=command: subprocess.run(command, capture_output=True, text=True, check=False)  # type: ignore[misc]
         )
         assert done.returncode == 0, done.stderr
+    pushed = [
+        program("skopeo"),
+        "inspect",
+        "--raw",
+        "--tls-verify=false",
+        f"docker://{running.host}/made-{compression}:1",
+    ]
+    raw = await asyncio.to_thread(subprocess.run, pushed, capture_output=True, text=True, check=True)
+    assert {layer["mediaType"].rsplit("+", 1)[-1] for layer in json.loads(raw.stdout)["layers"]} == {compression}
     async with _backend(folder, _options(running.host)) as backend:
-        sandbox = await _create(backend, "one", image=running.image("made"))
+        sandbox = await _create(backend, "one", image=running.image(f"made-{compression}"))
         assert await _out(sandbox, "cat /made; echo; echo $MADE; pwd; echo x > mine") == "by umoci\nyes\n/srv/work"
 
 

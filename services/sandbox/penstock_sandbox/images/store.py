@@ -483,8 +483,6 @@ def _parts_of(wanted: Reference, manifest: Manifest) -> tuple[Blob, list[Blob]]:
     if len(blobs) > _MOST_LAYERS:
         raise errors.unusable(str(wanted), f"it has {len(blobs)} layers; {_MOST_LAYERS} are the most")
     for blob in blobs:
-        if "zstd" in blob.kind:
-            raise errors.unusable(str(wanted), "a layer is compressed by zstd: push the image with gzip")
         if "tar" not in blob.kind:
             raise errors.unusable(str(wanted), f"a layer is {blob.kind}, not a tar")
     return config, blobs

@@ -7,11 +7,12 @@ import io
 import os
 import stat
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import zstandard
 from tests.support.images.registry import Entry, digest, entry, layer
 
 from penstock_sandbox.images import unpack
@@ -62,6 +63,26 @@ def test_files_modes_times_and_links_are_those_of_the_layer(tmp_path: Path) -> N
     assert (root / "a/d").readlink() == Path("/etc/passwd")
     assert stat.S_ISFIFO((root / "a/e").lstat().st_mode)
     assert stat.S_IMODE(root.stat().st_mode) == 0o755, "others must be able to enter it"
+
+
+@pytest.mark.requirement("R142")
+def test_a_layer_of_zstd_may_be_many_frames_and_notes(tmp_path: Path) -> None:
+    """As layers are that can be read in parts: their index is a frame that holds no data."""
+    content = layer([entry("a", b"hello"), entry("b", os.urandom(3000))])
+    notes = b"\x5a\x2a\x4d\x18" + (5).to_bytes(4, "little") + b"notes"
+    frames = [zstandard.compress(content[start : start + 1000]) for start in range(0, len(content), 1000)]
+    for number, blob in enumerate((zstandard.compress(content), b"".join([notes, *frames, notes]))):
+        done = _unpack(tmp_path / str(number), blob)
+        assert done.diff_id == digest(content) and (tmp_path / str(number) / "a").read_bytes() == b"hello"
+
+
+def test_a_frame_that_asks_for_more_memory_than_others_is_refused(tmp_path: Path) -> None:
+    chosen = zstandard.ZstdCompressionParameters(window_log=28, enable_ldm=True)
+    compressor = zstandard.ZstdCompressor(compression_params=chosen).compressobj()
+    blob = compressor.compress(layer([entry("a", b"x")])) + compressor.flush()
+    with pytest.raises(Refused) as refused:
+        _unpack(tmp_path / "layer", blob)
+    assert refused.value.kind == unpack.DAMAGED
 
 
 def test_deletions_become_whiteouts_and_opaque_directories(tmp_path: Path) -> None:
@@ -162,8 +183,9 @@ def test_a_deletion_of_no_name_is_refused(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.requirement("R142")
-def test_a_bomb_is_refused_before_it_is_written(tmp_path: Path) -> None:
-    bomb = gzip.compress(layer([entry("zeros", b"\0" * 4 * _MANY)]))
+@pytest.mark.parametrize("compress", [gzip.compress, zstandard.compress])
+def test_a_bomb_is_refused_before_it_is_written(tmp_path: Path, compress: Callable[[bytes], bytes]) -> None:
+    bomb = compress(layer([entry("zeros", b"\0" * 4 * _MANY)]))
     assert len(bomb) < _MANY
     with pytest.raises(Refused) as refused:
         _unpack(tmp_path / "layer", bomb)
@@ -201,8 +223,9 @@ def test_entries_and_lengths_of_paths_are_bounded(tmp_path: Path) -> None:
         layer([entry("a", b"x" * 5000)])[:2000],
         b"no tar at all",
         b"\x28\xb5\x2f\xfd zstd",
+        zstandard.compress(layer([entry("a", os.urandom(5000))]))[:-2000],
     ],
-    ids=["gzip cut", "tar cut", "no tar", "zstd"],
+    ids=["gzip cut", "tar cut", "no tar", "no zstd", "zstd cut"],
 )
 def test_a_damaged_layer_is_refused(tmp_path: Path, content: bytes) -> None:
     with pytest.raises(Refused) as refused:
