@@ -50,7 +50,7 @@ def main() -> int:
 def _run(folder: Path, size: Size, given: argparse.Namespace) -> tuple[list[str], list[str]]:
     more = {"interception": {"driver_lease_s": given.driver_lease}} if given.driver_lease else {}
     with fleet(folder, size, more) as started:
-        run = Run(started, given.rollouts, given.work, given.max_attempts, given.lose, given.parts)
+        run = Run(started, given.rollouts, given.work, given.max_attempts, given.lose, given.parts, given.environments)
         run.seen.noticed_s = given.noticed
         seen = asyncio.run(run.go(given.at_once))
     return truths.lines(seen), truths.faults(seen, given.least)
@@ -148,6 +148,9 @@ def _parser() -> argparse.ArgumentParser:
     several.add_argument("--calls", type=int, default=256, help="calls in flight at each gate")
     run = commands.add_parser("run", parents=[size, load], help="drive rollouts, and lose hosts")
     run.add_argument("--parts", type=int, default=1, help="calls of a rollout but the last one, at most 4")
+    run.add_argument(
+        "--environments", type=int, default=1, help="environments that they run in: one is mostly at one sandbox host"
+    )
     run.add_argument("--max-attempts", type=int, default=3)
     run.add_argument(
         "--lose",

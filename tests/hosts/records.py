@@ -76,6 +76,8 @@ class Lost:
     name: str
     at: float
     back: float | None = None
+    running: int = 0
+    """Attempts there that had not ended when it was lost, by what their clients had seen; of a driver, rollouts."""
 
 
 @dataclass

@@ -32,13 +32,21 @@ class Run:
     """One run. The client's rollout `number` is at driver `number` modulo their count, under an id that it chooses."""
 
     def __init__(
-        self, fleet: Fleet, count: int, work_s: float, max_attempts: int, losses: Sequence[Loss], parts: int = 1
+        self,
+        fleet: Fleet,
+        count: int,
+        work_s: float,
+        max_attempts: int,
+        losses: Sequence[Loss],
+        parts: int = 1,
+        environments: int = 1,
     ) -> None:
         self.seen = Seen(max_attempts, (*fleet.size.names("sandbox"), *fleet.size.names("interception")))
         self._fleet = fleet
         self._count = count
         self._work_s = work_s
         self._parts = parts
+        self._environments = environments
         self._orphans = any(loss.how is How.DISK and loss.name.startswith("d") for loss in losses)
         self._pending = sorted(losses, key=lambda loss: loss.share)
         self._losing: list[asyncio.Task[None]] = []
@@ -72,7 +80,13 @@ class Run:
         driver = names[number % len(names)]
         limits = _SHORT if self._orphans else None
         follower = Follower(
-            self._drivers[driver], driver, self._work_s, self.seen.max_attempts, limits=limits, parts=self._parts
+            self._drivers[driver],
+            driver,
+            self._work_s,
+            self.seen.max_attempts,
+            environments=self._environments,
+            limits=limits,
+            parts=self._parts,
         )
         async with slots:
             while self._pending and self._ended >= self._pending[0].share * self._count:
@@ -109,7 +123,7 @@ class Run:
             await asyncio.sleep(_PAUSE_S)  # a cut that ends no attempt shows nothing
             void = self._void(loss)
         host.cut()
-        lost = Lost(loss.name, time.time())
+        lost = Lost(loss.name, time.time(), running=self._running_at(loss.name))
         self.seen.losses.append(lost)
         if loss.how is not How.LINK:
             await asyncio.to_thread(host.kill)
@@ -144,6 +158,12 @@ class Run:
             with suppress(PenstockError):  # another host is lost meanwhile
                 found |= Counter(item.split()[1] for item in await left.left(self._fleet, self._living()))
             await asyncio.sleep(left.PAUSE_S)
+
+    def _running_at(self, name: str) -> int:
+        running = (story for story in self.seen.stories if not story.ends)
+        if name.startswith("d"):
+            return sum(story.driver == name for story in running)
+        return sum(bool(one.attempts) and name in (one.attempts[-1].node, one.attempts[-1].gate) for one in running)
 
     @staticmethod
     def _has_keys(loss: Loss) -> bool:

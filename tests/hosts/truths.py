@@ -212,6 +212,7 @@ def lines(seen: Seen) -> list[str]:
         f"slowest rollout     {max((story.ended - story.created for story in seen.stories), default=0):.1f} s",
         f"nothing left after  {seen.left_s:.1f} s; after the first loss {dict(sorted((seen.during or {}).items()))}",
     ]
+    report += [f"{loss.name} was lost under  {loss.running} that ran there" for loss in seen.losses]
     if times:
         p50, p99 = percentile(times, 50), percentile(times, 99)
         report.append(f"loss to failure     p50 {p50:.1f} s, p99 {p99:.1f} s, of {len(times)} attempts")
