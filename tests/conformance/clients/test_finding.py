@@ -137,7 +137,7 @@ async def test_a_list_has_the_rollouts_of_both_drivers(
 @pytest.mark.requirement("R118")
 @pytest.mark.parametrize("way", _WAYS)
 async def test_the_commands_find_a_rollout_of_another_driver(place: Place, tmp_path: Path, way: str) -> None:
-    """`penstock watch` and `penstock replay`; there is no command that cancels."""
+    """`penstock watch`, `replay` and `cancel`."""
     run_id = secrets.token_hex(8)
     waiting, ended = await made_at_d0(place, run_id)
     address, discover = place.ways[way]
@@ -162,6 +162,8 @@ async def test_the_commands_find_a_rollout_of_another_driver(place: Place, tmp_p
             waiting.rollout_id
         ]
     assert await penstock("replay", "--json", "--all", ended.rollout_id)
+    (cancelled,) = await penstock("cancel", "--json", waiting.rollout_id)
+    assert (cancelled["rollout_id"], cancelled["phase"]) == (waiting.rollout_id, "ended")
 
 
 @pytest.mark.requirement("R118")

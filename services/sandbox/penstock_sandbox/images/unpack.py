@@ -44,7 +44,7 @@ _GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 _ZSTD_SKIPPED = b"\x2a\x4d\x18"
 """The end of a frame's magic that holds notes, not data (RFC 8878, 3.1.2); its first byte is 0x50 to 0x5f."""
 _ZSTD_WINDOW = 128 * 1024**2
-"""The most memory that a frame may ask for; `zstd` itself takes no more without being told."""
+"""The most memory that a frame may ask for; the program `zstd` takes no more unless a flag allows it."""
 
 UNSAFE: Final = "unsafe"
 LARGE: Final = "large"
