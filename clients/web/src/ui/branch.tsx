@@ -101,7 +101,7 @@ function Labelled({ name, help, children }: { name: keyof Continuation; help: Co
 
 const KINDS: readonly (readonly [Continuation["kind"], string, string])[] = [
   ["model", "The model is asked", "The call is sampled anew in each branch."],
-  ["text", "A text", "All branches get this text. Most agents end at a text without a tool call: then nothing is sampled."],
+  ["text", "A text", "All branches get this text. Most agents end at a text: then nothing is sampled."],
   ["tool", "A tool call", "All branches get this tool call. Their agents run it, and ask the model what follows."],
 ];
 
@@ -167,7 +167,7 @@ function BranchForm() {
           </Labelled>
         </>
       )}
-      <Labelled name="seed" help="The first branch samples with it, each further one with the next number. Empty: with the rollout's own seed, if it has one; then all branches may sample the same.">
+      <Labelled name="seed" help="The first branch samples with it, each further one with the next number. Empty: branches have this rollout's own seed, if any, and may then all sample the same.">
         {(attributes) => <input class="field" inputMode="numeric" autocomplete="off" placeholder="none" {...attributes} value={values.seed} onInput={(event) => set("seed", event.currentTarget.value)} />}
       </Labelled>
       <div class="labelled">
@@ -184,8 +184,8 @@ function BranchForm() {
         <div id="branch-goesOn-note" aria-live="polite">
           {errors.value.goesOn !== undefined && <p class="wrong">{errors.value.goesOn}</p>}
           <p class="muted">
-            A branch parts from this rollout if its prompts differ before the call, for example because a command printed the time. It then fails without a reward, or, with
-            this, goes on with the model's answers.
+            A branch leaves this rollout too early if a prompt differs before the call, for example because a command printed the time. It fails without a reward. Ticked, it
+            goes on: the model is asked from there, and it is graded.
           </p>
         </div>
       </div>

@@ -52,7 +52,7 @@ export function orderOf(form: Continuation): Order | { readonly errors: FieldErr
   if (count === null || count < 1n || count > BigInt(MOST)) errors.count = `expected a whole number from 1 to ${MOST}`;
   const seed = form.seed.trim() === "" ? undefined : wholeNumber(form.seed);
   const last = MAX_SEED - (count ?? 1n) + 1n;
-  if (seed === null || (seed !== undefined && seed > last)) errors.seed = `expected a whole number from 0 to ${last}, or nothing`;
+  if (seed === null || (seed !== undefined && seed > last)) errors.seed = `expected a whole number from 0 to ${last}, or empty`;
   if (form.kind === "text" && form.text === "") errors.text = "is required";
   if (form.kind === "tool") {
     if (form.name.trim() === "") errors.name = "is required";
