@@ -50,7 +50,9 @@ async def keep(page: Page, name: str) -> None:
 
 
 @pytest.mark.requirement("R74", "R129")
-async def test_branches_with_a_tool_call_are_asked_for_and_graded(stack: Running, browser: Browser, address: str) -> None:
+async def test_branches_with_a_tool_call_are_asked_for_and_graded(
+    stack: Running, browser: Browser, address: str
+) -> None:
     """Wrong arguments stay in the sheet and are named; right ones repair what the rollout did not."""
     run_id = f"run-{secrets.token_hex(4)}"
     repair = json.dumps({"command": f"{cases.MEAN}\n{cases.MEDIAN}"})
@@ -150,9 +152,7 @@ async def test_where_a_replay_parts_is_shown_with_both_texts(
 
     write_connection(tmp_path / "connection.json", stack.stack.endpoints, pid=os.getpid())
     environment = {"PENSTOCK_CONNECTION": str(tmp_path / "connection.json"), "COLUMNS": "4000"}
-    code, printed, err = await asyncio.to_thread(
-        invoke, "replay", branch.rollout_id, "--all", environment=environment
-    )
+    code, printed, err = await asyncio.to_thread(invoke, "replay", branch.rollout_id, "--all", environment=environment)
     assert code == 0, err
     end = printed[printed.index("capture: ") :]
     assert f"REPLAY_DIVERGED: {finding.message}" in end
