@@ -99,9 +99,9 @@ async def test_branches_with_a_tool_call_are_asked_for_and_graded(
         results = await group.results(samples_only=False)
     assert [one.reward and one.reward.value for one in results] == [1.0, 1.0]
     assert group.info.branched_from is not None and group.info.branched_from.call_id == call.call_id
-    for index, one in enumerate(results):
-        assert one.trajectory is not None and one.rollout.branched_from is not None
-        assert one.rollout.branched_from.seed == 100 + index
+    assert group.info.branched_from.seed == 100
+    for one in results:
+        assert one.trajectory is not None
         given = one.trajectory.calls[1]
         assert given.given and given.completion is not None and given.completion.message is not None
         (tool,) = given.completion.message.tool_calls
@@ -145,7 +145,8 @@ async def test_where_a_replay_parts_is_shown_with_both_texts(
     assert branch.trajectory is not None
     (finding,) = [one for one in branch.trajectory.findings if one.reason == "REPLAY_DIVERGED"]
     said = re.fullmatch(
-        r"Call 1 differs from the recorded call \S+ from token \d+ of its prompt on: '(.+)' was recorded, '(.+)' is new\.",
+        r"Call 1 differs from the recorded call \S+ from token \d+ of its prompt on: '(.+)' was recorded,"
+        r" '(.+)' is new\.",
         finding.message,
     )
     assert said is not None and said[1] != said[2]

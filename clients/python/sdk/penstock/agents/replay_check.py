@@ -399,7 +399,7 @@ _PARTED: Final = re.compile(rf"{_TEXT} was recorded, {_TEXT} is new\.$")
 
 
 def cause_in_finding(message: str) -> Cause | None:
-    """Guesses the cause from the gate's finding `REPLAY_DIVERGED`, which has the text around the difference on both sides.
+    """Guesses the cause from the gate's finding `REPLAY_DIVERGED`, which has the text around it on both sides.
 
     Returns:
         None where the message has no such texts, or they look like nothing that is known.

@@ -1,4 +1,4 @@
-"""Verifies replayed calls against the calls that they name as their origin (docs/guides/failures.md#a-new-attempt-replays).
+"""Verifies replayed calls against the calls that they name as their origin (docs/trajectories.md#proof).
 
 A replayed call has the prompt, ids, logprobs and policy versions of the call that it was sampled for. The chain of its
 own rollout covers what the call has, but not that its origin has the same: for that the origin's export is needed.

@@ -54,7 +54,7 @@ class Proof:
         tool_calls: rows of `tool_calls` that were checked.
         undigested: rows written before digests existed: fields that no chain covers are unchecked.
         replayed: replayed calls that were compared with the calls that they name as their origin.
-        unproven_replays: replayed calls whose origin was not given, or has no token ids; 0 if no origins were asked for.
+        unproven_replays: replayed calls whose origin was not given, or has no token ids; 0 if none were compared.
     """
 
     rollouts: int = 0
