@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from playwright.async_api import Browser, Page, expect
+from playwright.async_api import Browser, expect
 from tests.e2e import rollout_cases as cases
 from tests.support.copying import copy_task, training
 from tests.support.policy import Reply, bash, in_shell, in_turn
@@ -41,12 +41,6 @@ async def address(stack: Running) -> AsyncIterator[str]:
     """Of the stack's dashboard."""
     async with dashboard(stack.stack.endpoints) as shown:
         yield shown
-
-
-async def keep(page: Page, name: str) -> None:
-    """Keeps a picture where the variable says, for a person to look at."""
-    if folder := os.environ.get("PENSTOCK_SCREENSHOTS"):
-        await page.screenshot(path=Path(folder) / f"{name}.png")
 
 
 @pytest.mark.requirement("R74", "R129")
@@ -78,7 +72,6 @@ async def test_branches_with_a_tool_call_are_asked_for_and_graded(
                 [re.compile("^Tool: is required"), re.compile("^Arguments: not JSON"), re.compile("^Seed: expected")]
             )
             await expect(sheet.get_by_label("Tool", exact=True)).to_be_focused()
-            await keep(page, "wrong")
 
             await sheet.get_by_label("Tool", exact=True).fill("bash")
             await sheet.get_by_label("Arguments").fill(repair)
@@ -122,11 +115,9 @@ async def test_the_sheet_of_a_branch_fits_a_phone(stack: Running, browser: Brows
             await page.get_by_role("button", name="continue from here").first.click()
             sheet = page.get_by_role("dialog", name="Continue from call 0")
             await sheet.get_by_label("Answer of the call").select_option("A tool call")
-            await keep(page, f"sheet-{scheme}-{width}")
             start = sheet.get_by_role("button", name="Start the branches")
             await start.scroll_into_view_if_needed()
             await expect(start).to_be_in_viewport()
-            await keep(page, f"sheet-{scheme}-{width}-end")
             assert await sheet.evaluate("element => element.scrollWidth <= element.clientWidth")
             assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
@@ -162,8 +153,6 @@ async def test_where_a_replay_parts_is_shown_with_both_texts(
     async with looking(browser, address, OBSERVER_TOKEN, f"/rollouts/{branch.rollout_id}") as page:
         capture = page.get_by_role("region", name="Capture")
         await expect(capture).to_contain_text(finding.message)
-        await capture.scroll_into_view_if_needed()
-        await keep(page, "diverged")
     async with looking(browser, address, OBSERVER_TOKEN, f"/rollouts/{branch.rollout_id}", width=390) as page:
         await expect(page.get_by_role("region", name="Capture")).to_contain_text(finding.message)
         assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth")
