@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.agents.replay_check import Cause, Divergence, cause_of
+from penstock.agents.replay_check import Cause, Divergence, cause_in_finding, cause_of
 
 BEFORE, AFTER = "[user]\nHello, this is the text before.\n", "\nand this is what follows it in both.\n"
 
@@ -37,6 +37,34 @@ def test_a_difference_is_named_by_what_it_looks_like(recorded: str, new: str, ca
     at = next(index for index, (one, other) in enumerate(zip(left, right, strict=False)) if one != other)
     assert cause_of(left, right, at, {"known-1", "known-2"}) is cause
     assert cause_of(right, left, at, {"known-1", "known-2"}) is cause
+
+
+FINDING = "Call 1 differs from the recorded call c1 from token 9 of its prompt on: {!r} was recorded, {!r} is new."
+"""As the gate words it."""
+
+
+@pytest.mark.requirement("R128")
+@pytest.mark.parametrize(
+    ("recorded", "new", "cause"),
+    [
+        ("on 2026-11-28", "on 2026-11-29", Cause.DATE),
+        ("id 3f786850e387\n", "id 89e6c98d9288\n", Cause.RANDOM_ID),
+        ("it's /tmp/one/a", "it's /tmp/two/a", Cause.PATH),
+        ("'a' was recorded, \"b\" is new. \\ pid 12", "'a' was recorded, \"b\" is new. \\ pid 13", Cause.PROCESS),
+        ("b.txt\na.txt", "a.txt\nb.txt", Cause.ORDER),
+        ("yes", "no", None),
+    ],
+)
+def test_the_cause_is_read_from_the_gates_finding(recorded: str, new: str, cause: Cause | None) -> None:
+    assert cause_in_finding(FINDING.format(recorded, new)) is cause
+
+
+@pytest.mark.parametrize(
+    "message", ["", "Replayed: 1 of 3.", "'a", "'\\x' was recorded, 'b' is new.", "'\n' was recorded, 'b' is new."]
+)
+def test_another_message_has_no_cause(message: str) -> None:
+    """A file may come from anybody."""
+    assert cause_in_finding(message) is None
 
 
 def test_a_divergence_names_its_call_its_token_and_both_texts() -> None:

@@ -180,3 +180,84 @@ def test_other_files_than_exports_are_refused(tmp_path: Path) -> None:
         list(read_rows(file))
     with pytest.raises(InvalidArgument, match="rollout_id"):
         verify([{"a": 1}])
+
+
+def replayed(calls: int = 2, parent: str = "parent") -> tuple[list[Row], list[Row]]:
+    """A rollout whose calls were all replayed, and its parent's rows with the same tokens."""
+    turns, _ = recorded(calls)
+    origins, _ = recorded(calls, parent)
+    for index, row in enumerate(turns):
+        row["replayed_from"] = {"rollout_id": parent, "attempt": 1, "call_id": f"{parent}-{index}"}
+    return turns, origins
+
+
+@pytest.mark.requirement("R103", "R129")
+def test_replayed_calls_have_what_their_origins_have() -> None:
+    """Calls whose origin is not there are unproven, and no problem; without origins none is compared."""
+    turns, origins = replayed()
+    for against, counts in ((origins, (2, 0)), (origins[1:], (1, 1)), ([], (0, 2)), (None, (0, 0))):
+        proof = verify(turns, against=against)
+        assert (proof.problems, (proof.replayed, proof.unproven_replays)) == ([], counts)
+    sampled = [row | {"replayed_from": None} for row in turns]
+    proof = verify(sampled, against=origins)
+    assert (proof.problems, proof.replayed, proof.unproven_replays) == ([], 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "said"),
+    [
+        ("prompt_token_ids", [1, 2, 4], "its prompt differs"),
+        ("completion_token_ids", [1, 2, 3, 4], "its sampled ids differ"),
+        ("completion_token_ids", None, "its sampled ids differ"),
+        ("completion_logprobs", [-1.0, -1.0, -1.0, -1.0], "its logprobs differ"),
+        ("completion_logprobs", [-1.0], "its logprobs differ"),
+        ("completion_logprobs", None, "its logprobs differ"),
+        ("logprobs_mode", "raw", "its mode of logprobs differs"),
+        ("policy_spans", [{"policy_version": 8, "start": 0, "end": 4}], "its policy versions differ"),
+    ],
+)
+def test_a_replayed_call_that_differs_from_its_origin_is_found(column: str, value: Any, said: str) -> None:
+    """Its own chain holds, since it is another call's; the problem names both."""
+    turns, origins = replayed()
+    origins[0][column] = value
+    assert not verify(turns).problems
+    (problem,) = verify(turns, against=origins).problems
+    assert (problem.rollout_id, problem.call_id) == ("r", "r-0")
+    assert problem.message == f"{said} from call parent-0 of rollout parent, which it names as its origin"
+
+
+def test_an_origin_of_another_attempt_or_that_was_altered_is_found() -> None:
+    turns, origins = replayed()
+    origins[0]["attempt"] = 2
+    (problem,) = verify(turns, against=origins).problems
+    assert "names attempt 1" in problem.message and "is of attempt 2" in problem.message
+    origins[0] |= {"attempt": 1, "schema_version": 3, "row_sha256": "00" * 32}
+    (problem,) = verify(turns, against=origins).problems
+    assert (problem.rollout_id, problem.call_id) == ("parent", "parent-0") and "was changed" in problem.message
+
+
+def test_logprobs_are_compared_as_float32() -> None:
+    """Parquet has them so, and JSON the shortest digits."""
+    turns, origins = replayed()
+    for row in origins:
+        row["completion_logprobs"] = [float(str(np.float32(value))) for value in row["completion_logprobs"]]
+    assert origins[0]["completion_logprobs"] != turns[0]["completion_logprobs"]
+    assert not verify(turns, against=origins).problems
+
+
+def test_origins_without_token_ids_prove_nothing() -> None:
+    turns, origins = replayed()
+    origins[0]["prompt_token_ids"] = None
+    proof = verify(turns, against=origins)
+    assert (proof.problems, proof.replayed, proof.unproven_replays) == ([], 1, 1)
+
+
+@pytest.mark.parametrize("named", ["x", {}, {"rollout_id": "r", "call_id": 1}, [1]])
+def test_an_origin_that_names_no_call_is_refused(named: Any) -> None:
+    """In both files."""
+    turns, origins = replayed()
+    turns[0]["replayed_from"] = named
+    with pytest.raises(InvalidArgument, match="replayed_from"):
+        verify(turns)
+    with pytest.raises(InvalidArgument, match="replayed_from"):
+        verify(origins, against=turns)

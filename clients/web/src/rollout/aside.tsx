@@ -126,6 +126,9 @@ export function TaskPanel({ rollout }: { rollout: Rollout }) {
 
 const GRADE_LOOKS: Readonly<Record<number, string>> = { [Grade.EXACT]: "chip good", [Grade.USABLE]: "chip warn", [Grade.UNUSABLE]: "chip bad" };
 
+/** Where a replay parts, its finding has two texts of up to 400 characters. */
+const MESSAGE_CHARACTERS = 2000;
+
 interface CaptureProps {
   readonly capture: Capture;
   readonly isEnded: boolean;
@@ -150,7 +153,7 @@ export function CapturePanel({ capture, isEnded, isRead }: CaptureProps) {
         <ul class="findings">
           {standing.findings.map((finding, index) => (
             <li key={index} class={finding.severity === Finding_Severity.FATAL ? "finding-bad" : ""}>
-              <code>{oneLine(finding.reason)}</code> <span class="muted">{oneLine(finding.message, 300)}</span>
+              <code>{oneLine(finding.reason)}</code> <span class="muted">{oneLine(finding.message, MESSAGE_CHARACTERS)}</span>
             </li>
           ))}
         </ul>

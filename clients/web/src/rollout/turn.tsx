@@ -104,7 +104,7 @@ function TurnHead({ turn }: { turn: Turn }) {
         <span>{answererWord(call.answerer)}</span>
       </span>
       {call.state === CallState.DELIVERED && (
-        <button type="button" class="button quiet" onClick={() => askToBranch(call.rolloutId, call.callId, call.index)}>
+        <button type="button" class="button quiet" onClick={() => askToBranch(call)}>
           continue from here
         </button>
       )}

@@ -53,6 +53,36 @@ def test_branches_are_run_saved_and_proved(connection: dict[str, str], parent: s
         assert code == 0, (proof, err)
 
 
+@pytest.mark.requirement("R103", "R129")
+def test_replayed_calls_are_proved_against_the_parents_export(
+    connection: dict[str, str], parent: str, tmp_path: Path
+) -> None:
+    """What was changed in the parent's export is named with both calls; what is not there is unproven."""
+    code, printed, err = invoke("branch", parent, "1", "--json", "--save", str(tmp_path), environment=connection)
+    assert code == 0, err
+    (line,) = ended(printed)
+    turns, origins = Path(str(line["saved"])) / "turns.jsonl", tmp_path / "origins.jsonl"
+    code, _, err = invoke("export", str(origins), "--table", "turns", "--group-id", "branched", environment=connection)
+    assert code == 0, err
+    code, out, err = invoke("verify", str(turns), "--against", str(origins))
+    assert code == 0 and "; 1 replayed call compared with the origin" in out and "unproven" not in out, (out, err)
+
+    code, out, err = invoke("verify", str(turns), "--against", str(turns), "--json")
+    proof = orjson.loads(out)
+    assert code == 0 and proof["holds"] and (proof["replayed"], proof["unproven_replays"]) == (0, 1), (out, err)
+    code, out, err = invoke("verify", str(turns), "--against", str(turns))
+    assert "0 replayed calls compared with the origin, 1 unproven: their origins are not in turns.jsonl" in out
+
+    rows = [orjson.loads(row) for row in origins.read_bytes().splitlines()]
+    rows[0]["completion_logprobs"][0] -= 1
+    origins.write_bytes(b"\n".join(map(orjson.dumps, rows)))
+    code, out, err = invoke("verify", str(turns), "--against", str(origins))
+    replayed = orjson.loads(turns.read_bytes().splitlines()[0])
+    named = f"its logprobs differ from call {rows[0]['call_id']} of rollout {parent}, which it names as its origin"
+    assert code == 1 and f"call {replayed['call_id']}: {named}" in out, (out, err)
+    assert "the row of an origin was changed after the export" in out
+
+
 def test_a_given_answer_ends_the_agent(connection: dict[str, str], parent: str, tmp_path: Path) -> None:
     """It says that it is done, and has done nothing; the parent's reward is another."""
     answer = tmp_path / "answer.txt"

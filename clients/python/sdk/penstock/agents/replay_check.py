@@ -10,6 +10,7 @@ Prompts are compared by their token ids, or by their messages and tools where th
 import asyncio
 import re
 import secrets
+from ast import literal_eval
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -391,6 +392,27 @@ def cause_of(recorded: str, new: str, at: int, call_ids: set[str] | frozenset[st
         if _is_at(pattern, recorded, at) and _is_at(pattern, new, at):
             return cause
     return Cause.TIMING if _is_cut(recorded, new, at) else Cause.UNKNOWN
+
+
+_TEXT: Final = r"""('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")"""
+_PARTED: Final = re.compile(rf"{_TEXT} was recorded, {_TEXT} is new\.$")
+
+
+def cause_in_finding(message: str) -> Cause | None:
+    """Guesses the cause from the gate's finding `REPLAY_DIVERGED`, which has the text around it on both sides.
+
+    Returns:
+        None where the message has no such texts, or they look like nothing that is known.
+    """
+    found = _PARTED.search(message)
+    if found is None:
+        return None
+    try:
+        recorded, new = map(literal_eval, found.groups())
+    except (ValueError, SyntaxError):  # a file may come from anybody
+        return None
+    cause = cause_of(recorded, new, _shared(recorded, new))
+    return None if cause is Cause.UNKNOWN else cause
 
 
 def _covers(text: str, at: int, item: str) -> bool:

@@ -14,7 +14,8 @@ from typing import Final
 
 import numpy as np
 
-from penstock.analysis.verify_rows import Problem, Proof, checked_rows, unlike
+from penstock.analysis.verify_replays import Calls, by_id, check_replay
+from penstock.analysis.verify_rows import Problem, Proof, checked_origins, checked_rows, unlike
 from penstock.analysis.verify_samples import check_samples
 from penstock.tables.columns import Row, Table
 
@@ -23,7 +24,13 @@ __all__ = ["Problem", "Proof", "Row", "verify"]
 _START: Final = b"penstock.trajectory.v1 chain\0"
 
 
-def verify(turns: Iterable[Row], sequences: Iterable[Row] = (), tool_calls: Iterable[Row] = ()) -> Proof:
+def verify(
+    turns: Iterable[Row],
+    sequences: Iterable[Row] = (),
+    tool_calls: Iterable[Row] = (),
+    *,
+    against: Iterable[Row] | None = None,
+) -> Proof:
     """Checks the rows of `turns` and computes every rollout's chain from them; compares the other tables with them.
 
     Args:
@@ -31,6 +38,9 @@ def verify(turns: Iterable[Row], sequences: Iterable[Row] = (), tool_calls: Iter
         sequences: rows as `export.sequences` makes them: each token, the mask, logprobs, versions, samplings and
             weights must match the calls.
         tool_calls: rows as `export.tool_calls` makes them.
+        against: rows as `export.turns` makes them, of earlier attempts or of parents: each replayed call of `turns` has
+            the prompt, ids, logprobs and versions of the call that it names as its origin. None = no call is compared.
+            Their own chains are not computed.
 
     Raises:
         InvalidArgument: `ROW_INVALID`, a row is not of its table.
@@ -54,7 +64,23 @@ def verify(turns: Iterable[Row], sequences: Iterable[Row] = (), tool_calls: Iter
         for row in rows:
             if not _is_digest_of(row["result_sha256"], row["result_json"]):
                 proof.problems.append(Problem(rollout_id, "", f"tool call {row['tool_call_id']}: another result"))
+    if against is not None:
+        origins = by_id(checked_origins(against, proof))
+        for rollout_id, rows in rollouts.items():
+            _check_replays(rollout_id, rows, origins, proof)
     return proof
+
+
+def _check_replays(rollout_id: str, rows: list[Row], origins: Calls, proof: Proof) -> None:
+    for row in rows:
+        if row.get("replayed_from") is None:
+            continue
+        found = check_replay(row, origins)
+        if found is None:
+            proof.unproven_replays += 1
+            continue
+        proof.replayed += 1
+        proof.problems += [Problem(rollout_id, row["call_id"], message) for message in found]
 
 
 def _count(rollouts: dict[str, list[Row]]) -> int:

@@ -1,7 +1,7 @@
 """Checks the form of exported rows before verification: their columns, their digests, and completeness per rollout."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final
@@ -53,6 +53,8 @@ class Proof:
         samples: rows of `sequences` that were compared with the calls.
         tool_calls: rows of `tool_calls` that were checked.
         undigested: rows written before digests existed: fields that no chain covers are unchecked.
+        replayed: replayed calls that were compared with the calls that they name as their origin.
+        unproven_replays: replayed calls whose origin was not given, or has no token ids; 0 if none were compared.
     """
 
     rollouts: int = 0
@@ -62,6 +64,8 @@ class Proof:
     samples: int = 0
     tool_calls: int = 0
     undigested: int = 0
+    replayed: int = 0
+    unproven_replays: int = 0
     problems: list[Problem] = field(default_factory=list)
 
 
@@ -82,6 +86,20 @@ def checked_rows(rows: Iterable[Row], table: Table, proof: Proof) -> dict[str, l
     for rollout_id, own in rollouts.items():
         proof.problems += [Problem(rollout_id, "", message) for message in _together(own, table)]
     return rollouts
+
+
+def checked_origins(rows: Iterable[Row], proof: Proof) -> Iterator[Row]:
+    """Yields rows of `turns` that others are compared with: they need not be all of their rollouts.
+
+    Raises:
+        InvalidArgument: `ROW_INVALID`, a row is not of `turns`.
+    """
+    for number, row in enumerate(rows, 1):
+        _check_form(row, Table.TURNS, number)
+        message = _altered(row)
+        if message:
+            proof.problems.append(Problem(row["rollout_id"], row["call_id"], f"the row of an origin {message}"))
+        yield row
 
 
 def unlike(one: Row, other: Row) -> list[str]:
@@ -123,6 +141,8 @@ def _check_form(row: Row, table: Table, number: int) -> None:
             _refuse(f"Row {number} of {table}: {name} is not a {kind}")
     if table is Table.TURNS and not isinstance(row["sampling_used"], dict | None):
         _refuse(f"Row {number} of {table}: sampling_used is not an object")
+    if table is Table.TURNS and not _or_null(_is_origin)(row.get("replayed_from")):
+        _refuse(f"Row {number} of {table}: replayed_from does not name a call")
     if table is Table.SEQUENCES:
         lengths = {len(row[name]) for name in ("input_ids", "loss_mask", "logprobs") if row[name] is not None}
         if len(lengths) > 1:
@@ -163,6 +183,10 @@ def _spans_of(**fields: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 def _is_text(value: Any) -> bool:
     return isinstance(value, str)
+
+
+def _is_origin(value: Any) -> bool:
+    return isinstance(value, dict) and all(_is_text(value.get(name)) for name in ("rollout_id", "call_id"))
 
 
 def _or_null(test: Callable[[Any], bool]) -> Callable[[Any], bool]:

@@ -32,6 +32,15 @@ def verify(
     tool_calls: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, help="File of the table of host tool calls.")
     ] = None,
+    against: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            help="File of `penstock export --table turns` with the parents' or earlier attempts' calls, which replayed"
+            " calls are compared with.",
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Find what was altered in exported trajectories since the gate recorded them, offline."""
@@ -47,7 +56,7 @@ def verify(
         else:
             files = (Path(place), sequences, tool_calls)
             tables = [iter(()) if file is None else read_rows(file) for file in files]
-        proof = check(*tables)
+        proof = check(*tables, against=None if against is None else read_rows(against))
         holds = not proof.problems and proof.calls > 0
         if as_json:
             emit({"holds": holds, **asdict(proof)})
@@ -65,6 +74,10 @@ def verify(
         rest = f"; {proof.unproven} without exact tokens are not verified" if proof.unproven else ""
         rest += f"; {counted(proof.samples, 'sample')} compared" if is_store or sequences is not None else ""
         rest += f"; {counted(proof.tool_calls, 'tool call')} compared" if is_store or tool_calls is not None else ""
+        if against is not None:
+            rest += f"; {counted(proof.replayed, 'replayed call')} compared with the origin"
+            if proof.unproven_replays:
+                rest += f", {proof.unproven_replays} unproven: their origins are not in {escape(clean(against.name))}"
         if proof.undigested:
             rest += f"; {counted(proof.undigested, 'row')} of an older version without digests"
         verdict = "[green]holds[/]" if holds else "[red]broken[/]"

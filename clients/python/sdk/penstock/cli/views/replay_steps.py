@@ -10,6 +10,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from penstock.agents.replay_check import cause_in_finding
 from penstock.analysis.recordings import Recording, Turn
 from penstock.cli.terminal.console import clean, columns, counted, quoted
 from penstock.cli.views import events as show
@@ -24,6 +25,7 @@ from penstock.client import (
     RolloutEvent,
 )
 from penstock.client.types.results import Home
+from penstock.client.types.trajectories import Finding
 
 Draw = Callable[[bool], Iterable[RenderableType]]
 """Renders a step; the argument is whether tokens are drawn one by one."""
@@ -205,6 +207,12 @@ def _end(recording: Recording) -> Iterator[RenderableType]:
         yield outcomes.branches(recording)
     if recording.grade:
         yield Text(clean(f"\ncapture: {recording.grade}"), style="bold")
-        findings = Counter(f"{item.severity} {item.reason}: {item.message}" for item in recording.findings)
+        findings = Counter(map(_finding, recording.findings))
         for line, count in findings.items():
             yield Text(clean(f"  {line}" + (f" ({count} times)" if count > 1 else "")), style="dim")
+
+
+def _finding(item: Finding) -> str:
+    """Returns a finding as a line; where a replay parts, with the likely cause."""
+    cause = cause_in_finding(item.message) if item.reason == "REPLAY_DIVERGED" else None
+    return f"{item.severity} {item.reason}: {item.message}" + (f" It is probably {cause}." if cause else "")

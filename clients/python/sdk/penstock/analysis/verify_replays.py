@@ -1,0 +1,63 @@
+"""Verifies replayed calls against the calls that they name as their origin (docs/trajectories.md#proof).
+
+A replayed call has the prompt, ids, logprobs and policy versions of the call that it was sampled for. The chain of its
+own rollout covers what the call has, but not that its origin has the same: for that the origin's export is needed.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Final
+
+import numpy as np
+
+from penstock.tables.columns import Row
+
+_COMPARED: Final = (
+    ("prompt_token_ids", "prompt differs"),
+    ("completion_token_ids", "sampled ids differ"),
+    ("completion_logprobs", "logprobs differ"),
+    ("logprobs_mode", "mode of logprobs differs"),
+    ("completion_top_sha256", "alternatives differ"),
+    ("policy_spans", "policy versions differ"),
+)
+"""Columns that are the same in both calls, and what a problem says of them."""
+
+Calls = Mapping[tuple[str, str], Row]
+"""Rows of `turns` by the ids of their rollout and call."""
+
+
+def by_id(rows: Iterable[Row]) -> Calls:
+    """Returns rows for `check_replay`; of one call that is there twice the last."""
+    return {(row["rollout_id"], row["call_id"]): row for row in rows}
+
+
+def check_replay(row: Row, origins: Calls) -> list[str] | None:
+    """Returns the problems of a replayed call.
+
+    Args:
+        row: of `turns`, whose form was checked; its `replayed_from` is set.
+        origins: the calls that may be named there.
+
+    Returns:
+        None if the origin is not among them, or has no token ids to compare.
+    """
+    named = row["replayed_from"]
+    origin = origins.get((named["rollout_id"], named["call_id"]))
+    if origin is None or origin["prompt_token_ids"] is None:
+        return None
+    return list(_problems(row, named, origin))
+
+
+def _problems(row: Row, named: Row, origin: Row) -> Iterator[str]:
+    where = f"call {named['call_id']} of rollout {named['rollout_id']}, which it names as its origin"
+    if named.get("attempt") and origin.get("attempt") and named["attempt"] != origin["attempt"]:
+        yield f"it names attempt {named['attempt']} of its origin, but {where}, is of attempt {origin['attempt']}"
+    for name, words in _COMPARED:
+        if name in row and name in origin and not _same(name, row[name], origin[name]):
+            yield f"its {words} from {where}"
+
+
+def _same(name: str, one: Any, other: Any) -> bool:
+    if name == "completion_logprobs" and one is not None and other is not None:
+        # JSON has the shortest digits of a float32, Parquet the float32.
+        return bool(np.array_equal(np.asarray(one, "<f4"), np.asarray(other, "<f4"), equal_nan=True))
+    return bool(one == other)
