@@ -138,8 +138,9 @@ async def test_calls_after_a_pause_are_answered_by_the_weights_that_were_pushed_
 @pytest.mark.requirement("R128", "R131")
 @pytest.mark.parametrize("bound", [None, 0], ids=["no bound", "a bound"])
 async def test_a_pause_between_two_attempts_holds_the_second_one(stack: Running, bound: int | None) -> None:
-    """Another rollout runs to its end meanwhile. Weights that are pushed in the pause answer what is not replayed:
-    with a bound that the recorded answer does not meet any more, all.
+    """Three others run meanwhile, one after the other, which is longer than the time between attempts. Weights that
+    are pushed in the pause answer what is not replayed: with a bound that the recorded answer does not meet any more,
+    all.
     """
     run_id = secrets.token_hex(8)
     old = (await stack.ps.inference.info()).policy_version
@@ -161,8 +162,9 @@ async def test_a_pause_between_two_attempts_holds_the_second_one(stack: Running,
             if isinstance(event.payload, AttemptFailed):
                 break
         await handle.pause("between")
-        other = await stack.ps.rollouts.create(copy_task(stack), "shell", run_id=run_id)
-        assert (await finish(other)).reward == 1.0
+        for _ in range(3):
+            other = await stack.ps.rollouts.create(copy_task(stack), "shell", run_id=run_id)
+            assert (await finish(other)).reward == 1.0
         assert asked == [0, 1]
         assert (await handle.refresh()).phase in (Phase.QUEUED, Phase.PREPARING, Phase.CONFIGURING)
         new = await push(stack, session)
