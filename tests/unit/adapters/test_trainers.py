@@ -417,3 +417,13 @@ def test_branches_are_as_old_as_what_they_sampled() -> None:
     output = trl.rollout_output(selection, filler_token_id=PAD)
     assert output["policy_version"] == [2, 2] and output["env_mask"][0] == [0, 0, 0, 0, 0, 1, 1, 1]
     assert output["logprobs"][0][:5] == [0.0] * 5
+    assert [one["model_version"] for one in trl.rollout_samples(selection)] == [2, 2]
+    steps = verl.data_proto(selection, pad_token_id=PAD)["non_tensor_batch"]
+    assert [list(steps[name]) for name in ("min_global_steps", "max_global_steps")] == [[2, 2], [2, 2]]
+    (group,) = slime.samples(selection, filler_token_id=PAD)
+    assert [(one["weight_versions"], one["loss_mask"]) for one in group] == [(["2"], output["env_mask"][0])] * 2
+    assert [one["action_ranges"] for one in openrlhf.agent_responses(selection)] == [[(9, 12)]] * 2
+    assert {one["info"]["policy_version"].item() for one in openrlhf.experiences(selection)} == {2.0}
+    assert skyrl.generator_output(selection, filler_token_id=PAD)["loss_masks"] == output["env_mask"]
+    for one in prime_rl.training_samples(selection, env_name="env"):
+        assert one["mask"] == [False] * 9 + [True] * 3 and not any(one["advantages"][:9])

@@ -150,7 +150,7 @@ class GrpcGate:
             with typed_errors():
                 answer = await self._gate.CloseRollout(request, timeout=CALL_S)
         except NotFound:
-            return GateClosing()
+            return GateClosing(is_unknown=True)
         totals = answer.rollout.totals
         fails = any(one.reason == _DIVERGED for one in totals.failures)
         return GateClosing(

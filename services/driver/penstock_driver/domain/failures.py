@@ -96,16 +96,18 @@ def classify_exit(
 ) -> Failure | None:
     """Classify the agent's exit: None for a success (R59).
 
-    The order of the causes matters. What happened after the gate had closed the rollout is not the policy's doing.
-    Neither is an exact replay that fails, whatever the agent does then. An exhausted budget comes before the rest: it
-    explains any behaviour of the agent. Lost calls, or a gate that was
-    unreachable while the agent ran, explain a bad exit. An agent that reports its own failure failed, whatever its exit
-    code. An agent whose last call was lost is incomplete, even with a success code. A call that failed because of its
-    own request, or since which the source has answered the agent, excuses nothing: a policy could send one to avoid
-    being graded (decision 032).
+    The order of the causes matters. What happened after the gate had closed the rollout, or lost it, is not the
+    policy's doing. Neither is an exact replay that fails, whatever the agent does then. An exhausted budget comes
+    before the rest: it explains any behaviour of the agent. Lost calls, or a gate that was unreachable while the agent
+    ran, explain a bad exit. An agent that reports its own failure failed, whatever its exit code. An agent whose last
+    call was lost is incomplete, even with a success code. A call that failed because of its own request, or since which
+    the source has answered the agent, excuses nothing: a policy could send one to avoid being graded (decision 032).
     """
     if closing.lease_ended:
         message = "the gate closed the rollout: this driver was away for longer than the gate's driver_lease_s"
+        return Failure(Cause.INFRASTRUCTURE, "GATE_LOST", message, True, phase, component=Component.GATE)
+    if closing.is_unknown:
+        message = "the gate does not know the rollout any more: it lost its disk, or somebody deleted it there"
         return Failure(Cause.INFRASTRUCTURE, "GATE_LOST", message, True, phase, component=Component.GATE)
     if end.reason is ExitReason.SANDBOX_LOST:
         message = end.message or "the sandbox was lost"

@@ -417,6 +417,7 @@ class GateClosing:
     those that failed because of their own request, and `lost` the others that came after the rollout's last answer.
     `lease_ended` means that the gate had closed the rollout before, because it could not reach this driver.
     `diverged` says which call differed from what was recorded, where an exact replay failed for that; empty = none.
+    `is_unknown` means that the gate has no such rollout: it has lost what it had of it, with its disk.
     """
 
     exhausted_budget: str = ""
@@ -429,6 +430,7 @@ class GateClosing:
     lost: int = 0
     lease_ended: bool = False
     diverged: str = ""
+    is_unknown: bool = False
 
 
 @dataclass(frozen=True, slots=True)

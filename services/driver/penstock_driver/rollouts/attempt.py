@@ -13,7 +13,6 @@ import asyncio
 import secrets
 import time
 from collections.abc import Awaitable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from sqlite3 import Error as SqliteError
@@ -283,23 +282,27 @@ class Attempt:
         try:
             async with asyncio.timeout(self._spec.limits.prepare_s):
                 await patiently(partial(self._keep_recording, recording, last), full_s=waits_s, absent_s=waits_s)
+        except NotFound as error:
+            if self._recorder.has_calls:
+                self._not_found(f"{error.reason}: its gate lost its disk, is no member any more, or never had it")
         except (PenstockError, TimeoutError, OSError) as error:
             why = getattr(error, "message", "") or getattr(error, "strerror", "") or "it took too long"
-            reason = f"{error.reason}: " if isinstance(error, PenstockError) else ""
-            self._recorder.append(Progress(f"the last attempt's answers cannot be read, to be replayed: {reason}{why}"))
+            self._not_found(f"{error.reason}: {why}" if isinstance(error, PenstockError) else why)
+
+    def _not_found(self, why: str) -> None:
+        self._recorder.append(Progress(f"the last attempt's answers cannot be read, to be replayed: {why}"))
 
     async def _keep_recording(self, recording: RecordingFile, attempt: int) -> None:
-        """Write an attempt's answers to a file. PenstockError, OSError."""
+        """Write an attempt's answers to a file. NotFound: its gate does not know it. PenstockError, OSError."""
         captures = self._services.captures
         if captures is None:
             return
         gates, home = self._recorder.gates, self._attempt.record.home
         gate = gates[-1] if gates else home.gate if home else ""
-        with suppress(NotFound):  # the attempt was never opened there
-            captured = captures.capture(self._id, gate=gate, include_bodies=False, include_top=True)
-            results = partial(captures.tool_results, self._id, gate=gate)
-            async with self._services.loadings:  # a part is in memory, and a lost host loses many attempts at once
-                await recording.write(captured, attempt, exact=self._spec.replay is Replay.EXACT, results=results)
+        captured = captures.capture(self._id, gate=gate, include_bodies=False, include_top=True)
+        results = partial(captures.tool_results, self._id, gate=gate)
+        async with self._services.loadings:  # a part is in memory, and a lost host loses many attempts at once
+            await recording.write(captured, attempt, exact=self._spec.replay is Replay.EXACT, results=results)
 
     async def _hand_on(self) -> None:
         """Keep what this attempt was answered for the next one, while its gate is there; else that one looks for it."""

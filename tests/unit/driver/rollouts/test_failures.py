@@ -177,10 +177,12 @@ def test_bad_exit_during_a_gate_outage_is_not_the_agents(end: Exit) -> None:
     assert classify_exit(good, GateClosing(calls=3), None, [0], Phase.RUNNING, gate_was_away=True) is None
 
 
+@pytest.mark.requirement("R59", "R120")
 @pytest.mark.parametrize("code", [0, 1])
-def test_an_attempt_whose_gate_closed_it_is_never_graded(code: int) -> None:
+@pytest.mark.parametrize("closing", [GateClosing(lease_ended=True), GateClosing(is_unknown=True)])
+def test_an_attempt_whose_gate_closed_it_or_lost_its_disk_is_never_graded(code: int, closing: GateClosing) -> None:
     """Its agent was refused from then on, and may have ended well all the same."""
-    failure = classify_exit(Exit(ExitReason.EXITED, code=code), GateClosing(lease_ended=True), None, [0], Phase.RUNNING)
+    failure = classify_exit(Exit(ExitReason.EXITED, code=code), closing, None, [0], Phase.RUNNING)
     assert failure is not None
     assert (failure.reason, failure.retriable, failure.component) == ("GATE_LOST", True, Component.GATE)
 
