@@ -16,6 +16,26 @@ _PAUSE_S: Final = 0.5
 _PLACED: Final = {Phase.SETTING_UP, Phase.RUNNING, Phase.VERIFYING, Phase.COLLECTING}
 
 
+async def read(story: Story, handle: RolloutHandle) -> None:
+    """Read a rewarded rollout's trajectory, or record why it cannot be read now."""
+    try:
+        trajectory = await handle.trajectory()
+    except PenstockError as error:
+        story.unread = error.reason
+        return
+    # A replayed call is the one that it was sampled for.
+    sampled = (
+        (call.replayed_from.call_id if call.replayed_from else call.call_id, call.completion)
+        for call in trajectory.calls
+    )
+    story.calls = {
+        call_id: [int(one) for one in completion.token_ids]
+        for call_id, completion in sampled
+        if completion is not None and completion.token_ids is not None
+    }
+    story.unread = ""
+
+
 class Follower:
     """Follows rollouts at one driver."""
 
@@ -64,21 +84,7 @@ class Follower:
         if story.reason != HOME_LOST and story.attempts:
             await self._locate(story, handle)
         if story.reward is not None:
-            try:
-                trajectory = await handle.trajectory()
-            except PenstockError as error:
-                story.unread = error.reason
-            else:
-                # A replayed call is the one that it was sampled for.
-                sampled = (
-                    (call.replayed_from.call_id if call.replayed_from else call.call_id, call.completion)
-                    for call in trajectory.calls
-                )
-                story.calls = {
-                    call_id: [int(one) for one in completion.token_ids]
-                    for call_id, completion in sampled
-                    if completion is not None and completion.token_ids is not None
-                }
+            await read(story, handle)
 
     async def _created(self, story: Story) -> RolloutHandle:
         task = model.task(story.number, self._work_s, self._environments, self._parts)

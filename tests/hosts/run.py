@@ -11,7 +11,7 @@ from contextlib import AsyncExitStack, suppress
 
 from tests.hosts import keys, left
 from tests.hosts.fleet import Fleet
-from tests.hosts.following import Follower
+from tests.hosts.following import Follower, read
 from tests.hosts.losses import How, Loss
 from tests.hosts.records import HOME_LOST, Lost, Seen
 
@@ -66,6 +66,7 @@ class Run:
             self.seen.seconds = time.monotonic() - self._began
             for task in self._losing:  # which may grow meanwhile
                 await task  # those that come back are back
+            await self._read_again()
             await self._list()
         self.seen.left, self.seen.left_s = await left.until_nothing(
             self._fleet, self._living(), _ORPHANS_S if self._orphans else left.LEFT_S
@@ -102,6 +103,13 @@ class Run:
             except (PenstockError, TimeoutError) as error:
                 self.seen.refused[number] = f"{type(error).__name__}: {error}"
             self._ended += 1
+
+    async def _read_again(self) -> None:
+        """A trajectory that was at a gate which was away is there again, if the gate is."""
+        for story in self.seen.stories:
+            if story.unread:
+                with suppress(PenstockError):
+                    await read(story, await self._drivers[story.driver].rollouts.attach(story.rollout_id))
 
     async def _list(self) -> None:
         """What each driver has of this run."""
