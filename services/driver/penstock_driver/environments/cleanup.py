@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Final
 
 import structlog
@@ -49,6 +50,8 @@ class Cleanups:
         self._owed: dict[str, Then] = {}
         self._failed: set[str] = set()
         self._stopping = asyncio.Event()
+        self._awake = asyncio.Event()
+        """Set by what ends a pause between two attempts in the background."""
         self._work: asyncio.Task[None] | None = None
 
     @property
@@ -89,9 +92,14 @@ class Cleanups:
         if self._work is None or self._work.done():
             self._work = asyncio.ensure_future(self._settle())
 
+    def look_again(self) -> None:
+        """Try the pending releases at once: a service that had some of them is back."""
+        self._awake.set()
+
     def stop(self) -> None:
         """Stop waiting; each release is tried at most once more."""
         self._stopping.set()
+        self._awake.set()
 
     async def aclose(self) -> None:
         """Stop, and return when nothing is in progress."""
@@ -100,8 +108,9 @@ class Cleanups:
             await asyncio.wait([self._work])
 
     async def _settle(self) -> None:
-        backoff = Backoff(Delays(FIRST_PAUSE_S, MOST_PAUSE_OWED_S), pause=self._pause)
+        backoff = Backoff(Delays(FIRST_PAUSE_S, MOST_PAUSE_OWED_S), pause=self._rest)
         while self._owed:
+            self._awake.clear()
             for holder_id, then in list(self._owed.items()):
                 failure = await self._failure(holder_id, then)
                 del self._owed[holder_id]
@@ -115,6 +124,8 @@ class Cleanups:
                 return
             if self._owed:
                 await backoff.wait()
+                if self._awake.is_set():
+                    backoff.reset()
 
     async def _failure(self, holder_id: str, then: Then) -> Exception | None:
         """Try a release; return None, or the error."""
@@ -136,9 +147,12 @@ class Cleanups:
         self._failed.discard(holder_id)
         return None
 
+    async def _rest(self, seconds: float) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._awake.wait()
+
     async def _pause(self, seconds: float) -> None:
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._stopping.wait()
-        except TimeoutError:
-            return

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Final, Generic, TypeAlias, TypeVar
 
 from penstock.interception.v1 import rollout_gate_service_pb2
+from penstock_chassis.aio.broadcast import Signal
 from penstock_chassis.errors import PenstockError, Unavailable
 from penstock_chassis.membership.peers import Host, Peer, PeerLost, Peers, State, until_lost
 from penstock_driver.domain.ports import CallEnded, Gate, GateClient, Load, Sandboxes
@@ -115,6 +116,8 @@ class Members(Generic[S]):
         patience_s: Mapping[Host, float],
     ) -> None:
         self.changed = peers.changed
+        self.returned = Signal()
+        """Counts the members that were lost and are back."""
         self._peers = peers
         self._open = open_services
         self._failure = failure
@@ -159,8 +162,10 @@ class Members(Generic[S]):
                 elif peer.is_lost:
                     self._end_later(member)
                 else:
-                    member.lost_at = None
+                    was_lost, member.lost_at = member.lost_at is not None, None
                     self._stop_waiting(member)
+                    if was_lost:
+                        self.returned.notify()
             await self.changed.wait(number)
 
     def _end_later(self, member: Member[S]) -> None:
@@ -280,6 +285,11 @@ class FleetPlacement:
         failures = [failure for failure in results if failure is not None]
         if failures:
             raise failures[0]
+
+    def on_return(self, listener: Callable[[], None]) -> None:
+        """See Placement."""
+        self._nodes.returned.call_on_change(listener)
+        self._gates.returned.call_on_change(listener)
 
     def peers(self) -> Mapping[str, Sequence[Peer]]:
         """See Placement."""

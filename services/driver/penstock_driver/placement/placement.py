@@ -59,6 +59,9 @@ class Placement(Protocol):
         Raises PenstockError: something is not released, or may not be.
         """
 
+    def on_return(self, listener: Callable[[], None]) -> None:
+        """Call `listener` whenever a lost sandbox service or gate is back. It must not raise."""
+
     def peers(self) -> Mapping[str, Sequence[Peer]]:
         """The members by kind of service; empty where none is probed."""
 
@@ -97,6 +100,9 @@ class OnePlace:
     def calls(self, labels: Mapping[str, str]) -> AsyncIterator[CallEnded]:
         """See Placement."""
         return self._place.services.gate.calls(labels)
+
+    def on_return(self, listener: Callable[[], None]) -> None:
+        """See Placement. No service is known to be lost."""
 
     def peers(self) -> Mapping[str, Sequence[Peer]]:
         """See Placement."""

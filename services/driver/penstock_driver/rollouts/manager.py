@@ -123,6 +123,7 @@ class RolloutManager:
         self._limits = capacity.events
         self._pause_limits = capacity.pauses
         self._cleanups = Cleanups(self._release)
+        placement.on_return(self._cleanups.look_again)
         self._live: dict[str, RolloutRunner] = {}
         """Those that run, and those that wait for a slot."""
         self._waiting: dict[str, Ticket[str]] = {}

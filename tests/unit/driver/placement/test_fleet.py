@@ -335,6 +335,21 @@ async def test_a_release_fails_while_a_lost_service_may_hold_something(world: Wo
     assert not world.sandboxes["n0"].boxes
 
 
+async def test_the_return_of_a_lost_service_is_announced(world: World) -> None:
+    """What waits for it is released then."""
+    returned: asyncio.Queue[None] = asyncio.Queue()
+    world.placement.on_return(lambda: returned.put_nowait(None))
+    world.nodes.lose("n0")
+    await asyncio.sleep(0)
+    assert returned.empty()
+    world.nodes.find("n0")
+    await returned.get()
+    world.gates.lose("g0")
+    await asyncio.sleep(0)
+    world.gates.find("g0")
+    await returned.get()
+
+
 async def test_what_a_lost_sandbox_service_had_is_over_with_its_leases(world: World) -> None:
     labels = {"rollout": "r"}
     for sandboxes in world.sandboxes.values():
