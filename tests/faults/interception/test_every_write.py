@@ -136,12 +136,13 @@ class Scenario:
             self._arrived.clear()
             await self._arrived.wait()
 
-    async def _ask(self, token: str, body: dict[str, Any], attempt: int = 0) -> dict[str, Any]:
-        """Asks until there is a whole answer; streams are put together."""
+    async def _ask(self, token: str, body: dict[str, Any], attempt: int = 0, key: str = "") -> dict[str, Any]:
+        """Asks until there is a whole answer; streams are put together. `key`: the call's own, where bodies are equal."""
         url = f"http://{self.gate.endpoints['ingress']}/rollout/r1/v1/chat/completions"
         async with aiohttp.ClientSession() as http:
             while True:
                 headers = {"authorization": f"Bearer {token}", "x-stainless-retry-count": str(attempt)}
+                headers |= {"idempotency-key": key} if key else {}
                 try:
                     async with http.post(url, json=body, headers=headers) as answer:
                         if answer.status == 200 and not body.get("stream"):
@@ -156,11 +157,11 @@ class Scenario:
                 attempt += 1
                 await asyncio.sleep(BACK_OFF_S)
 
-    async def _use_tool(self, token: str) -> str:
+    async def _use_tool(self, token: str, word: str = "a", number: int = 1) -> str:
         url = f"http://{self.gate.endpoints['ingress']}/rollout/r1/mcp"
         while True:
             status, told, _ = await insisting(
-                lambda: post(url, token, tool_call("work", {"word": "a"}), headers={"mcp-session-id": "s"})
+                lambda: post(url, token, tool_call("work", {"word": word}, number), headers={"mcp-session-id": "s"})
             )
             if status == 200:
                 text: str = told["result"]["content"][0]["text"]
@@ -179,7 +180,8 @@ _OPENING = gate.OpenRolloutRequest(
 async def captured(stub: Any) -> trajectory_pb2.Trajectory:
     """All that the gate has recorded."""
     whole = trajectory_pb2.Trajectory()
-    async for fragment in stub.GetCapture(gate.GetCaptureRequest(rollout_id="r1"), wait_for_ready=True):
+    request = gate.GetCaptureRequest(rollout_id="r1", include_bodies=True)
+    async for fragment in stub.GetCapture(request, wait_for_ready=True):
         whole.MergeFrom(fragment.trajectory)
     return whole
 

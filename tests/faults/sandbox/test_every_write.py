@@ -14,13 +14,15 @@ import signal
 import sqlite3
 import tempfile
 from asyncio import timeout
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import closing, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sized
+from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import grpc
 import pytest
+from tests.support.e2b_cloud.running import StandIn, stand_in
 from tests.support.services.dying import Mortal, Warm, insisting
 from tests.support.services.leftovers import (
     groups_in,
@@ -53,14 +55,18 @@ TWO: Final = 2
 
 
 class Scenario:
-    """What happens to a service, and what does not hold. `marker` is in the arguments of its sandboxes' processes."""
+    """What happens to a service, and what does not hold.
 
-    def __init__(self, place: Mortal, channel: grpc.aio.Channel, marker: str) -> None:
+    `marker` is in the arguments of its sandboxes' processes; `keeps`: its snapshots outlive it.
+    """
+
+    def __init__(self, place: Mortal, channel: grpc.aio.Channel, marker: str, *, keeps: bool) -> None:
         self.found: list[str] = []
         self._place = place
         self._sandboxes: Any = ss_grpc.SandboxServiceStub(channel)
         self._processes: Any = ps_grpc.ProcessServiceStub(channel)
         self._marker = marker
+        self._keeps = keeps
         self._made: dict[str, str] = {}
         """The sandbox that each request id has made last."""
 
@@ -68,7 +74,8 @@ class Scenario:
         """From the first sandbox to the end of the last."""
         await self._lived_in("one", self._one, self._used)
         children = await self._forked()
-        await self._copied()
+        if await self._copies():
+            await self._copied()
         await self._deleted(children[0])
         await self._snapshot_deleted()
         await self._expired(children[1])
@@ -140,7 +147,7 @@ class Scenario:
             again = await self._prepared()
             if again == prepared:
                 break
-            if not self._place.died:
+            if self._keeps or not self._place.died:
                 self.found.append(f"the snapshot {prepared} was prepared again as {again}")
             prepared = again
         return prepared
@@ -159,11 +166,13 @@ class Scenario:
             snapshot_id = await self._snapshot()
             try:
                 return [
-                    await self._lived_in(f"forked/{index}", lambda index=index: self._fork(index, snapshot_id), self._reads)  # type: ignore[misc]
+                    await self._lived_in(
+                        f"forked/{index}", lambda index=index: self._fork(index, snapshot_id), self._reads
+                    )  # type: ignore[misc]
                     for index in range(TWO)
                 ]
             except grpc.aio.AioRpcError as error:
-                if error_from_rpc(error).reason != "SNAPSHOT_UNKNOWN" or not self._place.died:
+                if error_from_rpc(error).reason != "SNAPSHOT_UNKNOWN" or self._keeps or not self._place.died:
                     raise
 
     async def _fork(self, index: int, snapshot_id: str = "") -> sb.Sandbox:
@@ -189,6 +198,12 @@ class Scenario:
 
     async def _reads(self, sandbox_id: str) -> None:
         await self._says(sandbox_id, "cat word.txt", WORD)
+
+    async def _copies(self) -> bool:
+        """Whether a sandbox that lives can be forked here."""
+        request = ss.ListBackendsRequest()
+        answer = await insisting(lambda: self._sandboxes.ListBackends(request, wait_for_ready=True))
+        return any(one.is_default and one.capabilities.live_fork for one in answer.backends)
 
     async def _copied(self) -> None:
         """Forks the living sandbox; it is made again if it is lost."""
@@ -219,7 +234,7 @@ class Scenario:
             request = ss.DeleteSnapshotRequest(snapshot_id=snapshot_id)
             for _ in range(TWO):
                 await insisting(lambda: self._sandboxes.DeleteSnapshot(request, wait_for_ready=True))  # noqa: B023
-        if len(there) != 1 and not self._place.died:
+        if len(there) != 1 and (self._keeps or not self._place.died):
             self.found.append(f"of one snapshot there were {there}")
         self.found += [f"the snapshot {one} was deleted" for one in await self._snapshots()]
 
@@ -248,21 +263,40 @@ class Scenario:
         await eventually_async(gone, f"{sandbox_id} ends with its lease")
 
 
-async def left(directory: Path, marker: str) -> list[str]:
-    """What is left on the host once everything was deleted, while the service runs: its removals may take a moment."""
-    found = []
-    for what, check in (
-        ("processes", lambda: processes_with(marker)),
-        ("mounts", lambda: mounts_with(str(directory))),
-        ("directories of sandboxes", lambda: sandboxes_of(directory)),
-        ("directories of snapshots", lambda: layers_of(directory)),
-        ("control groups", lambda: [name for group in groups_of(directory) for name in groups_in(group)]),
-    ):
-        try:
-            await eventually(lambda check=check: not check(), what)  # type: ignore[misc]
-        except AssertionError:
-            found.append(f"{what} are left: {check()}")
-    return found
+@dataclass(frozen=True)
+class Backend:
+    """A backend with its settings. `keeps`: its snapshots outlive the service, in `cloud`."""
+
+    name: str
+    keeps: bool
+    settings: Mapping[str, str]
+    cloud: StandIn | None = None
+
+    async def left(self, directory: Path, marker: str) -> list[str]:
+        """What is left once everything was deleted, while the service runs: its removals may take a moment."""
+        checks: dict[str, Callable[[], Sized]] = {
+            "processes": lambda: processes_with(marker),
+            "mounts": lambda: mounts_with(str(directory)),
+            "directories of sandboxes": lambda: sandboxes_of(directory),
+            "directories of snapshots": lambda: layers_of(directory),
+            "control groups": lambda: [name for group in groups_of(directory) for name in groups_in(group)],
+        }
+        found = []
+        for what, check in checks.items():
+            try:
+                await eventually(lambda check=check: not check(), what)  # type: ignore[misc]
+            except AssertionError:
+                found.append(f"{what} are left: {check()}")
+        if (cloud := self.cloud) is not None:
+
+            async def is_empty() -> bool:
+                return not await cloud.sandboxes() and not await cloud.snapshots()
+
+            try:
+                await eventually_async(is_empty, "the cloud is empty")
+            except AssertionError:
+                found.append(f"in the cloud are left: {await cloud.sandboxes()}, {await cloud.snapshots()}")
+        return found
 
 
 def left_after_the_stop(directory: Path) -> list[str]:
@@ -283,37 +317,75 @@ async def warm() -> AsyncIterator[Warm]:
     await process.close()
 
 
+@pytest.fixture(params=["local", "e2b"])
+async def backend(request: pytest.FixtureRequest) -> AsyncIterator[Backend]:
+    """One whose snapshots go with the service, and one, in a stand-in of its cloud, whose snapshots stay."""
+    if request.param == "local":
+        yield Backend("local", keeps=False, settings={})
+        return
+    async with stand_in() as cloud:
+        prefix = "PENSTOCK_SANDBOX_"
+        settings = {name.removeprefix(prefix).lower(): value for name, value in cloud.environment().items()}
+        yield Backend("e2b", keeps=True, settings=settings, cloud=cloud)
+
+
+async def killed_at(place: Mortal, at: int, backend: Backend, directory: Path, *, committed: bool) -> list[str]:
+    """The scenario with a kill at one write, and a stop at its end; what of the promises does not hold."""
+    marker = secrets.token_hex(8)
+    await place.start(at, committed=committed)
+    place.restart()
+    found = ["it hangs"]
+    async with connect(place.address, TOKEN) as channel:
+        scenario = Scenario(place, channel, marker, keeps=backend.keeps)
+        try:
+            async with timeout(HANGS_S):
+                await scenario.play()
+                found = await backend.left(directory, marker)
+        except grpc.aio.AioRpcError as error:
+            found = [f"unexpected: {error.details()}"]
+        except TimeoutError:
+            pass
+    await place.kill(signal.SIGTERM)
+    return scenario.found + found + left_after_the_stop(directory)
+
+
 @pytest.mark.requirement("R43", "R49", "R50", "R127")
-async def test_kill_at_any_write_loses_nothing_unsaid_and_leaves_nothing(warm: Warm) -> None:
-    """R50: what a request id gave is there or is told as lost; what is deleted or expired leaves nothing on the host."""
+@pytest.mark.parametrize(
+    "sides", [1, pytest.param(2, marks=pytest.mark.on_demand("a kill before or after each commit shows it as well"))]
+)
+async def test_kill_at_any_write_loses_nothing_unsaid_and_leaves_nothing(
+    warm: Warm, backend: Backend, sides: int
+) -> None:
+    """R50: what a request id gave is there or is told as lost; what was deleted or has expired leaves nothing behind.
+
+    With one side, the kills are before and after the commit of one write after another, in turn.
+    """
     failed: dict[str, list[str]] = {}
     seen: set[str] = set()
     at, reached = 0, True
     with tempfile.TemporaryDirectory(prefix="penstock-fault-") as folder:
         while reached:
             at += 1
-            for committed in (False, True):
-                marker, directory = secrets.token_hex(8), Path(folder) / f"{at}-{committed}"
-                import time; t0=time.time()
-                place = Mortal(warm, "sandbox", directory, TOKEN, default_backend="local", stop_s="1")
-                await place.start(at, committed=committed)
-                place.restart()
-                found = ["it hangs"]
-                async with connect(place.address, TOKEN) as channel:
-                    scenario = Scenario(place, channel, marker)
-                    with suppress(TimeoutError):
-                        async with timeout(HANGS_S):
-                            await scenario.play()
-                            found = scenario.found + await left(directory, marker)
+            for committed in (False, True) if sides > 1 else (at % 2 == 0,):
+                directory = Path(folder) / f"{at}-{committed}"
+                place = Mortal(
+                    warm,
+                    "sandbox",
+                    directory,
+                    TOKEN,
+                    default_backend=backend.name,
+                    stop_s="1",
+                    **backend.settings,
+                )
+                found = await killed_at(place, at, backend, directory, committed=committed)
                 reached = place.died
                 write = next(iter(place.writes()[at - 1 :]), [])
                 seen.update(write)
-                await place.kill(signal.SIGTERM)
-                print(at, committed, write, reached, time.time()-t0, place.writes())
-                found += left_after_the_stop(directory)
+                print(at, committed, write, reached)
                 if found:
                     failed[f"{'after' if committed else 'before'} write {at}: {write}"] = found
     assert not failed
-    assert at > 8
-    for kind in ("INSERT INTO sandbox", "DELETE FROM sandbox"):
+    assert at > 10
+    kinds = ["INSERT INTO sandbox", "DELETE FROM sandbox", *(["INSERT INTO snapshot"] if backend.keeps else [])]
+    for kind in (*kinds, "DELETE FROM snapshot"):
         assert any(statement.startswith(kind) for statement in seen), (kind, seen)
