@@ -137,7 +137,7 @@ class Scenario:
             await self._arrived.wait()
 
     async def _ask(self, token: str, body: dict[str, Any], attempt: int = 0, key: str = "") -> dict[str, Any]:
-        """Asks until there is a whole answer; streams are put together. `key`: the call's own, where bodies are equal."""
+        """Asks until there is a whole answer; streams are put together. `key` tells calls with one body apart."""
         url = f"http://{self.gate.endpoints['ingress']}/rollout/r1/v1/chat/completions"
         async with aiohttp.ClientSession() as http:
             while True:

@@ -1,10 +1,14 @@
-"""kill -9 of the gate at every write of its journal, before and after its commit, while a branch replays its parent.
+"""kill -9 of the gate at every write of its journal, while a branch replays its parent and goes on by itself.
 
-The scenario: a rollout's answers are loaded into a branch of it, in two parts; two calls with one prompt, which the parent
-was answered differently, are asked for at once; another call and a host tool's result are replayed; the call at the branch
-point is held and let go, and its agent's connection breaks; then the branch goes on by itself, with a host tool call of its
-own. Every request is repeated. Agent, trainer and driver come back as their SDKs do. The trajectory is that of the same
-scenario without a kill. `test_every_write` has the other writes.
+The scenario: a rollout's answers are loaded into a branch of it, in two parts; two calls with one prompt, which the
+parent was answered differently, are asked for at once; another call and a host tool's result are replayed; the call at
+the branch point is held and let go, and its agent's connection breaks; then the branch goes on by itself, with a host
+tool call of its own. Every request is repeated. Agent, trainer and driver come back as their SDKs do. The trajectory is
+that of the same scenario without a kill. `test_every_write` has the other writes.
+
+The short form kills before the commit of one write and after that of the next, in turn. All of them, before and after:
+
+    pytest --full tests/faults/interception/test_every_write_of_replays.py
 """
 
 from __future__ import annotations
@@ -133,10 +137,10 @@ class Branch(Parent):
         asked.cancel()  # the agent's connection breaks, and its SDK asks again
         with suppress(asyncio.CancelledError):
             await asked
-        for _ in range(2):
-            again = await self._said(token, talk, AT, "at")
+        await self._said(token, talk, AT, "at")
+        talk = await self._said(token, talk, AT, "at")
         self.tools_told.append(await self._use_tool(token, "b", 2))
-        await self._said(token, again, LIVE, "live")
+        await self._said(token, talk, LIVE, "live")
 
     async def _hold(self, *, held: bool) -> None:
         request = gate.HoldCallsRequest(rollout_id="r1", held=held)
@@ -162,7 +166,7 @@ def _opening(point: trajectory_pb2.Call) -> gate.OpenRolloutRequest:
 
 
 def parts_of(parent: trajectory_pb2.Trajectory) -> list[gate.LoadRecordingRequest]:
-    """What the driver loads for a branch at the parent's last call: two parts, the results of host tools in the second."""
+    """What the driver loads for a branch at the parent's last call, in two parts."""
     *before, at = parent.calls
     point = trajectory_pb2.Call()
     point.CopyFrom(at)
@@ -249,15 +253,16 @@ def problems(
 
 @pytest.mark.requirement("R34", "R127", "R128", "R129", "R130")
 @pytest.mark.parametrize(
-    "sides", [1, pytest.param(2, marks=pytest.mark.on_demand("a kill before or after each commit shows it as well"))]
+    "full",
+    [
+        pytest.param(False, id="short"),
+        pytest.param(True, id="full", marks=pytest.mark.on_demand("one side of each commit shows it as well")),
+    ],
 )
 async def test_kill_at_any_write_of_a_replay_samples_and_gives_nothing_twice(
-    warm: Warm, tokenizer: Path, tmp_path: Path, sides: int
+    warm: Warm, tokenizer: Path, tmp_path: Path, full: bool
 ) -> None:
-    """R128: recorded answers are given once each, and sampled never; the branch point and what follows it once.
-
-    With one side, the kills are before and after the commit of one write after another, in turn.
-    """
+    """R128: recorded answers are given once each, and sampled never; the branch point and what follows it once."""
     codec = Codec.load(TokenizerFiles.from_directory(tokenizer))
     place = gate_in(warm, tmp_path / "parent", tokenizer)
     await place.start()
@@ -288,10 +293,8 @@ async def test_kill_at_any_write_of_a_replay_samples_and_gives_nothing_twice(
     at, reached = 0, 1
     while reached:
         at += 1
-        for committed in (False, True) if sides > 1 else (at % 2 == 0,):
+        for committed in (False, True) if full else (at % 2 == 0,):
             _, reached = await once(at, undisturbed, committed=committed)
-    for k,v in failed.items(): print(k,v)
-    print(at)
     assert not failed
     assert at > 20
     for kind in ("INSERT INTO recordings", "UPDATE recordings SET point_call_id", "UPDATE rollouts SET held_since"):
