@@ -10,10 +10,10 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import aiohttp
 import numpy as np
@@ -60,6 +60,9 @@ def gate_in(warm: Warm, directory: Path, tokenizer: Path) -> Mortal:
 class Scenario:
     """What happens to a gate, and what each party saw of it."""
 
+    parameters: ClassVar[Mapping[str, Any] | None] = None
+    """JSON Schema of the host tool's arguments."""
+
     def __init__(self, gate: Mortal, codec: Codec) -> None:
         self.gate = gate
         self._codec = codec
@@ -98,7 +101,7 @@ class Scenario:
 
         while True:
             try:
-                return await session.offer_tools([HostTool(name="work", function=work)])
+                return await session.offer_tools([HostTool(name="work", function=work, parameters=self.parameters)])
             except PenstockError as error:
                 if error.reason not in ("UNREACHABLE", "SESSION_UNKNOWN", "TRANSPORT_UNAVAILABLE"):
                     raise
@@ -157,7 +160,7 @@ class Scenario:
                 attempt += 1
                 await asyncio.sleep(BACK_OFF_S)
 
-    async def _use_tool(self, token: str, word: str = "a", number: int = 1) -> str:
+    async def _use_tool(self, token: str, word: Any = "a", number: int = 1) -> str:
         url = f"http://{self.gate.endpoints['ingress']}/rollout/r1/mcp"
         while True:
             status, told, _ = await insisting(
