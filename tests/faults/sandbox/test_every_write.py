@@ -351,6 +351,8 @@ async def killed_at(place: Mortal, at: int, backend: Backend, directory: Path, *
                 found = await backend.left(directory, marker)
         except grpc.aio.AioRpcError as error:
             found = [f"unexpected: {error.details()}"]
+        except AssertionError as error:
+            found = [str(error)]
         except TimeoutError:
             pass
     await place.kill(signal.SIGTERM)
