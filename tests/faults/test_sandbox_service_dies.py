@@ -14,6 +14,7 @@ import grpc
 import pytest
 from tests.conformance.sandbox.conftest import Box, failure
 from tests.conformance.sandbox.services import Running, start_on
+from tests.support.services.leftovers import groups_in, groups_of, layers_of, mounts_with, processes_with, sandboxes_of
 from tests.support.services.processes import argv_of, children_of
 from tests.support.waiting import eventually
 
@@ -22,7 +23,6 @@ from penstock.sandbox.v1 import sandbox_pb2 as sb
 from penstock.sandbox.v1 import sandbox_service_pb2 as ss
 from penstock_chassis.channel import error_from_rpc
 from penstock_chassis.errors import FailedPrecondition
-from penstock_sandbox.host.cgroups import group_name
 
 pytestmark = pytest.mark.asyncio
 
@@ -32,40 +32,6 @@ async def _create(service: Running) -> Box:
     return Box(service, (await service.sandboxes.CreateSandbox(request, timeout=60)).sandbox)
 
 
-def _processes_with(marker: str) -> list[int]:
-    """Processes of the host whose arguments hold `marker`."""
-    found = []
-    for folder in Path("/proc").iterdir():
-        try:
-            if folder.name.isdigit() and marker.encode() in (folder / "cmdline").read_bytes():
-                found.append(int(folder.name))
-        except OSError:
-            continue
-    return found
-
-
-def _mounts_with(marker: str) -> list[str]:
-    return [line for line in Path("/proc/self/mountinfo").read_text().splitlines() if marker in line]
-
-
-def _groups_of(state_dir: Path) -> list[str]:
-    """Control groups of the service on `state_dir`, wherever they are."""
-    name = group_name(state_dir / "state" / "local")
-    return [f"{root}/{name}" for root, folders, _ in os.walk("/sys/fs/cgroup") if name in folders]
-
-
-def _sandboxes_of(state_dir: Path) -> list[Path]:
-    return list((state_dir / "state/local/sandboxes").iterdir())
-
-
-def _layers_of(state_dir: Path) -> list[Path]:
-    return list((state_dir / "state/local/layers").iterdir())
-
-
-def _groups_in(group: str) -> list[str]:
-    return [entry.name for entry in os.scandir(group) if entry.is_dir()]
-
-
 def _freezes_so_that_nothing_dies() -> bool:
     """Where only v1's freezer is there, a frozen process dies when the next start thaws it."""
     return "cgroup2" not in Path("/proc/self/mounts").read_text()
@@ -73,7 +39,7 @@ def _freezes_so_that_nothing_dies() -> bool:
 
 async def _until_gone(marker: str) -> None:
     """The kernel ends the dependants of a killed process by itself; it takes a moment."""
-    await eventually(lambda: not _processes_with(marker), f"processes with {marker} are gone")
+    await eventually(lambda: not processes_with(marker), f"processes with {marker} are gone")
 
 
 async def _all(stream: Any) -> list[Any]:
@@ -108,7 +74,7 @@ async def test_a_sandbox_service_killed_in_a_burst_leaves_nothing(kill_after: in
         if not _freezes_so_that_nothing_dies():
             await _until_gone(marker)
             await _until_gone(str(state_dir))
-        assert _mounts_with(folder) == []
+        assert mounts_with(folder) == []
         async with start_on(state_dir, "local") as service:
             # What it was making and what it had made are told as lost, with the reason.
             listed = (await service.sandboxes.ListSandboxes(ss.ListSandboxesRequest(), timeout=30)).sandboxes
@@ -119,10 +85,10 @@ async def test_a_sandbox_service_killed_in_a_burst_leaves_nothing(kill_after: in
             assert isinstance(error, FailedPrecondition) and error.reason == "SANDBOX_LOST"
             # Nothing of them is there any more, and new ones work.
             await _until_gone(marker)
-            assert _sandboxes_of(state_dir) == [] and _layers_of(state_dir) == []
-            assert [group for group in _groups_of(state_dir) if _groups_in(group)] == []
+            assert sandboxes_of(state_dir) == [] and layers_of(state_dir) == []
+            assert [group for group in groups_of(state_dir) if groups_in(group)] == []
             assert (await (await _create(service)).run("true")).exit.code == 0
-        assert _groups_of(state_dir) == []
+        assert groups_of(state_dir) == []
 
 
 @pytest.mark.requirement("R70")
@@ -131,8 +97,8 @@ async def test_a_stopped_service_leaves_nothing() -> None:
         async with start_on(Path(folder), "local") as service:
             for _ in range(3):
                 await (await _create(service)).start("p", "sleep", "4902")
-        assert _processes_with(folder) == [] and _mounts_with(folder) == []
-        assert _sandboxes_of(Path(folder)) == [] and _groups_of(Path(folder)) == []
+        assert processes_with(folder) == [] and mounts_with(folder) == []
+        assert sandboxes_of(Path(folder)) == [] and groups_of(Path(folder)) == []
         assert service.process.returncode == 0
 
 
@@ -156,7 +122,7 @@ async def test_setup_whose_sandbox_is_lost_has_not_failed() -> None:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 async for event in events:
                     if event.HasField("command_started"):
-                        await eventually(lambda: bool(_processes_with("490412345")), "the command runs")
+                        await eventually(lambda: bool(processes_with("490412345")), "the command runs")
                         _kill_spawner(service)
                     elif event.HasField("command_finished"):
                         reasons.append(event.command_finished.result.exit.reason)

@@ -10,10 +10,10 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import aiohttp
 import numpy as np
@@ -60,6 +60,9 @@ def gate_in(warm: Warm, directory: Path, tokenizer: Path) -> Mortal:
 class Scenario:
     """What happens to a gate, and what each party saw of it."""
 
+    parameters: ClassVar[Mapping[str, Any] | None] = None
+    """JSON Schema of the host tool's arguments."""
+
     def __init__(self, gate: Mortal, codec: Codec) -> None:
         self.gate = gate
         self._codec = codec
@@ -98,7 +101,7 @@ class Scenario:
 
         while True:
             try:
-                return await session.offer_tools([HostTool(name="work", function=work)])
+                return await session.offer_tools([HostTool(name="work", function=work, parameters=self.parameters)])
             except PenstockError as error:
                 if error.reason not in ("UNREACHABLE", "SESSION_UNKNOWN", "TRANSPORT_UNAVAILABLE"):
                     raise
@@ -136,12 +139,13 @@ class Scenario:
             self._arrived.clear()
             await self._arrived.wait()
 
-    async def _ask(self, token: str, body: dict[str, Any], attempt: int = 0) -> dict[str, Any]:
-        """Asks until there is a whole answer; streams are put together."""
+    async def _ask(self, token: str, body: dict[str, Any], attempt: int = 0, key: str = "") -> dict[str, Any]:
+        """Asks until there is a whole answer; streams are put together. `key` tells calls with one body apart."""
         url = f"http://{self.gate.endpoints['ingress']}/rollout/r1/v1/chat/completions"
         async with aiohttp.ClientSession() as http:
             while True:
                 headers = {"authorization": f"Bearer {token}", "x-stainless-retry-count": str(attempt)}
+                headers |= {"idempotency-key": key} if key else {}
                 try:
                     async with http.post(url, json=body, headers=headers) as answer:
                         if answer.status == 200 and not body.get("stream"):
@@ -156,11 +160,11 @@ class Scenario:
                 attempt += 1
                 await asyncio.sleep(BACK_OFF_S)
 
-    async def _use_tool(self, token: str) -> str:
+    async def _use_tool(self, token: str, word: Any = "a", number: int = 1) -> str:
         url = f"http://{self.gate.endpoints['ingress']}/rollout/r1/mcp"
         while True:
             status, told, _ = await insisting(
-                lambda: post(url, token, tool_call("work", {"word": "a"}), headers={"mcp-session-id": "s"})
+                lambda: post(url, token, tool_call("work", {"word": word}, number), headers={"mcp-session-id": "s"})
             )
             if status == 200:
                 text: str = told["result"]["content"][0]["text"]
@@ -179,7 +183,8 @@ _OPENING = gate.OpenRolloutRequest(
 async def captured(stub: Any) -> trajectory_pb2.Trajectory:
     """All that the gate has recorded."""
     whole = trajectory_pb2.Trajectory()
-    async for fragment in stub.GetCapture(gate.GetCaptureRequest(rollout_id="r1"), wait_for_ready=True):
+    request = gate.GetCaptureRequest(rollout_id="r1", include_bodies=True)
+    async for fragment in stub.GetCapture(request, wait_for_ready=True):
         whole.MergeFrom(fragment.trajectory)
     return whole
 

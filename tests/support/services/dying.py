@@ -144,10 +144,10 @@ class Warm:
         while (await self._event())["event"] != "ended":
             pass
 
-    def kill(self) -> None:
-        """kill -9 of the service, wherever it is."""
+    def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
+        """A signal to the service, wherever it is: kill -9, unless it is to stop by another."""
         with suppress(ProcessLookupError):
-            os.kill(self.ready["pid"], signal.SIGKILL)
+            os.kill(self.ready["pid"], number)
 
     async def close(self) -> None:
         """Ends everything: the service goes with its parent."""
@@ -214,14 +214,14 @@ class Mortal:
         """Watches for its death from now on, and starts it again then; `kill` ends the watch."""
         self._death = asyncio.create_task(self._watch())
 
-    async def kill(self) -> None:
-        """The end of a scenario."""
+    async def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
+        """The end of a scenario: by kill -9, or by another signal."""
         if self._death is not None:
             self._death.cancel()
             await asyncio.wait({self._death})
         if self._next_life is not None:  # it may serve its clients before this process has read that it is ready
             await self._next_life
-        self._warm.kill()
+        self._warm.kill(number)
         await self._warm.ended()
 
     async def _watch(self) -> None:

@@ -78,27 +78,23 @@ class ToolStore:
 
     def put_call(self, call: ToolCall) -> asyncio.Future[list[int]]:
         """Inserts a new call."""
-        return self._submit(
-            [
-                (
-                    "INSERT INTO tool_calls (tool_call_id, rollout_id, position, name, arguments, mcp_session,"
-                    " request_id, body_sha256, received, expires, state) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                    (
-                        call.id,
-                        call.rollout.id,
-                        call.index,
-                        call.tool.name,
-                        call.arguments,
-                        call.key.mcp_session,
-                        call.key.request_id,
-                        call.key.body_sha256,
-                        call.received,
-                        call.expires,
-                        call.state.value,
-                    ),
-                )
-            ]
-        )
+        return self._submit([_inserted(call)])
+
+    def put_refused(self, call: ToolCall, reason: str) -> asyncio.Future[list[int]]:
+        """Inserts a call that has its result already, in one transaction: no host may get it after a crash."""
+        return self._submit([_inserted(call), _ended(call, CallState.DELIVERED, reason)])
+
+    def put_replayed(self, call: ToolCall, recorded_call_id: str) -> asyncio.Future[list[int]]:
+        """Inserts a call that a recorded one answers, which answers no other: as `put_refused`."""
+        return self._submit([
+            _inserted(call),
+            _ended(call, CallState.DELIVERED),
+            ("UPDATE tool_calls SET replayed_from = ? WHERE tool_call_id = ?", (call.origin, call.id)),
+            (
+                "UPDATE recorded_tools SET used = 1 WHERE rollout_id = ? AND tool_call_id = ?",
+                (call.rollout.id, recorded_call_id),
+            ),
+        ])  # fmt: skip
 
     def put_holder(self, call: ToolCall) -> asyncio.Future[list[int]]:
         """Writes the session that holds the call; it keeps the call after a restart."""
@@ -114,42 +110,7 @@ class ToolStore:
 
     def end_call(self, call: ToolCall, state: CallState, reason: str = "") -> asyncio.Future[list[int]]:
         """Writes the call's end, with its result if any."""
-        result = call.result
-        return self._submit(
-            [
-                (
-                    "UPDATE tool_calls SET state = ?, end_reason = ?, ended = ?, result = ?, is_error = ?"
-                    " WHERE tool_call_id = ?",
-                    (
-                        state.value,
-                        reason,
-                        call.ended_at,
-                        result.content if result is not None else None,
-                        int(result is not None and result.is_error),
-                        call.id,
-                    ),
-                )
-            ]
-        )
-
-    def end_replayed(self, call: ToolCall, recorded_call_id: str) -> asyncio.Future[list[int]]:
-        """Writes the end of a call that a recorded one answers, which answers no other."""
-        result = call.result
-        assert result is not None
-        ended = (CallState.DELIVERED.value, call.ended_at, result.content, int(result.is_error), call.origin, call.id)
-        return self._submit(
-            [
-                (
-                    "UPDATE tool_calls SET state = ?, ended = ?, result = ?, is_error = ?, replayed_from = ?"
-                    " WHERE tool_call_id = ?",
-                    ended,
-                ),
-                (
-                    "UPDATE recorded_tools SET used = 1 WHERE rollout_id = ? AND tool_call_id = ?",
-                    (call.rollout.id, recorded_call_id),
-                ),
-            ]
-        )
+        return self._submit([_ended(call, state, reason)])
 
     def mark_answer_sent(self, call: ToolCall) -> asyncio.Future[list[int]]:
         """Writes that the agent received the whole answer."""
@@ -180,6 +141,41 @@ class ToolStore:
             {row["rollout_id"]: _load_tools(row["tools"]) for row in rollouts},
             [_load_call(row) for row in calls],
         )
+
+
+def _inserted(call: ToolCall) -> Statement:
+    return (
+        "INSERT INTO tool_calls (tool_call_id, rollout_id, position, name, arguments, mcp_session,"
+        " request_id, body_sha256, received, expires, state) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        (
+            call.id,
+            call.rollout.id,
+            call.index,
+            call.tool.name,
+            call.arguments,
+            call.key.mcp_session,
+            call.key.request_id,
+            call.key.body_sha256,
+            call.received,
+            call.expires,
+            call.state.value,
+        ),
+    )
+
+
+def _ended(call: ToolCall, state: CallState, reason: str = "") -> Statement:
+    result = call.result
+    return (
+        "UPDATE tool_calls SET state = ?, end_reason = ?, ended = ?, result = ?, is_error = ? WHERE tool_call_id = ?",
+        (
+            state.value,
+            reason,
+            call.ended_at,
+            result.content if result is not None else None,
+            int(result is not None and result.is_error),
+            call.id,
+        ),
+    )
 
 
 def _load_call(row: Row) -> ToolCallRecord:

@@ -153,6 +153,7 @@ class HostToolBroker:
             ResourceExhausted: TOOL_BUDGET_EXHAUSTED (permanent), TOOL_CALL_LIMIT (transient).
         """
         call = self._made(rollout_id, tool, arguments, key)
+        self._store.put_call(call).add_done_callback(lambda written: self._written(call, written))
         self._serve(call)
         return call
 
@@ -165,7 +166,7 @@ class HostToolBroker:
         """
         call = self._made(rollout_id, tool, arguments, key)
         call.result, call.origin, call.ended_at = replayed.result, replayed.origin, self._clock.wall()
-        call.committed = self._store.end_replayed(call, replayed.recorded.call_id)
+        call.committed = self._store.put_replayed(call, replayed.recorded.call_id)
         call.committed.add_done_callback(lambda written: self._committed(call, written))
         return call
 
@@ -184,7 +185,7 @@ class HostToolBroker:
         """
         call = self._made(rollout_id, tool, arguments, key)
         call.result, call.ended_at = result, self._clock.wall()
-        call.committed = self._store.end_call(call, CallState.DELIVERED, reason)
+        call.committed = self._store.put_refused(call, reason)
         call.committed.add_done_callback(lambda written: self._committed(call, written, reason))
         return call
 
@@ -209,7 +210,6 @@ class HostToolBroker:
         )
         rollout.made += 1
         self._keep(call)
-        self._store.put_call(call).add_done_callback(lambda written: self._written(call, written))
         return call
 
     def attach(self, call: ToolCall) -> None:
