@@ -152,7 +152,7 @@ async def play(driver: Mortal, services: tuple[Process, Process], scenario: Scen
         group = await scenario(ps, held)
         results = await group.results(samples_only=False)
         events = [event async for event in group.events()]
-        found = [*held.found, *_differences(group, results, held.trainer, scenario), *_told(results, events)]
+        found = [*held.found, *_differences(group, results, held.trainer, scenario), *_told(results, events, {OTHER} if scenario is surplus else {ONE, OTHER, LAST})]
         await group.delete()
         return found + [f"{one.rollout_id} was not forgotten" async for one in ps.rollouts.list()]
 
@@ -193,7 +193,7 @@ def _differences(
             yield f"{result.rollout_id} has other calls: {result.trajectory}"
 
 
-def _told(results: list[RolloutResult], events: list[RolloutEvent]) -> Iterator[str]:
+def _told(results: list[RolloutResult], events: list[RolloutEvent], paused: set[str]) -> Iterator[str]:
     """What the events tell otherwise: each once, and one end."""
     for result in results:
         own = [event for event in events if event.rollout_id == result.rollout_id]
@@ -202,7 +202,7 @@ def _told(results: list[RolloutResult], events: list[RolloutEvent]) -> Iterator[
         kinds = Counter(type(event.payload).__name__ for event in own)
         if kinds["Ended"] != 1 or not isinstance(own[-1].payload, Ended):
             yield f"{result.rollout_id} has not one end: {kinds}"
-        if kinds["Paused"] != kinds["Resumed"] or kinds["Paused"] > 1:
+        if (kinds["RolloutPaused"], kinds["RolloutResumed"]) != ((1, 1) if result.rollout_id in paused else (0, 0)):
             yield f"{result.rollout_id} was paused as {kinds}"
 
 
