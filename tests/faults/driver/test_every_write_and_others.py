@@ -203,7 +203,9 @@ def _differences(played: Played, victim: str) -> Iterator[str]:
         yield f"it took {result.rollout.attempts} attempts"
     if kinds[ArtifactCollected] != 1:
         yield f"{kinds[ArtifactCollected]} artifacts"
-    if [call.state for call in calls] != ["delivered"] * trainer.CALLS:
+    # The agent asks again while no engine is there, each time by another call.
+    states = [call.state for call in calls if victim != ENGINE or call.state != "failed"]
+    if states != ["delivered"] * trainer.CALLS:
         yield f"its calls are {[(call.index, call.state) for call in calls]}"
 
 
@@ -225,10 +227,12 @@ def _sampled_by_trainer(played: Played, account: list[trainer.Asked]) -> Iterato
 
 def _sampled_by_engine(played: Played, answers: dict[str, list[list[int]]]) -> Iterator[str]:
     """What the engine sampled more than once; an answer that died with the engine had reached nobody."""
-    calls = {call.call_id for call in played.trajectory.calls}
-    if not calls <= answers.keys():
-        yield f"of the calls {calls} were sampled {answers.keys()}"
-    if again := sum(map(len, answers.values())) - len(calls) > 1:
+    calls = [call for call in played.trajectory.calls if call.state == "delivered"]
+    for call in calls:
+        done, sampled = call.completion, answers.get(call.call_id, [[]])
+        if done is None or done.token_ids is None or done.token_ids.tolist() != sampled[-1]:
+            yield f"call {call.index} has another answer than the engine sampled last"
+    if (again := sum(map(len, answers.values())) - len(calls)) > 1:
         yield f"{again} answers were sampled again"
 
 
@@ -284,7 +288,9 @@ def _sampled(played: Played, world: World, account: Path) -> Iterator[str]:
 
 
 @pytest.mark.requirement("R127", "R128", "R140")
-@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.on_demand("each third write shows it as well"))])
+@pytest.mark.parametrize(
+    "every", [3, pytest.param(1, marks=pytest.mark.on_demand("each third write shows it as well"))]
+)
 @pytest.mark.parametrize("victim", VICTIMS)
 async def test_kill_of_another_at_a_write_of_the_driver_costs_no_answer(
     warm: Warm, tmp_path: Path, victim: str, every: int

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -138,7 +138,7 @@ async def straggler(ps: Penstock, held: Held) -> GroupHandle:
     return group
 
 
-UNDISTURBED: Final = {
+UNDISTURBED: Final[Mapping[Scenario, tuple[set[tuple[str, int]], str, int]]] = {
     surplus: ({(ONE, 0), (ONE, 1), (OTHER, 0), (OTHER, 1), (LAST, 0), (LAST, 1)}, "GROUP_COMPLETE", 2),
     straggler: ({(ONE, 0), (ONE, 1), (OTHER, 0), (OTHER, 1), (LAST, 0)}, "STRAGGLER", 2),
 }
@@ -152,7 +152,11 @@ async def play(driver: Mortal, services: tuple[Process, Process], scenario: Scen
         group = await scenario(ps, held)
         results = await group.results(samples_only=False)
         events = [event async for event in group.events()]
-        found = [*held.found, *_differences(group, results, held.trainer, scenario), *_told(results, events, {OTHER} if scenario is surplus else {ONE, OTHER, LAST})]
+        found = [
+            *held.found,
+            *_differences(group, results, held.trainer, scenario),
+            *_told(results, events, {OTHER} if scenario is surplus else {ONE, OTHER, LAST}),
+        ]
         await group.delete()
         return found + [f"{one.rollout_id} was not forgotten" async for one in ps.rollouts.list()]
 

@@ -31,14 +31,17 @@ from penstock_driver.domain.rollout import (
     Cause,
     Component,
     Failure,
+    Outcome,
     Phase,
     Progress,
+    Reward,
     RolloutEvent,
     RolloutSpec,
 )
-from penstock_driver.domain.unended import AttemptPlace, Unended
+from penstock_driver.domain.unended import AttemptPlace, Stage, Unended
 from penstock_driver.rollouts.adoption import NotAdoptable, SealedSpecs
 from penstock_driver.rollouts.event_limits import Allowance, EventLimits, OutputEvents
+from penstock_driver.rollouts.groups import COMPLETE
 from penstock_driver.rollouts.history import History
 from penstock_driver.rollouts.preflight import check_backend
 from penstock_driver.rollouts.recorder import RolloutRecorder
@@ -250,6 +253,31 @@ async def test_a_rollout_that_waited_or_was_prepared_begins_again(driver: Driver
     assert ended.attempts == 1
     events = await driver.events(record.rollout_id)
     assert [event.sequence for event in events] == list(range(1, len(events) + 1))
+
+
+@pytest.mark.requirement("R50", "R127")
+@pytest.mark.parametrize("is_decided", [False, True], ids=["running", "decided"])
+async def test_a_rollout_that_is_cancelled_before_it_is_taken_up_leaves_nothing(
+    driver: Driver, *, is_decided: bool
+) -> None:
+    """As a group does that has its results. What an earlier process had decided stays."""
+    spec, record = accepted(driver)
+    sealed = await driver.opened.parts.specs.sealed(spec, record)
+    await driver.records.create(RequestKey(new_id("q"), "d"), [record], sealed=sealed)
+    labels = {"penstock_driver": driver.opened.parts.instance_id, "penstock_rollout": record.rollout_id}
+    sandbox_id, _ = driver.sandboxes._new(labels)
+    toolbox, snapshot = PreparedToolbox("t", "/t"), PreparedSnapshot("n", sandbox_pb2.FORK_KIND_FILESYSTEM)
+    place = AttemptPlace("", "", SandboxFacts(sandbox_id, "/home/agent", "/workspace"), snapshot, toolbox, 0.0)
+    recorder = RolloutRecorder(record, driver.history, EventLimits())
+    recorder.enter(Phase.RUNNING, place=place)
+    if is_decided:
+        await recorder.reach(Stage.DECIDED, Outcome(reward=Reward(1.0, 0.0, 1.0)))
+    await recorder.secure()
+    assert await driver.manager.recover() == 1
+    driver.manager._live[record.rollout_id].cancel(COMPLETE)
+    outcome = await driver.outcome(record)
+    assert not driver.sandboxes.boxes
+    assert (outcome.failure.reason, outcome.reward.value) == (("", 1.0) if is_decided else ("GROUP_COMPLETE", 0.0))
 
 
 async def left_before_its_agent(driver: Driver) -> Record:
