@@ -23,8 +23,11 @@ class Process:
 
     def __init__(self, name: str, directory: Path, settings: Mapping[str, str]) -> None:
         self.name = name
+        self.module = f"penstock_{name}"
         self.python = sys.executable
         """Whose environment has the service."""
+        self.path = ""
+        """The service's PYTHONPATH, if it is to have one."""
         self.log = directory / f"{name}.log"
         own = {"operator_token": TOKEN, "state_dir": str(directory / name), "port": str(unused_port())}
         if name == "interception":
@@ -39,15 +42,23 @@ class Process:
         environment = {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/")} | {
             f"PENSTOCK_{self.name}_{key}".upper(): value for key, value in self._settings.items()
         }
+        if self.path:
+            environment["PYTHONPATH"] = self.path
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                [self.python, "-m", f"penstock_{self.name}"], env=environment, stdout=subprocess.PIPE, stderr=log
+                [self.python, "-m", self.module], env=environment, stdout=subprocess.PIPE, stderr=log
             )
         assert self._process.stdout
         line = self._process.stdout.readline()
         assert line, f"{self.name} did not start: {self.log.read_text()[-4000:]}"
         ready = json.loads(line)
         self.address, self.endpoints = ready["address"], ready["endpoints"]
+
+    @property
+    def pid(self) -> int:
+        """Of the present process, or of the last one."""
+        assert self._process
+        return self._process.pid
 
     def set(self, setting: str, value: str) -> None:
         """Changes a setting for the next start."""

@@ -1,4 +1,4 @@
-"""Services that die by SIGKILL at a chosen write of their journal, each a fork of one warm process.
+"""Services that die by SIGKILL at a chosen write of their journal, or kill another, each a fork of one warm process.
 
 The seams are SQLite's own connection, through which passes what the journal writes, and the journal's commit of a
 group: each writer of a group is committed by itself here, so that every state that its neighbours could leave behind
@@ -7,7 +7,7 @@ can be the last one. The service is the real one, its package's `__main__`, and 
 Run as a process with the service's name; it reads one order per line, starts the service, tells its ready line, and
 its end:
 
-    {"environment": {...}, "log": "PATH", "writes": "PATH", "die_at": 3, "committed": true}
+    {"environment": {...}, "log": "PATH", "writes": "PATH", "die_at": 3, "committed": true, "victim": 0}
 """
 
 from __future__ import annotations
@@ -40,10 +40,14 @@ T = TypeVar("T")
 
 
 class MortalConnection(sqlite3.Connection):
-    """Ends the process at its n-th write: before it is committed, or after and before anybody hears of it."""
+    """Ends the process at its n-th write: before it is committed, or after and before anybody hears of it.
+
+    Or ends `victim`, another process, before the commit, and goes on.
+    """
 
     die_at = 0
     committed = False
+    victim = 0
     log: Path
     _writes = 0
     _group: tuple[str, ...] = ()
@@ -64,9 +68,9 @@ class MortalConnection(sqlite3.Connection):
             log.write(json.dumps([" ".join(sql.split()[:5]) for sql in self._group]) + "\n")
         last = MortalConnection._writes == self.die_at
         if last and not self.committed:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(self.victim or os.getpid(), signal.SIGKILL)
         done = super().execute(sql)
-        if last:
+        if last and not self.victim:
             os.kill(os.getpid(), signal.SIGKILL)
         return done
 
@@ -89,6 +93,7 @@ def _serve(main: Callable[[], None], order: Mapping[str, Any]) -> None:
     os.dup2(os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), 2)
     sys.argv = [f"penstock-{sys.argv[1]}"]
     MortalConnection.die_at, MortalConnection.committed = order["die_at"], order["committed"]
+    MortalConnection.victim = order["victim"]
     MortalConnection.log = Path(order["writes"])
     vars(journal)["_commit"] = partial(_one_by_one, vars(journal)["_commit"])
     vars(sqlite3)["connect"] = partial(sqlite3.connect, factory=MortalConnection)
@@ -193,8 +198,11 @@ class Mortal:
         self._death: asyncio.Task[None] | None = None
         self._next_life: asyncio.Task[None] | None = None
 
-    async def start(self, die_at: int = 0, *, committed: bool = False) -> None:
-        """From now on it dies at this write, before its commit or after it; 0 is never."""
+    async def start(self, die_at: int = 0, *, committed: bool = False, victim: int = 0) -> None:
+        """From now on it dies at this write, before its commit or after it; 0 is never.
+
+        With the pid of a `victim` it lives, and kills that one before the commit.
+        """
         log = self._directory / "service.log"
         ready = await self._warm.serve(
             environment=self._environment,
@@ -202,6 +210,7 @@ class Mortal:
             writes=str(self._directory / "writes"),
             die_at=die_at,
             committed=committed,
+            victim=victim,
         )
         if not ready:  # it died as it opened its journal
             assert die_at, log.read_text()

@@ -72,6 +72,8 @@ MODULES: Final[Mapping[str, Sequence[str]]] = {
     "penstock_inference": _INFERENCE,
     "penstock_inference.replicas.child": _INFERENCE,
     "penstock.cli.main": ("penstock.cli.main",),
+    # Without the policy, whose tokenizer has threads.
+    "tests.support.services.trainer": ("penstock.client", "penstock_codec.codec", "penstock_codec.tiny_tokenizer"),
     # Stand-ins, of which most tests of a backend have one of their own.
     "tests.support.agent_sandbox": (
         "tests.support.agent_sandbox.api",

@@ -191,14 +191,15 @@ class RolloutManager:
         for runner in runners:
             self._live[runner.recorder.record.rollout_id] = runner
             self._held[runner.recorder.record.namespace] += 1
+        for runner in runners:
+            self._await_slot(runner)
+        # After the rollouts: one that its group cancels at once has been taken up then, and ends as any other.
         for group, ends in groups:
             quorum_time = ends[group.plan.quorum - 1] if 0 < group.plan.quorum <= len(ends) else None
             ago_s = 0.0 if quorum_time is None else max(0.0, time.time() - quorum_time)
             # How long a pause lasted within the grace is not known: the grace begins anew after it.
             is_paused = self.paused_count(group.rollout_ids) > 0
             self._begin_group(group, len(ends), 0.0 if is_paused else ago_s)
-        for runner in runners:
-            self._await_slot(runner)
         return len(found)
 
     async def _read_group(self, group_id: str) -> tuple[GroupRecord, list[float]]:
@@ -439,7 +440,9 @@ class RolloutManager:
                 refusal = error
                 continue
             paused.append(runner)
-            if ticket := self._waiting.get(rollout_id):
+            # One whose agent runs since an earlier process is held once it has its slot.
+            is_running = runner.recorder.progress.phase is Phase.RUNNING
+            if not is_running and (ticket := self._waiting.get(rollout_id)):
                 self._queue.set_aside(ticket)
             self._pause_changed(runner)
         if refusal is not None and not paused:

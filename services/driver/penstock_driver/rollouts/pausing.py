@@ -67,6 +67,7 @@ class Pausing:
         "_is_left",
         "_limits",
         "_may_hold",
+        "_may_run",
         "_recorder",
         "_released",
         "_starting",
@@ -86,6 +87,8 @@ class Pausing:
         """Whether the services have said that they hold it."""
         self._may_hold = recorder.pause is not None and recorder.progress.phase is Phase.RUNNING
         """Whether they may hold it, also for an earlier process of this driver."""
+        self._may_run = recorder.progress.phase is Phase.RUNNING
+        """Whether an agent may run that an earlier process of this driver started, and that no attempt watches yet."""
         self._held_since: float | None = None
         self._held_s = 0.0
         self._starting = asyncio.Lock()
@@ -165,7 +168,9 @@ class Pausing:
 
     @property
     def _is_settled(self) -> bool:
-        return self._is_held or self._target is None if self.is_wanted else not self._may_hold
+        if self.is_wanted:
+            return self._is_held or (self._target is None and not self._may_run)
+        return not self._may_hold
 
     def close(self) -> None:
         """The rollout has ended: nothing is paused any more."""
@@ -205,7 +210,7 @@ class Pausing:
     @asynccontextmanager
     async def holding(self, target: Held) -> AsyncIterator[None]:
         """A pause holds `target` inside the block. After it, if nothing was raised, nothing holds it."""
-        self._target, self._context = target, contextvars.copy_context()
+        self._target, self._context, self._may_run = target, contextvars.copy_context(), False
         self._look()
         try:
             yield
@@ -219,7 +224,7 @@ class Pausing:
 
     def attempt_over(self) -> None:
         """Nothing of the attempt can be held any more."""
-        self._target, self._is_held, self._may_hold = None, False, False
+        self._target, self._is_held, self._may_hold, self._may_run = None, False, False, False
         self._count_held(is_held=False)
         if self._is_left:
             return

@@ -162,8 +162,10 @@ class RolloutRunner:
         if self._task is not None:
             await asyncio.wait([self._task])
         if self._task is None or self._task.cancelled():
-            # Cancelled before it was started, or between two attempts: it holds nothing more.
-            return RolloutResult(Outcome(failure=self._cancellation.failure or STOPPED), self._cleanup_pending)
+            # Cancelled before it was started, or between two attempts: it holds only what an earlier process left.
+            outcome = None if self._left is None or self.is_left else await self._let_go(self._left)
+            outcome = outcome or Outcome(failure=self._cancellation.failure or STOPPED)
+            return RolloutResult(outcome, self._cleanup_pending)
         if error := self._task.exception():
             _log.error("a rollout's runner failed", rollout_id=self.recorder.record.rollout_id, exc_info=error)
             # Its progress is unknown: assume that it holds something.
@@ -177,13 +179,14 @@ class RolloutRunner:
         with acting_in(record.namespace):
             pause, avoid, moves, is_moved = FIRST_PAUSE_S, Avoid(), 0, False
             while True:
-                left, self._left = self._left, None
+                left = self._left
                 if left is not None and left.unended.place is not None:
                     result = await self._taken_up(left, avoid)
                 else:
                     if left is not None:
                         is_moved = not left.is_untouched
                         await self._begin_again(left)
+                    self._left = None
                     await self.pausing.passed()
                     result = await self._attempted(avoid, is_moved=is_moved or moves > 0)
                 is_moved = False
@@ -192,7 +195,7 @@ class RolloutRunner:
                     self.recorder.owe()
                 outcome = result.outcome
                 is_last = progress.attempt >= self.spec.max_attempts or self._cancellation.failure is not None
-                is_over = outcome.failure is None or not outcome.failure.retriable or bool(outcome.reward) or is_last
+                is_over = _is_over(outcome) or is_last
                 if self._cancellation.is_left and not is_over:
                     raise asyncio.CancelledError  # the next process makes the next attempt
                 if moves < MOVES and self._cancellation.failure is None and _takes_no_more(outcome.failure, avoid):
@@ -206,6 +209,18 @@ class RolloutRunner:
                 await asyncio.sleep(pause * random.uniform(1.0, 1.25))  # noqa: S311 - jitter
                 pause = min(2 * pause, MOST_PAUSE_S)
 
+    async def _let_go(self, left: Left) -> Outcome | None:
+        """Release what an earlier process left, for nobody goes on with it; return how it had ended, if it had."""
+        unended, self._left = left.unended, None
+        if unended.place is not None:
+            await self._remove_carried(unended.place)
+        if not left.is_untouched and not await left.release(self.recorder.record.rollout_id):
+            self._cleanup_pending = True
+        if unended.stage is not Stage.DECIDED or unended.so_far is None:
+            return None
+        so_far = outcome_from_proto(unended.so_far)
+        return so_far if _is_over(so_far) else None
+
     async def _begin_again(self, left: Left) -> None:
         """Release what an attempt had whose agent was not started."""
         if left.is_untouched:
@@ -217,20 +232,31 @@ class RolloutRunner:
             self.recorder.begin_again("the attempt begins again: the driver was restarted before its agent ran")
 
     async def _taken_up(self, left: Left, avoid: Avoid) -> AttemptResult:
-        """Go on with an attempt whose agent was started, or was about to be."""
+        """Go on with an attempt whose agent was started, or was about to be.
+
+        `_left` is kept until the attempt has it, or it is released: a cancellation before that releases it.
+        """
         unended, phase = left.unended, self.recorder.progress.phase
         assert unended.place is not None
         so_far = Outcome() if unended.so_far is None else outcome_from_proto(unended.so_far)
         if unended.stage is Stage.DECIDED:
             await self._remove_carried(unended.place)
-            return AttemptResult(so_far, not await left.release(self.recorder.record.rollout_id))
+            return AttemptResult(so_far, not await self._released(left))
         self.recorder.continue_at(unended.place, unended.stage, unended.so_far)
         try:
             place = self._placement.at(unended.place.node, unended.place.gate)
         except RolloutFailed as error:
             failure = replace(error.failure, phase=phase)
-            return AttemptResult(Outcome(failure=failure), not await left.release(self.recorder.record.rollout_id))
+            return AttemptResult(Outcome(failure=failure), not await self._released(left))
+        self._left = None
         return await self._run_attempt(place, avoid, taken_up=TakenUp(unended.place, unended.stage, so_far))
+
+    async def _released(self, left: Left) -> bool:
+        """Release what an attempt left with which nobody goes on; return whether nothing of it is left."""
+        is_released = await left.release(self.recorder.record.rollout_id)
+        self._left = None
+        self.pausing.attempt_over()
+        return is_released
 
     async def _remove_carried(self, at: AttemptPlace) -> None:
         """Remove what an attempt left that had ended, but for its recording."""
@@ -274,6 +300,11 @@ class RolloutRunner:
             while task.cancelling():  # losses end this attempt alone
                 task.uncancel()
         return result
+
+
+def _is_over(outcome: Outcome) -> bool:
+    """Whether no other attempt may follow one that ended so."""
+    return outcome.failure is None or not outcome.failure.retriable or bool(outcome.reward)
 
 
 def _takes_no_more(failure: Failure | None, avoid: Avoid) -> TypeGuard[Failure]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from asyncio import Event, ensure_future
 from dataclasses import replace
+from time import time
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from penstock.interception.v1 import interception_pb2
 from penstock.sandbox.v1 import sandbox_pb2
 from penstock.trajectory.v1 import trajectory_pb2
 from penstock_driver.agents.output_events import AgentEvent, EventKind, EventParser
+from penstock_driver.domain.pauses import Pause
 from penstock_driver.domain.ports import Exit, ExitReason, PreparedSnapshot, PreparedToolbox, SandboxFacts
 from penstock_driver.domain.records import (
     GroupPlan,
@@ -31,14 +33,17 @@ from penstock_driver.domain.rollout import (
     Cause,
     Component,
     Failure,
+    Outcome,
     Phase,
     Progress,
+    Reward,
     RolloutEvent,
     RolloutSpec,
 )
-from penstock_driver.domain.unended import AttemptPlace, Unended
+from penstock_driver.domain.unended import AttemptPlace, Stage, Unended
 from penstock_driver.rollouts.adoption import NotAdoptable, SealedSpecs
 from penstock_driver.rollouts.event_limits import Allowance, EventLimits, OutputEvents
+from penstock_driver.rollouts.groups import COMPLETE
 from penstock_driver.rollouts.history import History
 from penstock_driver.rollouts.preflight import check_backend
 from penstock_driver.rollouts.recorder import RolloutRecorder
@@ -60,10 +65,10 @@ def wire_spec() -> rollout_pb2.RolloutSpec:
     return wire
 
 
-def accepted(driver: Driver) -> tuple[RolloutSpec, Record]:
+def accepted(driver: Driver, wire: rollout_pb2.RolloutSpec | None = None) -> tuple[RolloutSpec, Record]:
     """The spec after all checks, and its record."""
     backend = replace(driver.sandboxes.facts, diff=False)
-    spec = check_backend(rollout_spec(wire_spec(), driver.registry, "default"), [backend])
+    spec = check_backend(rollout_spec(wire or wire_spec(), driver.registry, "default"), [backend])
     return spec, new_records(spec, effective_spec(spec), [new_id("r")])[0]
 
 
@@ -250,6 +255,53 @@ async def test_a_rollout_that_waited_or_was_prepared_begins_again(driver: Driver
     assert ended.attempts == 1
     events = await driver.events(record.rollout_id)
     assert [event.sequence for event in events] == list(range(1, len(events) + 1))
+
+
+async def left_running(driver: Driver, max_attempts: int = 1) -> tuple[Record, RolloutRecorder]:
+    """A rollout whose agent an earlier process started in a sandbox, and what records it."""
+    wire = wire_spec()
+    wire.max_attempts = max_attempts
+    spec, record = accepted(driver, wire)
+    sealed = await driver.opened.parts.specs.sealed(spec, record)
+    await driver.records.create(RequestKey(new_id("q"), "d"), [record], sealed=sealed)
+    labels = {"penstock_driver": driver.opened.parts.instance_id, "penstock_rollout": record.rollout_id}
+    sandbox_id, _ = driver.sandboxes._new(labels)
+    toolbox, snapshot = PreparedToolbox("t", "/t"), PreparedSnapshot("n", sandbox_pb2.FORK_KIND_FILESYSTEM)
+    place = AttemptPlace("", "", SandboxFacts(sandbox_id, "/home/agent", "/workspace"), snapshot, toolbox, 0.0)
+    recorder = RolloutRecorder(record, driver.history, EventLimits())
+    recorder.enter(Phase.RUNNING, place=place)
+    return record, recorder
+
+
+@pytest.mark.requirement("R127", "R131")
+async def test_a_pause_ends_when_it_is_resumed_though_its_attempt_had_failed(driver: Driver) -> None:
+    """The next attempt begins then; nothing is left to be let go."""
+    record, recorder = await left_running(driver, max_attempts=2)
+    recorder.begin_pause(Pause("why", time(), time() + 3600.0))
+    lost = Failure(Cause.INFRASTRUCTURE, "NODE_LOST", "n0 is lost", True, Phase.RUNNING, Component.SANDBOX)
+    await recorder.reach(Stage.DECIDED, Outcome(failure=lost))
+    assert await driver.manager.recover() == 1
+    assert (await driver.manager.resume(record.rollout_id, 30.0)).pause is None
+    outcome = await driver.outcome(record)
+    assert not outcome.HasField("failure"), outcome.failure
+    assert (await driver.manager.get(record.rollout_id)).attempts == 2
+
+
+@pytest.mark.requirement("R50", "R127")
+@pytest.mark.parametrize("is_decided", [False, True], ids=["running", "decided"])
+async def test_a_rollout_that_is_cancelled_before_it_is_taken_up_leaves_nothing(
+    driver: Driver, *, is_decided: bool
+) -> None:
+    """As a group does that has its results. What an earlier process had decided stays."""
+    record, recorder = await left_running(driver)
+    if is_decided:
+        await recorder.reach(Stage.DECIDED, Outcome(reward=Reward(1.0, 0.0, 1.0)))
+    await recorder.secure()
+    assert await driver.manager.recover() == 1
+    driver.manager._live[record.rollout_id].cancel(COMPLETE)
+    outcome = await driver.outcome(record)
+    assert not driver.sandboxes.boxes
+    assert (outcome.failure.reason, outcome.reward.value) == (("", 1.0) if is_decided else ("GROUP_COMPLETE", 0.0))
 
 
 async def left_before_its_agent(driver: Driver) -> Record:

@@ -317,6 +317,24 @@ async def test_a_pause_is_pending_while_the_gate_is_away(driver: Driver) -> None
     assert (await driver.outcome(record)).reward.value == 1.0
 
 
+@pytest.mark.requirement("R127", "R131")
+async def test_a_pause_is_not_in_force_before_the_agent_of_an_earlier_process_is_held() -> None:
+    """That agent runs, although no attempt of this process watches it yet; or its attempt is over."""
+    for is_watched in (True, False):
+        book = Book(phase=Phase.RUNNING)
+        pausing, services = Pausing(book, PauseLimits(60.0), lambda: None), Services(book)  # type: ignore[arg-type]
+        pausing.begin("why", None)
+        assert not await pausing.settled(0.0)
+        if is_watched:
+            async with pausing.holding(services):
+                assert await pausing.settled(30.0)
+                assert services.is_held
+        else:
+            pausing.attempt_over()
+            assert await pausing.settled(0.0)
+        pausing.close()
+
+
 @pytest.mark.requirement("R131")
 async def test_no_straggler_is_cancelled_while_its_group_is_paused() -> None:
     """The grace goes on after the pause."""
