@@ -3,7 +3,7 @@
 The scenario is that of `test_every_write`, with an agent that asks a model: a rollout with setup, verifier and an
 artifact is created, watched, awaited, graded again and deleted. The driver lives, and kills its victim just before the
 n-th write is committed. An engine or a trainer is started again as soon as it is dead, as its operator would. The short
-form kills at each third write. All of them takes some minutes:
+form kills at each sixth write. All of them takes some minutes:
 
     pytest --full tests/faults/driver/test_every_write_and_others.py
 """
@@ -289,7 +289,7 @@ def _sampled(played: Played, world: World, account: Path) -> Iterator[str]:
 
 @pytest.mark.requirement("R127", "R128", "R140")
 @pytest.mark.parametrize(
-    "every", [3, pytest.param(1, marks=pytest.mark.on_demand("each third write shows it as well"))]
+    "every", [6, pytest.param(1, marks=pytest.mark.on_demand("each sixth write shows it as well"))]
 )
 @pytest.mark.parametrize("victim", VICTIMS)
 async def test_kill_of_another_at_a_write_of_the_driver_costs_no_answer(
