@@ -9,6 +9,8 @@ from typing import Final
 from tests.hosts import model
 from tests.hosts.records import HOME_LOST, Attempt, Story
 
+from penstock.analysis import export
+from penstock.analysis.verify_chain import verify
 from penstock.client import AlreadyExists, Limits, Mode, NotFound, Penstock, PenstockError, RolloutHandle, Unavailable
 from penstock.client.types.results import AgentExited, AttemptFailed, Ended, Phase, PhaseChanged, RolloutEvent
 
@@ -34,6 +36,10 @@ async def read(story: Story, handle: RolloutHandle) -> None:
         if completion is not None and completion.token_ids is not None
     }
     story.unread = ""
+    proof = await asyncio.to_thread(
+        verify, export.turns(trajectory), export.sequences(trajectory), export.tool_calls(trajectory)
+    )
+    story.problems = [problem.message for problem in proof.problems] + ([] if proof.calls else ["no call is proven"])
 
 
 class Follower:

@@ -57,6 +57,8 @@ class Story:
     """Sampled token ids of each call in its trajectory; None = it was not read."""
     unread: str = ""
     """Why it was not."""
+    problems: list[str] = field(default_factory=list)
+    """What `penstock verify` finds in it."""
 
     @property
     def reason(self) -> str:

@@ -96,6 +96,12 @@ def logged_tokens(seen: Seen) -> Iterator[str]:
                 yield f"call {call_id} is in {owners[call_id]} and in {story.rollout_id}"
 
 
+def proven(seen: Seen) -> Iterator[str]:
+    """What was exported of each rollout is what its gate recorded."""
+    for story in seen.stories:
+        yield from (f"{story.rollout_id}: {problem}" for problem in story.problems)
+
+
 def sampled_once(seen: Seen) -> Iterator[str]:
     """Nothing is sampled again that an agent had received, unless the recording was lost with its gate.
 
@@ -153,6 +159,7 @@ ALL: Final[Sequence[Callable[[Seen], Iterator[str]]]] = (
     earned,
     repeated_elsewhere,
     logged_tokens,
+    proven,
     sampled_once,
     answered_once,
     noticed,

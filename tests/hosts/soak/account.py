@@ -38,6 +38,7 @@ class Account:
             *truths.ends_once(self.seen),
             *truths.repeated_elsewhere(self.seen),
             *truths.logged_tokens(self.seen),
+            *truths.proven(self.seen),
             *truths.sampled_once(self.seen),
             *truths.nothing_left(self.seen),
             *self._earned(),
