@@ -96,8 +96,9 @@ async def _is_scaled(project: Composed, earlier: str) -> None:
     async with connect(project.credentials / "connection.json") as ps:
 
         async def are_known() -> bool:
-            listed = {kind: await ps.operations.members(kind) for kind in SCALE}
-            return all([one.state for one in listed[kind]] == ["up"] * count for kind, count in SCALE.items())
+            listed = [await ps.operations.members(kind) for kind in ("sandbox", "interception", "driver")]
+            states = [[one.state for one in members] for members in listed]
+            return states == [["up"] * count for count in SCALE.values()]
 
         await eventually_async(are_known, "all replicas are members", within=120.0)
         made: list[RolloutHandle] = []
