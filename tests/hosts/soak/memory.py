@@ -42,6 +42,8 @@ class Growth:
     first: float
     last: float
     files: int
+    """The least that were open in the second half of the readings, minus the least in the first: running sandboxes have
+    some files, at one moment here and at another there."""
     readings: int
 
     @property
@@ -96,4 +98,5 @@ def _growth(name: str, late: Sequence[Reading]) -> Growth:
     resident = np.array([one.resident for one in late], float)
     slope, at_zero = np.polyfit(ended, resident, 1) if np.ptp(ended) else (0.0, resident.mean())
     first, last = (float(at_zero + slope * moment) for moment in (ended[0], ended[-1]))
-    return Growth(name, int(np.ptp(ended)), first, last, late[-1].files - late[0].files, len(late))
+    before, after = (min(one.files for one in half) for half in (late[: len(late) // 2], late[len(late) // 2 :]))
+    return Growth(name, int(np.ptp(ended)), first, last, after - before, len(late))
