@@ -54,7 +54,7 @@ __all__ = ["warm"]  # a fixture
 pytestmark = pytest.mark.timeout(3600)  # a guard: something is killed at each write
 
 HANGS_S: Final = 120.0
-LABEL: Final = "mourned"
+LABEL: Final = "victims"
 MODEL: Final = "model"
 TASK: Final = Task(
     task_id="copy",
@@ -211,9 +211,9 @@ def _differences(played: Played, victim: str) -> Iterator[str]:
 
 def _sampled_by_trainer(played: Played, account: list[trainer.Asked]) -> Iterator[str]:
     """What the trainer was asked although there was an answer. No two of its answers are equal."""
-    told = Counter(one.index for one in account if one.acknowledged)
-    if max(told.values()) > 1:  # one whose acknowledgement died with the trainer is missing
-        yield f"acknowledged answers to the calls {told}"
+    received = Counter(one.index for one in account if one.acknowledged)
+    if max(received.values()) > 1:  # one whose acknowledgement died with the trainer is missing
+        yield f"acknowledged answers to the calls {received}"
     last = {one.index: one.answer for one in account}
     for call in played.trajectory.calls:
         done = call.completion

@@ -62,7 +62,7 @@ class Held:
 
     trainer: Trainer
     driver: Mortal
-    unsaid: set[str] = field(default_factory=set)
+    unsure: set[str] = field(default_factory=set)
     """The rollouts in whose resumption the driver died. It may have let an agent go, and died before it wrote so; then
     the agent may have ended in its pause, as far as the next driver knows."""
     found: list[str] = field(default_factory=list)
@@ -84,7 +84,7 @@ class Held:
         was_dead = self.driver.died
         await handle.resume()
         if self.driver.died and not was_dead:
-            self.unsaid.update(rollout_ids)
+            self.unsure.update(rollout_ids)
 
     async def before(self, call: ModelCall) -> None:
         """See `Trainer`."""
@@ -170,14 +170,14 @@ async def play(driver: Mortal, services: tuple[Process, Process], scenario: Scen
         events = [event async for event in group.events()]
         paused = {OTHER} if scenario is surplus else {ONE, OTHER, LAST}
         found = [*held.found, *_differences(group, results, held.trainer, scenario)]
-        found += _told(results, events, paused, held.unsaid)
+        found += _unreported(results, events, paused, held.unsure)
         await group.delete()
         return found + [f"{one.rollout_id} was not forgotten" async for one in ps.rollouts.list()]
 
 
 @asynccontextmanager
 async def trained(ps: Penstock, driver: Mortal) -> AsyncIterator[Held]:
-    """A trainer that holds what it is told to hold."""
+    """A trainer that holds the calls that it is asked to hold."""
     async with ps.intercept(labels=LABELS) as session:
         held = Held(Trainer(session, TURNS), driver)
         held.trainer.before = held.before
@@ -211,10 +211,10 @@ def _differences(
             yield f"{result.rollout_id} has other calls: {result.trajectory}"
 
 
-def _told(
-    results: list[RolloutResult], events: list[RolloutEvent], paused: set[str], unsaid: set[str]
+def _unreported(
+    results: list[RolloutResult], events: list[RolloutEvent], paused: set[str], unsure: set[str]
 ) -> Iterator[str]:
-    """What the events tell otherwise: each once, and one end. Of `unsaid` the end of a pause may be missing."""
+    """What the events report otherwise: each once, and one end. Of `unsure` the end of a pause may be missing."""
     for result in results:
         own = [event for event in events if event.rollout_id == result.rollout_id]
         if [event.sequence for event in own] != list(range(1, len(own) + 1)):
@@ -224,7 +224,7 @@ def _told(
             yield f"{result.rollout_id} has not one end: {kinds}"
         pauses, ends = kinds["RolloutPaused"], kinds["RolloutResumed"]
         if pauses != (result.rollout_id in paused) or (
-            ends != pauses and not (result.rollout_id in unsaid and ends < pauses)
+            ends != pauses and not (result.rollout_id in unsure and ends < pauses)
         ):
             yield f"{result.rollout_id} was paused as {kinds}"
 

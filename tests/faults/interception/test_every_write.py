@@ -68,9 +68,9 @@ class Scenario:
         self._codec = codec
         self.generated: Counter[str] = Counter()
         self.acknowledged: dict[str, str] = {}
-        self.told: list[dict[str, Any]] = []
+        self.answers: list[dict[str, Any]] = []
         self.tool_runs = 0
-        self.tool_told = ""
+        self.tool_result = ""
         self._arrived = asyncio.Event()
 
     async def play(self) -> trajectory_pb2.Trajectory:
@@ -120,8 +120,8 @@ class Scenario:
 
     async def _agent(self, session: InterceptSession, token: str) -> None:
         messages: list[dict[str, Any]] = [{"role": "user", "content": QUESTIONS[0]}]
-        self.told.append(await self._ask(token, {"model": "m", "stream": True, "messages": messages}))
-        messages += [self.told[0]["message"], {"role": "user", "content": QUESTIONS[1]}]
+        self.answers.append(await self._ask(token, {"model": "m", "stream": True, "messages": messages}))
+        messages += [self.answers[0]["message"], {"role": "user", "content": QUESTIONS[1]}]
         await session.pause()
         body = {"model": "m", "messages": messages}
         first = asyncio.create_task(self._ask(token, body))
@@ -130,9 +130,9 @@ class Scenario:
         first.cancel()  # the agent's connection breaks, and its SDK asks again
         with suppress(asyncio.CancelledError):
             await first
-        self.told.append(await self._ask(token, body, attempt=1))
-        self.told.append(await self._ask(token, body, attempt=2))
-        self.tool_told = await self._use_tool(token)
+        self.answers.append(await self._ask(token, body, attempt=1))
+        self.answers.append(await self._ask(token, body, attempt=2))
+        self.tool_result = await self._use_tool(token)
 
     async def _arrived_again(self) -> None:
         while self.generated.total() < len(QUESTIONS):
@@ -163,11 +163,11 @@ class Scenario:
     async def _use_tool(self, token: str, word: Any = "a", number: int = 1) -> str:
         url = f"http://{self.gate.endpoints['ingress']}/rollout/r1/mcp"
         while True:
-            status, told, _ = await insisting(
+            status, answer, _ = await insisting(
                 lambda: post(url, token, tool_call("work", {"word": word}, number), headers={"mcp-session-id": "s"})
             )
             if status == 200:
-                text: str = told["result"]["content"][0]["text"]
+                text: str = answer["result"]["content"][0]["text"]
                 return text
             await asyncio.sleep(BACK_OFF_S)
 
@@ -204,11 +204,11 @@ def problems(scenario: Scenario, whole: trajectory_pb2.Trajectory) -> list[str]:
     found = []
     if scenario.generated != Counter(QUESTIONS):
         found.append(f"generated {dict(scenario.generated)}")
-    said = [answer["message"]["content"] for answer in scenario.told]
-    if said != [f"answer to {QUESTIONS[index]}" for index in (0, 1, 1)] or scenario.told[1] != scenario.told[2]:
-        found.append(f"the agent was told {scenario.told}")
-    if (scenario.tool_runs, scenario.tool_told) != (1, "worked on a"):
-        found.append(f"the tool ran {scenario.tool_runs} times and told {scenario.tool_told!r}")
+    said = [answer["message"]["content"] for answer in scenario.answers]
+    if said != [f"answer to {QUESTIONS[index]}" for index in (0, 1, 1)] or scenario.answers[1] != scenario.answers[2]:
+        found.append(f"the agent got {scenario.answers}")
+    if (scenario.tool_runs, scenario.tool_result) != (1, "worked on a"):
+        found.append(f"the tool ran {scenario.tool_runs} times and returned {scenario.tool_result!r}")
     delivered = {call.call_id for call in whole.calls if call.state == trajectory_pb2.CALL_STATE_DELIVERED}
     if set(scenario.acknowledged) - delivered or len(delivered) != len(QUESTIONS):
         found.append(f"acknowledged {set(scenario.acknowledged)}, delivered {delivered}")

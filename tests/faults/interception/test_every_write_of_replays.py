@@ -6,8 +6,7 @@ the branch point is held and let go, and its agent's connection breaks; then the
 tool calls of its own, of which one is refused. Every request is repeated. Agent, trainer and driver come back as their
 SDKs do. The trajectory is that of the same scenario without a kill. `test_every_write` has the other writes.
 
-The short form kills before the commit of each third write; the full one at all, and also after it, before anybody hears
-of it:
+The short form kills before the commit of each third write; the full one before and after the commit of each:
 
     pytest --full tests/faults/interception/test_every_write_of_replays.py
 """
@@ -72,14 +71,14 @@ class Parent(Scenario):
         twins = [await self._said(token, [], TWINS, f"twin-{index}") for index in range(2)]
         talk = self._on(twins)
         talk = await self._said(token, talk, SECOND, "second")
-        self.tool_told = await self._use_tool(token)
+        self.tool_result = await self._use_tool(token)
         await self._said(token, talk, AT, "at")
 
     async def _said(self, token: str, talk: list[dict[str, Any]], question: str, key: str) -> list[dict[str, Any]]:
         """Asks, and returns the conversation with the answer."""
         asked = [*talk, {"role": "user", "content": question}]
         answer = await self._ask(token, {"model": "m", "messages": asked}, key=key)
-        self.told.append(answer)
+        self.answers.append(answer)
         return [*asked, answer["message"]]
 
     @staticmethod
@@ -99,7 +98,7 @@ class Branch(Parent):
         self._parts = parts
         self._stub: Any = None
         self.loaded: list[int] = []
-        self.tools_told: list[str] = []
+        self.tool_results: list[str] = []
 
     async def play(self) -> trajectory_pb2.Trajectory:
         """From the first offer to the capture of the closed rollout."""
@@ -130,7 +129,7 @@ class Branch(Parent):
     async def _agent(self, session: InterceptSession, token: str) -> None:
         twins = await asyncio.gather(*(self._said(token, [], TWINS, f"twin-{index}") for index in range(2)))
         talk = await self._said(token, self._on(twins), SECOND, "second")
-        self.tools_told.append(await self._use_tool(token))
+        self.tool_results.append(await self._use_tool(token))
         await self._hold(held=True)
         body = {"model": "m", "messages": [*talk, {"role": "user", "content": AT}]}
         asked = asyncio.create_task(self._ask(token, body, key="at"))
@@ -145,7 +144,7 @@ class Branch(Parent):
         await self._said(token, talk, AT, "at")
         talk = await self._said(token, talk, AT, "at")
         for number, word in enumerate(("b", WRONG), start=2):
-            self.tools_told.append(await self._use_tool(token, word, number))
+            self.tool_results.append(await self._use_tool(token, word, number))
         await self._said(token, talk, LIVE, "live")
 
     async def _hold(self, *, held: bool) -> None:
@@ -231,16 +230,16 @@ def problems(
         found.append(f"sampled were {dict(branch.generated)}")
     if branch.loaded != [1, 1, 4, 4]:
         found.append(f"recorded calls, part by part: {branch.loaded}")
-    said = [answer["message"]["content"] for answer in branch.told]
+    said = [answer["message"]["content"] for answer in branch.answers]
     wanted = [
         *sorted(f"parent {number} to {TWINS}" for number in (1, 2)),
         *(f"parent 1 to {SECOND}", f"branch 1 to {AT}", f"branch 1 to {AT}", f"branch 1 to {LIVE}"),
     ]
     if [*sorted(said[:2]), *said[2:]] != wanted:
-        found.append(f"the agent was told {said}")
-    *tools_told, refused = branch.tools_told
-    if (branch.tool_runs, tools_told) != (1, ["worked on a", "worked on b"]) or "worked" in refused:
-        found.append(f"the tool ran {branch.tool_runs} times and told {branch.tools_told}")
+        found.append(f"the agent got {said}")
+    *tool_results, refused = branch.tool_results
+    if (branch.tool_runs, tool_results) != (1, ["worked on a", "worked on b"]) or "worked" in refused:
+        found.append(f"the tool ran {branch.tool_runs} times and returned {branch.tool_results}")
     given = Counter(call.replayed_from.call_id for call in whole.calls if call.HasField("replayed_from"))
     if sorted(given.values()) != [1, 1, 1]:
         found.append(f"recorded answers were given to {given}")
@@ -263,9 +262,7 @@ def problems(
     "full",
     [
         pytest.param(False, id="short"),
-        pytest.param(
-            True, id="full", marks=pytest.mark.on_demand("each third write shows it as well")
-        ),
+        pytest.param(True, id="full", marks=pytest.mark.on_demand("each third write shows it as well")),
     ],
 )
 async def test_kill_at_any_write_of_a_replay_samples_and_gives_nothing_twice(

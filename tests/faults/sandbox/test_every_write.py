@@ -3,7 +3,7 @@
 The scenario: a sandbox is made; a process starts in it, and its lease is renewed; a snapshot is prepared and forked;
 the sandbox is forked while it lives; a fork and the snapshot are deleted; another fork's lease ends; the rest is
 deleted by its label. Every request is repeated. The client comes back as its library does, and asks again, by the same
-request id, for a sandbox that it is told is lost. What the service had on its host goes with it, or with its next
+request id, for a sandbox that is reported as lost. What the service had on its host goes with it, or with its next
 start. The enumeration ends by itself, with the first write that is not reached.
 
 The short form kills before the commit of each second write, and on e2b, where a start takes longer, of each sixth one.
@@ -104,8 +104,8 @@ class Scenario:
         if before != sandbox.sandbox_id:
             request = ss.GetSandboxRequest(sandbox_id=before)
             old = (await insisting(lambda: self._sandboxes.GetSandbox(request, wait_for_ready=True))).sandbox
-            told = (old.state, old.lost_reason)
-            if not self._place.died or told != (sb.SANDBOX_STATE_LOST, "SERVICE_RESTARTED"):
+            reported = (old.state, old.lost_reason)
+            if not self._place.died or reported != (sb.SANDBOX_STATE_LOST, "SERVICE_RESTARTED"):
                 self.found.append(f"{request_id} gave another one while there was {old}")
         return sandbox
 
@@ -367,10 +367,10 @@ async def killed_at(place: Mortal, at: int, backend: Backend, directory: Path, *
         pytest.param(True, id="full", marks=pytest.mark.on_demand("kills before the commits show it as well")),
     ],
 )
-async def test_kill_at_any_write_loses_nothing_unsaid_and_leaves_nothing(
+async def test_kill_at_any_write_reports_what_is_lost_and_leaves_nothing(
     warm: Warm, backend: Backend, full: bool
 ) -> None:
-    """R50: what a request id gave is there or is told as lost; what was deleted or has expired leaves nothing."""
+    """R50: what a request id gave is there or is reported as lost; what was deleted or has expired leaves nothing."""
     failed: dict[str, list[str]] = {}
     seen: set[str] = set()
     at, reached = 1 if full else max(1, backend.every - 1), True
