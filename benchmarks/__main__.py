@@ -95,6 +95,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="file for the figures (default runs/bench/TIME.json)")
     given = parser.parse_args()
     unknown = sorted(set(given.names) - set(BENCHMARKS))
+    if given.seeds < 1:
+        parser.error("--seeds must be at least 1")
+    if given.kept and {"replayed-agents", "turns"} <= set(given.names):
+        parser.error("--kept is a file of one benchmark: run replayed-agents and turns apart")
     if unknown:
         parser.error(f"no such benchmark: {', '.join(unknown)}; there are: {', '.join(BENCHMARKS)}")
     measures = {**BENCHMARKS, "sandboxes": BACKENDS[given.backend]}

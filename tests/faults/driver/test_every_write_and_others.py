@@ -1,9 +1,9 @@
-"""kill -9 of others at the writes of a driver's journal: the sandboxes' spawner, the engine, the trainer.
+"""kill -9 of others at the writes of a driver's journal: sandbox service, spawner, gate, engine, trainer.
 
 The scenario is that of `test_every_write`, with an agent that asks a model: a rollout with setup, verifier and an
 artifact is created, watched, awaited, graded again and deleted. The driver lives, and kills its victim just before the
-n-th write is committed. An engine or a trainer is started again as soon as it is dead, as its operator would. The short
-form kills at each sixth write. All of them takes some minutes:
+n-th write is committed. The victims are started again as soon as they are dead, as their operator would; a spawner is
+started by its service. The short form kills at each sixth write. All of them takes some minutes:
 
     pytest --full tests/faults/driver/test_every_write_and_others.py
 """
@@ -73,7 +73,9 @@ SCRIPT: Final = {
     ],
 }
 """The engine's answers to the same three calls."""
-SPAWNER, ENGINE, TRAINER = VICTIMS = ("spawner", "engine", "trainer")
+SPAWNER, ENGINE, TRAINER, SANDBOX, GATE = VICTIMS = ("spawner", "engine", "trainer", "sandbox", "gate")
+LOSSES: Final = {SPAWNER: (["SANDBOX_LOST"],), SANDBOX: (["SANDBOX_LOST"], ["TRANSPORT_UNAVAILABLE"])}
+"""The attempts that a kill may cost: one, of a sandbox that is gone, or of a request to its service that broke."""
 
 
 @dataclass(frozen=True)
@@ -197,7 +199,7 @@ def _differences(played: Played, victim: str) -> Iterator[str]:
     if kinds[Ended] != 1 or not isinstance(events[-1].payload, Ended):
         yield "it has not one end, at the end"
     losses = [event.payload.failure.reason for event in events if isinstance(event.payload, AttemptFailed)]
-    if losses not in ([], ["SANDBOX_LOST"]) if victim == SPAWNER else losses:
+    if losses and losses not in LOSSES.get(victim, ()):
         yield f"attempts were lost: {losses}"
     if result.rollout.attempts != 1 + len(losses):
         yield f"it took {result.rollout.attempts} attempts"
@@ -268,7 +270,12 @@ async def played_out(world: World, warm: Warm, folder: Path, victim: str, at: in
             answering.start()
             stack.callback(answering.kill)
             await stack.enter_async_context(reborn(answering))
-            victims_pid = answering.pid if victim == TRAINER else await spawner_of(world, ps)
+            if victim in (SANDBOX, GATE):
+                killed = world.sandbox if victim == SANDBOX else world.interception
+                victims_pid = killed.pid
+                await stack.enter_async_context(reborn(killed))
+            else:
+                victims_pid = answering.pid if victim == TRAINER else await spawner_of(world, ps)
             options = {"source": Tokenizer("tiny")}
         await driver.start(at, victim=victims_pid)
         with suppress(TimeoutError):

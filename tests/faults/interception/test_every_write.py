@@ -140,7 +140,7 @@ class Scenario:
             await self._arrived.wait()
 
     async def _ask(self, token: str, body: dict[str, Any], attempt: int = 0, key: str = "") -> dict[str, Any]:
-        """Asks until there is a whole answer; streams are put together. `key` tells calls with one body apart."""
+        """Asks until there is a whole answer; a stream is one answer. Calls with equal bodies differ by `key`."""
         url = f"http://{self.gate.endpoints['ingress']}/rollout/r1/v1/chat/completions"
         async with aiohttp.ClientSession() as http:
             while True:

@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 class MortalConnection(sqlite3.Connection):
-    """Ends the process at its n-th write: before it is committed, or after and before anybody hears of it.
+    """Ends the process at its n-th write: before its commit, or after it and before any caller gets its result.
 
     Or ends `victim`, another process, before the commit, and goes on.
     """

@@ -1,6 +1,6 @@
 """A trainer as a program, to be killed: it answers the calls of the rollouts that have a label, and keeps account.
 
-No two of its answers are equal, so a prompt tells which answers an agent has received. The account has a line for each
+No two of its answers are equal, so a prompt shows which answers an agent has received. The account has a line for each
 call that it was asked, before it answers, and one for each answer that the gate has acknowledged.
 
 Run as a process, `python -m tests.support.services.trainer`, whose settings are variables of the environment:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from functools import partial
 from typing import Final
 
 import structlog
@@ -73,7 +74,9 @@ class Cleanups:
 
         delays = Delays(FIRST_PAUSE_S, MOST_PAUSE_S)
         try:
-            return await retry(once, delays, patience_s=self._patience_s, retry_info=False, pause=self._pause)
+            return await retry(
+                once, delays, patience_s=self._patience_s, retry_info=False, pause=partial(_until, self._stopping)
+            )
         except Exception:  # noqa: BLE001 - logged by `_failure`
             return False
 
@@ -108,7 +111,7 @@ class Cleanups:
             await asyncio.wait([self._work])
 
     async def _settle(self) -> None:
-        backoff = Backoff(Delays(FIRST_PAUSE_S, MOST_PAUSE_OWED_S), pause=self._rest)
+        backoff = Backoff(Delays(FIRST_PAUSE_S, MOST_PAUSE_OWED_S), pause=partial(_until, self._awake))
         while self._owed:
             self._awake.clear()
             for holder_id, then in list(self._owed.items()):
@@ -147,12 +150,9 @@ class Cleanups:
         self._failed.discard(holder_id)
         return None
 
-    async def _rest(self, seconds: float) -> None:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._awake.wait()
 
-    async def _pause(self, seconds: float) -> None:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._stopping.wait()
+async def _until(event: asyncio.Event, seconds: float) -> None:
+    """Wait for an event, at most so many seconds."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()

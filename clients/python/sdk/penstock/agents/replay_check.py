@@ -395,6 +395,8 @@ def cause_of(recorded: str, new: str, at: int, call_ids: set[str] | frozenset[st
 
 
 _TEXT: Final = r"""('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")"""
+_MOST_MESSAGE: Final = 4000
+"""Characters: a gate's has two texts of up to 400, and a file may have any."""
 _PARTED: Final = re.compile(rf"{_TEXT} was recorded, {_TEXT} is new\.$")
 
 
@@ -404,7 +406,7 @@ def cause_in_finding(message: str) -> Cause | None:
     Returns:
         None where the message has no such texts, or they look like nothing that is known.
     """
-    found = _PARTED.search(message)
+    found = _PARTED.search(message) if len(message) <= _MOST_MESSAGE else None
     if found is None:
         return None
     try:

@@ -14,7 +14,7 @@ from typing import Final
 
 import numpy as np
 
-from penstock.analysis.verify_replays import Calls, by_id, check_replay
+from penstock.analysis.verify_replays import Calls, check_replay, key_of, origin_of
 from penstock.analysis.verify_rows import Problem, Proof, checked_origins, checked_rows, unlike
 from penstock.analysis.verify_samples import check_samples
 from penstock.tables.columns import Row, Table
@@ -65,7 +65,8 @@ def verify(
             if not _is_digest_of(row["result_sha256"], row["result_json"]):
                 proof.problems.append(Problem(rollout_id, "", f"tool call {row['tool_call_id']}: another result"))
     if against is not None:
-        origins = by_id(checked_origins(against, proof))
+        named = {origin_of(row) for rows in rollouts.values() for row in rows}
+        origins = {key: row for row in checked_origins(against, proof) if (key := key_of(row)) in named}
         for rollout_id, rows in rollouts.items():
             _check_replays(rollout_id, rows, origins, proof)
     return proof
@@ -73,7 +74,7 @@ def verify(
 
 def _check_replays(rollout_id: str, rows: list[Row], origins: Calls, proof: Proof) -> None:
     for row in rows:
-        if row.get("replayed_from") is None:
+        if origin_of(row) is None:
             continue
         found = check_replay(row, origins)
         if found is None:

@@ -4,7 +4,7 @@ A replayed call has the prompt, ids, logprobs and policy versions of the call th
 own rollout covers what the call has, but not that its origin has the same: for that the origin's export is needed.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 import numpy as np
@@ -21,13 +21,22 @@ _COMPARED: Final = (
 )
 """Columns that are the same in both calls, and what a problem says of them."""
 
-Calls = Mapping[tuple[str, str], Row]
-"""Rows of `turns` by the ids of their rollout and call."""
+Key = tuple[str, str]
+"""The ids of a rollout and of one of its calls."""
+
+Calls = Mapping[Key, Row]
+"""Rows of `turns`."""
 
 
-def by_id(rows: Iterable[Row]) -> Calls:
-    """Returns rows for `check_replay`; of one call that is there twice the last."""
-    return {(row["rollout_id"], row["call_id"]): row for row in rows}
+def key_of(row: Row) -> Key:
+    """Returns the key of a row of `turns`."""
+    return row["rollout_id"], row["call_id"]
+
+
+def origin_of(row: Row) -> Key | None:
+    """Returns the key of the call that a row names as its origin; None = it was not replayed."""
+    named = row.get("replayed_from")
+    return None if named is None else key_of(named)
 
 
 def check_replay(row: Row, origins: Calls) -> list[str] | None:
@@ -41,7 +50,7 @@ def check_replay(row: Row, origins: Calls) -> list[str] | None:
         None if the origin is not among them, or has no token ids to compare.
     """
     named = row["replayed_from"]
-    origin = origins.get((named["rollout_id"], named["call_id"]))
+    origin = origins.get(key_of(named))
     if origin is None or origin["prompt_token_ids"] is None:
         return None
     return list(_problems(row, named, origin))
