@@ -7,17 +7,15 @@ import json
 import os
 import re
 import secrets
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-import pytest_asyncio
 from playwright.async_api import Browser, expect
 from tests.e2e import rollout_cases as cases
 from tests.support.copying import copy_task, training
 from tests.support.policy import Reply, bash, in_shell, in_turn
 from tests.support.services.stack import OBSERVER_TOKEN, Running
-from tests.support.terminal.browser import chromium, dashboard, looking
+from tests.support.terminal.browser import looking
 from tests.support.terminal.commands import invoke
 
 from penstock.client import Replay
@@ -27,20 +25,6 @@ TURNS = ([bash(cases.LOOK), bash(cases.LOOK), "It looks right to me."],)
 """An agent that repairs nothing."""
 CHANCE: Reply = in_turn(in_shell("cat /proc/sys/kernel/random/uuid"), in_shell("bash work.sh"), "The word is copied.")
 """An agent whose first command prints another id in each sandbox."""
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def browser() -> AsyncIterator[Browser]:
-    """One for all tests of this file."""
-    async with chromium() as opened:
-        yield opened
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def address(stack: Running) -> AsyncIterator[str]:
-    """Of the stack's dashboard."""
-    async with dashboard(stack.stack.endpoints) as shown:
-        yield shown
 
 
 @pytest.mark.requirement("R74", "R129")

@@ -4,32 +4,16 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import AsyncIterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-import pytest_asyncio
 from playwright.async_api import Browser, expect
 from tests.support.services.many_rows import many
 from tests.support.services.stack import OBSERVER_TOKEN, Running
-from tests.support.terminal.browser import chromium, dashboard, looking
+from tests.support.terminal.browser import looking
 
 from penstock.client import Task
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def browser() -> AsyncIterator[Browser]:
-    """One for all tests of this file."""
-    async with chromium() as opened:
-        yield opened
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def address(stack: Running) -> AsyncIterator[str]:
-    """Of the stack's dashboard."""
-    async with dashboard(stack.stack.endpoints) as shown:
-        yield shown
 
 
 @pytest.mark.requirement("R66", "R71", "R74")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import re
 import secrets
-from collections.abc import AsyncIterator
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ from tests.e2e import rollout_cases as cases
 from tests.support.copying import copy_task, finish
 from tests.support.policy import bash, sampled
 from tests.support.services.stack import OBSERVER_TOKEN, Running
-from tests.support.terminal.browser import chromium, dashboard, looking
+from tests.support.terminal.browser import looking
 
 from penstock.client import (
     AgentChoice,
@@ -31,20 +30,6 @@ from penstock.client import (
     Task,
     Text,
 )
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def browser() -> AsyncIterator[Browser]:
-    """One for all tests of this file."""
-    async with chromium() as opened:
-        yield opened
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def address(stack: Running) -> AsyncIterator[str]:
-    """Of the stack's dashboard."""
-    async with dashboard(stack.stack.endpoints) as shown:
-        yield shown
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
