@@ -39,7 +39,9 @@ async def read(story: Story, handle: RolloutHandle) -> None:
     proof = await asyncio.to_thread(
         verify, export.turns(trajectory), export.sequences(trajectory), export.tool_calls(trajectory)
     )
-    story.problems = [problem.message for problem in proof.problems] + ([] if proof.calls else ["no call is proven"])
+    # An agent that was killed before its first call has none.
+    unproven = [] if proof.calls or story.reason else ["no call is proven"]
+    story.problems = [problem.message for problem in proof.problems] + unproven
 
 
 class Follower:

@@ -137,10 +137,13 @@ def add_certificate(folder: Path, certificate: Path) -> None:
 
 
 def _copy_setting(source: str, target: str) -> None:
-    """Copies what is world-readable, with fixed modes; skips the rest.
+    """Copies what is world-readable, with fixed modes; skips the rest, and the alternatives of manual pages.
 
-    Most of it are hundreds of links, at each start of the service: each costs one look and one call.
+    Most of it are hundreds of links, at each start of the service: each costs one look and one call, and some file
+    systems search long for a place. Those of manual pages are half of them.
     """
+    if source.endswith(".gz"):
+        return
     mode = os.lstat(source).st_mode
     if stat.S_ISLNK(mode):
         os.symlink(os.readlink(source), target)
