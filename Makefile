@@ -204,7 +204,7 @@ docs: ## check that the documentation's links lead somewhere
 site: $(DEV_STAMP) $(DOCS_STAMP) ## build the documentation as a site, to be read from a disk: build/site/html/index.html
 	@echo "== site"
 	@$(BIN)/python -m docs.site.assemble build/site/pages
-	@NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs --quiet build --config-file docs/site/mkdocs.yml
+	@NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --config-file docs/site/mkdocs.yml
 
 .PHONY: constraints
 constraints: $(DEV_STAMP) ## pin what is installed now, once its tests have passed

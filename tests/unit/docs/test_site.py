@@ -23,7 +23,7 @@ def site() -> Path:
     if not (BUILT / "index.html").exists():
         assert MKDOCS.exists(), "run `make site` once: it installs MkDocs into .venv-docs"
         subprocess.run([sys.executable, "-m", "docs.site.assemble", "build/site/pages"], cwd=ROOT, check=True)
-        subprocess.run([MKDOCS, "--quiet", "build", "--config-file", "docs/site/mkdocs.yml"], cwd=ROOT, check=True)
+        subprocess.run([MKDOCS, "build", "--config-file", "docs/site/mkdocs.yml"], cwd=ROOT, check=True)
     return BUILT
 
 
