@@ -9,7 +9,6 @@ The defaults bind loopback; anything wider needs TLS and a token (R9).
 """
 
 import argparse
-import difflib
 import ipaddress
 import os
 import re
@@ -43,7 +42,7 @@ from penstock_chassis.auth import is_namespace
 from penstock_chassis.errors import InvalidArgument, Violation
 from penstock_chassis.homes import Home, open_home, valid_name
 from penstock_chassis.limits import READER_S
-from penstock_chassis.validation import violations_of
+from penstock_chassis.validation import suggestion, violations_of
 
 _ADDRESS = re.compile(r"[^\s/]+:[0-9]{1,5}")
 
@@ -297,7 +296,7 @@ class ServiceSettings(BaseSettings):
         # A client's variable for this service's address, often set in the shell that starts the service.
         known.add(f"{prefix}ADDRESS")
         return [
-            Violation(name, "no such setting" + _suggestion(name, known))
+            Violation(name, "no such setting" + suggestion(name.upper(), known))
             for name in sorted(environment)
             if name.upper().startswith(prefix) and name.upper() not in known
         ]
@@ -384,11 +383,6 @@ def _invalid(violations: typing.Iterable[Violation]) -> InvalidArgument:
     found = tuple(violations)
     text = "; ".join(f"{item.field}: {item.description}" for item in found)
     return InvalidArgument(f"Invalid settings: {text}", reason="SETTINGS_INVALID", violations=found)
-
-
-def _suggestion(name: str, known: set[str]) -> str:
-    close = difflib.get_close_matches(name.upper(), known, n=1)
-    return f"; did you mean {close[0]}?" if close else ""
 
 
 def _is_secret(info: FieldInfo) -> bool:

@@ -180,6 +180,8 @@ async def test_bad_input_is_refused_by_field_before_anything_starts(penstock: Pe
     """Several faults at once are all named."""
     with pytest.raises(NotFound, match="known agents: " + ", ".join(sorted(spec.name for spec in built_in_specs()))):
         await penstock.rollouts.create(TASK, "nobody")
+    with pytest.raises(NotFound, match=r"there is no agent claude_cod; did you mean claude-code\? known agents: "):
+        await penstock.rollouts.create(TASK, "claude_cod")
     with pytest.raises(InvalidArgument) as caught:
         await penstock.rollouts.create(TASK, AgentChoice(name="shell", options={"colour": "red", "max_turns": 0}))
     assert {violation.field for violation in caught.value.violations} == {

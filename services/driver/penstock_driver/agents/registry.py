@@ -18,7 +18,7 @@ import yaml
 
 from penstock_chassis.errors import AlreadyExists, FailedPrecondition, NotFound
 from penstock_chassis.journal import Journal
-from penstock_chassis.validation import invalid_field
+from penstock_chassis.validation import invalid_field, suggestion
 from penstock_driver.agents.specs import AgentSpec, parse_spec
 
 MIGRATION: Final = """
@@ -108,8 +108,10 @@ class AgentRegistry:
             agent = agent or (self._versions.get((owner, name, sha256)) if sha256 else self._newest.get((owner, name)))
         if agent is None:
             version = f" in version {sha256[:12]}" if sha256 else ""
-            known = ", ".join(agent.spec.name for agent in self.agents(namespace))
-            raise NotFound(f"there is no agent {name}{version}; known agents: {known}", reason="AGENT_UNKNOWN")
+            known = [agent.spec.name for agent in self.agents(namespace)]
+            meant = "" if name in known else suggestion(name, known)
+            message = f"there is no agent {name}{version}{meant or ';'} known agents: {', '.join(known)}"
+            raise NotFound(message, reason="AGENT_UNKNOWN")
         return agent
 
     async def register(self, namespace: str, spec: AgentSpec) -> Agent:
