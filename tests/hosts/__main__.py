@@ -1,9 +1,10 @@
 """A fleet of Penstock on namespaces of this machine.
 
 `run` drives rollouts on it, some of whose hosts are lost on the way, `grow` lets sandbox services appear meanwhile,
-`uneven` has a full and a slow one, `restart` restarts every service in turn, `throughput` compares several hosts with
-one, `soak` loses processes and hosts at random among many groups. They exit with 1 if something is not as it must be.
-`up` starts it and waits for Ctrl-C.
+`uneven` has a full and a slow one, `drain` drains one, `restart` restarts every
+service in turn, `throughput` compares several hosts with one, `soak` loses processes
+and hosts at random among many groups. They exit with 1 if something is not as it must be. `up` starts it and waits for
+Ctrl-C.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Final
 
-from tests.hosts import growth, rolling, throughput, truths, unevenness, up
+from tests.hosts import dns, draining, growth, rolling, throughput, truths, unevenness, up
 from tests.hosts.fleet import Size, fleet
 from tests.hosts.losses import Loss
 from tests.hosts.network import enter_hub
@@ -50,14 +51,27 @@ def main() -> int:
 def _run(folder: Path, size: Size, given: argparse.Namespace) -> tuple[list[str], list[str]]:
     more = {"interception": {"driver_lease_s": given.driver_lease}} if given.driver_lease else {}
     with fleet(folder, size, more) as started:
-        run = Run(started, given.rollouts, given.work, given.max_attempts, given.lose, given.parts, given.environments)
-        run.seen.noticed_s = given.noticed
+        run = Run(
+            started,
+            given.rollouts,
+            given.work,
+            given.max_attempts,
+            given.lose,
+            given.parts,
+            given.environments,
+            given.seed,
+        )
+        run.seen.noticed_s, run.seen.waited_s = given.noticed, given.waited
         seen = asyncio.run(run.go(given.at_once))
     return truths.lines(seen), truths.faults(seen, given.least)
 
 
 def _grow(folder: Path, size: Size, given: argparse.Namespace) -> tuple[list[str], list[str]]:
-    with fleet(folder, size, growth.settings(folder), growth.LATER, growth.write_list) as started:
+    settings = growth.settings(folder, given.members)
+    with (
+        dns.served(growth.listing(folder), folder) if given.members == "dns" else nullcontext(),
+        fleet(folder, size, settings, growth.LATER, growth.write_list) as started,
+    ):
         run = growth.Growth(started, given.rollouts, given.work)
         asyncio.run(run.go(given.at_once))
         return run.lines(), run.faults(given.within)
@@ -66,6 +80,13 @@ def _grow(folder: Path, size: Size, given: argparse.Namespace) -> tuple[list[str
 def _uneven(folder: Path, size: Size, given: argparse.Namespace) -> tuple[list[str], list[str]]:
     with fleet(folder, Size(3, size.gates, 1, size.engines), unevenness.SETTINGS) as started:
         run = unevenness.Unevenness(started, given.rollouts, given.work)
+        asyncio.run(run.go(given.at_once))
+    return run.lines(), run.faults()
+
+
+def _drain(folder: Path, size: Size, given: argparse.Namespace) -> tuple[list[str], list[str]]:
+    with fleet(folder, size) as started:
+        run = draining.Draining(started, given.rollouts, given.work)
         asyncio.run(run.go(given.at_once))
     return run.lines(), run.faults()
 
@@ -109,6 +130,7 @@ _RUNS: Final = {
     "run": _run,
     "grow": _grow,
     "uneven": _uneven,
+    "drain": _drain,
     "restart": _restart,
     "throughput": _throughput,
     "soak": _soak,
@@ -139,7 +161,9 @@ def _parser() -> argparse.ArgumentParser:
     grow.add_argument(
         "--within", type=float, default=5.0, help="seconds from the new list to the first sandbox at the new service"
     )
+    grow.add_argument("--members", choices=["file", "dns"], default="file", help="where drivers find sandbox services")
     commands.add_parser("uneven", parents=[size, load], help="drive rollouts with a full and a slow sandbox service")
+    commands.add_parser("drain", parents=[size, load], help="drive rollouts, and drain a sandbox service")
     commands.add_parser("restart", parents=[size, load], help="drive rollouts, and restart every service in turn")
     several = commands.add_parser("throughput", parents=[size], help="compare several hosts and gates with one of each")
     several.add_argument("--at-once", type=int, default=12, help="rollouts at once for each host")
@@ -157,10 +181,12 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         type=Loss.parse,
         default=[],
-        metavar="NAME@SHARE[:kill|link|disk[=SECONDS]]",
+        metavar="NAME@SHARE[-SHARE][:kill|link|disk[=SECONDS]]",
         help="lose a host once this share of the rollouts has ended: cable and processes (kill), with its disk "
-        "(disk), or the cable alone (link); SECONDS later it is back, a driver after 20. Repeat.",
+        "(disk), or the cable alone (link); SECONDS later it is back, a driver after 20. NAME may be a letter, any "
+        "host of that kind. Repeat.",
     )
+    run.add_argument("--seed", type=int, default=1, help="of the order of the rollouts, and of what --lose leaves open")
     run.add_argument(
         "--driver-lease", type=float, help="seconds that a gate keeps the rollouts of a driver which is not connected"
     )
@@ -168,6 +194,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--noticed", type=float, default=8.0, help="seconds from a loss to the failure of 99%% of attempts"
     )
+    run.add_argument("--waited", type=float, default=30.0, help="seconds that a rollout may wait for a lost host")
     soak = commands.add_parser("soak", parents=[size, load], help="groups of rollouts, while anything is lost")
     soak.set_defaults(rollouts=10_000, at_once=32, engines=2)
     soak.add_argument("--group", type=int, default=4, help="rollouts of a group")
