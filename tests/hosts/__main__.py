@@ -2,7 +2,7 @@
 
 `run` drives rollouts on it, some of whose hosts are lost on the way, `grow` lets sandbox services appear meanwhile,
 `uneven` has a full and a slow one, `drain` drains one, `restart` restarts every
-service in turn, `throughput` compares several hosts with one, `soak` loses processes
+service in turn, `throughput` compares several hosts with one and several gates with each alone, `soak` loses processes
 and hosts at random among many groups. They exit with 1 if something is not as it must be. `up` starts it and waits for
 Ctrl-C.
 """
@@ -99,13 +99,27 @@ def _restart(folder: Path, size: Size, given: argparse.Namespace) -> tuple[list[
 
 
 def _throughput(folder: Path, size: Size, given: argparse.Namespace) -> tuple[list[str], list[str]]:
-    load = throughput.Load(given.at_once, given.times, given.work, given.calls)
-    readings = []
-    for number, one in enumerate((Size(1, 1, 1, size.engines), Size(size.sandboxes, size.gates, 1, size.engines))):
-        (part := folder / str(number)).mkdir()
-        with fleet(part, one) as started:
-            readings.append(asyncio.run(throughput.read(started, load)))
-    return throughput.lines(*readings), throughput.faults(*readings)
+    lines, faults = [], []
+    if "rollouts" in given.of:
+        load = throughput.Load(given.at_once, given.times, given.work)
+        readings = []
+        for hosts in (1, size.sandboxes):
+            with fleet(_part(folder, f"hosts-{hosts}"), Size(hosts, 1, 1, size.engines)) as started:
+                readings.append(asyncio.run(throughput.rollouts(started, load)))
+        lines += throughput.lines(*readings)
+        faults += throughput.faults(*readings)
+    if "calls" in given.of:
+        with fleet(_part(folder, "gates"), Size(1, max(2, size.gates), 1, size.engines)) as started:
+            turns = asyncio.run(throughput.calls(started, given.calls, given.turns))
+        lines += throughput.call_lines(turns)
+        faults += throughput.call_faults(turns)
+    return lines, faults
+
+
+def _part(folder: Path, name: str) -> Path:
+    """The folder of one fleet of several."""
+    (part := folder / name).mkdir()
+    return part
 
 
 def _soak(folder: Path, size: Size, given: argparse.Namespace) -> tuple[list[str], list[str]]:
@@ -169,7 +183,11 @@ def _parser() -> argparse.ArgumentParser:
     several.add_argument("--at-once", type=int, default=12, help="rollouts at once for each host")
     several.add_argument("--times", type=int, default=3, help="so many times as many rollouts")
     several.add_argument("--work", type=float, default=8.0, help="seconds that an agent sleeps")
-    several.add_argument("--calls", type=int, default=256, help="calls in flight at each gate")
+    several.add_argument(
+        "--calls", type=_calls, default=512, help=f"in flight at each gate, a multiple of {throughput.CALLS_OF_ROLLOUT}"
+    )
+    several.add_argument("--turns", type=int, default=10, help="of each gate alone, and of all gates together")
+    several.add_argument("--of", nargs="+", choices=["rollouts", "calls"], default=["rollouts", "calls"])
     run = commands.add_parser("run", parents=[size, load], help="drive rollouts, and lose hosts")
     run.add_argument("--parts", type=int, default=1, help="calls of a rollout but the last one, at most 4")
     run.add_argument(
@@ -205,6 +223,13 @@ def _parser() -> argparse.ArgumentParser:
     soak.add_argument("--memory", type=float, default=8.0, help="GiB that all services may have together")
     soak.add_argument("--seed", type=int, default=1, help="of the dice")
     return parser
+
+
+def _calls(text: str) -> int:
+    number = int(text)
+    if number <= 0 or number % throughput.CALLS_OF_ROLLOUT:
+        raise ValueError(text)
+    return number
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What scenarios on a fleet judge by the logs of services, and by a name server."""
+"""What scenarios on a fleet judge by the logs of services, by a name server, and by turns."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 import pytest
 from tests.hosts import dns
 from tests.hosts.draining import First, drained, firsts
+from tests.hosts.throughput import Turns, call_faults
 
 
 def _line(at: float, event: str, **facts: object) -> str:
@@ -35,6 +36,12 @@ def test_a_first_sandbox_has_the_time_of_the_call_that_made_it() -> None:
     ]
     assert drained("\n".join(log)) == (10.25, 10.75)
     assert firsts("\n".join(log)) == [First("a", 10.0, 10.5), First("b", 11.5, 12.0)]
+
+
+@pytest.mark.parametrize(("together", "is_fault"), [([2.0, 2.125, 9.0], False), ([2.0, 2.5, 2.5], True)])
+def test_a_gate_is_judged_by_the_median_of_its_turns(together: list[float], is_fault: bool) -> None:
+    turns = Turns(64, {"g0": [2.0, 2.0, 2.0], "g1": [1.0]}, {"g0": together, "g1": [1.0]})
+    assert [fault.split()[0] for fault in call_faults(turns)] == ["g0"] * is_fault
 
 
 def _query(name: str, kind: int) -> bytes:
