@@ -1,7 +1,7 @@
 """A fleet of Penstock on namespaces of this machine.
 
 `run` drives rollouts on it, some of whose hosts are lost on the way, `grow` lets sandbox services appear meanwhile,
-`uneven` has a full and a slow one, `drain` drains one, `restart` restarts every
+`uneven` has a full and a slow one, and one with many rollouts at once, `drain` drains one, `restart` restarts every
 service in turn, `throughput` compares several hosts with one and several gates with each alone, `soak` loses processes
 and hosts at random among many groups. They exit with 1 if something is not as it must be. `up` starts it and waits for
 Ctrl-C.
@@ -78,10 +78,14 @@ def _grow(folder: Path, size: Size, given: argparse.Namespace) -> tuple[list[str
 
 
 def _uneven(folder: Path, size: Size, given: argparse.Namespace) -> tuple[list[str], list[str]]:
-    with fleet(folder, Size(3, size.gates, 1, size.engines), unevenness.SETTINGS) as started:
+    with fleet(_part(folder, "uneven"), Size(3, size.gates, 1, size.engines), unevenness.SETTINGS) as started:
         run = unevenness.Unevenness(started, given.rollouts, given.work)
         asyncio.run(run.go(given.at_once))
-    return run.lines(), run.faults()
+    limit = {"driver": {"node_creates_per_s": given.creates}}
+    with fleet(_part(folder, "burst"), Size(1, 1, 1, 1), limit) as started:
+        burst = unevenness.Burst(started, given.burst, given.creates)
+        asyncio.run(burst.go())
+    return run.lines() + burst.lines(), run.faults() + burst.faults()
 
 
 def _drain(folder: Path, size: Size, given: argparse.Namespace) -> tuple[list[str], list[str]]:
@@ -176,7 +180,11 @@ def _parser() -> argparse.ArgumentParser:
         "--within", type=float, default=5.0, help="seconds from the new list to the first sandbox at the new service"
     )
     grow.add_argument("--members", choices=["file", "dns"], default="file", help="where drivers find sandbox services")
-    commands.add_parser("uneven", parents=[size, load], help="drive rollouts with a full and a slow sandbox service")
+    uneven = commands.add_parser(
+        "uneven", parents=[size, load], help="drive rollouts with a full and a slow sandbox service, then many at once"
+    )
+    uneven.add_argument("--burst", type=int, default=150, help="rollouts at once on one sandbox service")
+    uneven.add_argument("--creates", type=int, default=10, help="sandboxes a second that its driver may make there")
     commands.add_parser("drain", parents=[size, load], help="drive rollouts, and drain a sandbox service")
     commands.add_parser("restart", parents=[size, load], help="drive rollouts, and restart every service in turn")
     several = commands.add_parser("throughput", parents=[size], help="compare several hosts and gates with one of each")

@@ -10,6 +10,7 @@ import pytest
 from tests.hosts import dns
 from tests.hosts.draining import First, drained, firsts
 from tests.hosts.throughput import Turns, call_faults
+from tests.hosts.unevenness import peak
 
 
 def _line(at: float, event: str, **facts: object) -> str:
@@ -36,6 +37,11 @@ def test_a_first_sandbox_has_the_time_of_the_call_that_made_it() -> None:
     ]
     assert drained("\n".join(log)) == (10.25, 10.75)
     assert firsts("\n".join(log)) == [First("a", 10.0, 10.5), First("b", 11.5, 12.0)]
+
+
+def test_a_peak_counts_what_lies_within_one_second() -> None:
+    assert peak([0.0, 0.5, 1.0, 1.25, 1.375, 3.0]) == 4
+    assert peak([]) == 0
 
 
 @pytest.mark.parametrize(("together", "is_fault"), [([2.0, 2.125, 9.0], False), ([2.0, 2.5, 2.5], True)])
