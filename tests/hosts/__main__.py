@@ -1,9 +1,10 @@
 """A fleet of Penstock on namespaces of this machine.
 
 `run` drives rollouts on it, some of whose hosts are lost on the way, `grow` lets sandbox services appear meanwhile,
-`uneven` has a full and a slow one, `restart` restarts every service in turn, `throughput` compares several hosts with
-one, `soak` loses processes and hosts at random among many groups. They exit with 1 if something is not as it must be.
-`up` starts it and waits for Ctrl-C.
+`uneven` has a full and a slow one, and one with many rollouts at once, `drain` drains one, `restart` restarts every
+service in turn, `throughput` compares several hosts with one and several gates with each alone, `soak` loses processes
+and hosts at random among many groups. They exit with 1 if something is not as it must be. `up` starts it and waits for
+Ctrl-C.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Final
 
-from tests.hosts import growth, rolling, throughput, truths, unevenness, up
+from tests.hosts import dns, draining, growth, rolling, throughput, truths, unevenness, up
 from tests.hosts.fleet import Size, fleet
 from tests.hosts.losses import Loss
 from tests.hosts.network import enter_hub
@@ -50,22 +51,46 @@ def main() -> int:
 def _run(folder: Path, size: Size, given: argparse.Namespace) -> tuple[list[str], list[str]]:
     more = {"interception": {"driver_lease_s": given.driver_lease}} if given.driver_lease else {}
     with fleet(folder, size, more) as started:
-        run = Run(started, given.rollouts, given.work, given.max_attempts, given.lose, given.parts, given.environments)
-        run.seen.noticed_s = given.noticed
+        run = Run(
+            started,
+            given.rollouts,
+            given.work,
+            given.max_attempts,
+            given.lose,
+            given.parts,
+            given.environments,
+            given.seed,
+        )
+        run.seen.noticed_s, run.seen.waited_s = given.noticed, given.waited
         seen = asyncio.run(run.go(given.at_once))
     return truths.lines(seen), truths.faults(seen, given.least)
 
 
 def _grow(folder: Path, size: Size, given: argparse.Namespace) -> tuple[list[str], list[str]]:
-    with fleet(folder, size, growth.settings(folder), growth.LATER, growth.write_list) as started:
+    settings = growth.settings(folder, given.members)
+    with (
+        dns.served(growth.listing(folder), folder) if given.members == "dns" else nullcontext(),
+        fleet(folder, size, settings, growth.LATER, growth.write_list) as started,
+    ):
         run = growth.Growth(started, given.rollouts, given.work)
         asyncio.run(run.go(given.at_once))
         return run.lines(), run.faults(given.within)
 
 
 def _uneven(folder: Path, size: Size, given: argparse.Namespace) -> tuple[list[str], list[str]]:
-    with fleet(folder, Size(3, size.gates, 1, size.engines), unevenness.SETTINGS) as started:
+    with fleet(_part(folder, "uneven"), Size(3, size.gates, 1, size.engines), unevenness.SETTINGS) as started:
         run = unevenness.Unevenness(started, given.rollouts, given.work)
+        asyncio.run(run.go(given.at_once))
+    limit = {"driver": {"node_creates_per_s": given.creates}}
+    with fleet(_part(folder, "burst"), Size(1, 1, 1, 1), limit) as started:
+        burst = unevenness.Burst(started, given.burst, given.creates)
+        asyncio.run(burst.go())
+    return run.lines() + burst.lines(), run.faults() + burst.faults()
+
+
+def _drain(folder: Path, size: Size, given: argparse.Namespace) -> tuple[list[str], list[str]]:
+    with fleet(folder, size) as started:
+        run = draining.Draining(started, given.rollouts, given.work)
         asyncio.run(run.go(given.at_once))
     return run.lines(), run.faults()
 
@@ -78,13 +103,27 @@ def _restart(folder: Path, size: Size, given: argparse.Namespace) -> tuple[list[
 
 
 def _throughput(folder: Path, size: Size, given: argparse.Namespace) -> tuple[list[str], list[str]]:
-    load = throughput.Load(given.at_once, given.times, given.work, given.calls)
-    readings = []
-    for number, one in enumerate((Size(1, 1, 1, size.engines), Size(size.sandboxes, size.gates, 1, size.engines))):
-        (part := folder / str(number)).mkdir()
-        with fleet(part, one) as started:
-            readings.append(asyncio.run(throughput.read(started, load)))
-    return throughput.lines(*readings), throughput.faults(*readings)
+    lines, faults = [], []
+    if "rollouts" in given.of:
+        load = throughput.Load(given.at_once, given.times, given.work)
+        readings = []
+        for hosts in (1, size.sandboxes):
+            with fleet(_part(folder, f"hosts-{hosts}"), Size(hosts, 1, 1, size.engines)) as started:
+                readings.append(asyncio.run(throughput.rollouts(started, load)))
+        lines += throughput.lines(*readings)
+        faults += throughput.faults(*readings)
+    if "calls" in given.of:
+        with fleet(_part(folder, "gates"), Size(1, max(2, size.gates), 1, size.engines)) as started:
+            turns = asyncio.run(throughput.calls(started, given.calls, given.turns))
+        lines += throughput.call_lines(turns)
+        faults += throughput.call_faults(turns)
+    return lines, faults
+
+
+def _part(folder: Path, name: str) -> Path:
+    """The folder of one fleet of several."""
+    (part := folder / name).mkdir()
+    return part
 
 
 def _soak(folder: Path, size: Size, given: argparse.Namespace) -> tuple[list[str], list[str]]:
@@ -109,6 +148,7 @@ _RUNS: Final = {
     "run": _run,
     "grow": _grow,
     "uneven": _uneven,
+    "drain": _drain,
     "restart": _restart,
     "throughput": _throughput,
     "soak": _soak,
@@ -139,13 +179,23 @@ def _parser() -> argparse.ArgumentParser:
     grow.add_argument(
         "--within", type=float, default=5.0, help="seconds from the new list to the first sandbox at the new service"
     )
-    commands.add_parser("uneven", parents=[size, load], help="drive rollouts with a full and a slow sandbox service")
+    grow.add_argument("--members", choices=["file", "dns"], default="file", help="where drivers find sandbox services")
+    uneven = commands.add_parser(
+        "uneven", parents=[size, load], help="drive rollouts with a full and a slow sandbox service, then many at once"
+    )
+    uneven.add_argument("--burst", type=int, default=150, help="rollouts at once on one sandbox service")
+    uneven.add_argument("--creates", type=int, default=10, help="sandboxes a second that its driver may make there")
+    commands.add_parser("drain", parents=[size, load], help="drive rollouts, and drain a sandbox service")
     commands.add_parser("restart", parents=[size, load], help="drive rollouts, and restart every service in turn")
     several = commands.add_parser("throughput", parents=[size], help="compare several hosts and gates with one of each")
     several.add_argument("--at-once", type=int, default=12, help="rollouts at once for each host")
     several.add_argument("--times", type=int, default=3, help="so many times as many rollouts")
     several.add_argument("--work", type=float, default=8.0, help="seconds that an agent sleeps")
-    several.add_argument("--calls", type=int, default=256, help="calls in flight at each gate")
+    several.add_argument(
+        "--calls", type=_calls, default=512, help=f"in flight at each gate, a multiple of {throughput.CALLS_OF_ROLLOUT}"
+    )
+    several.add_argument("--turns", type=int, default=10, help="of each gate alone, and of all gates together")
+    several.add_argument("--of", nargs="+", choices=["rollouts", "calls"], default=["rollouts", "calls"])
     run = commands.add_parser("run", parents=[size, load], help="drive rollouts, and lose hosts")
     run.add_argument("--parts", type=int, default=1, help="calls of a rollout but the last one, at most 4")
     run.add_argument(
@@ -157,10 +207,12 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         type=Loss.parse,
         default=[],
-        metavar="NAME@SHARE[:kill|link|disk[=SECONDS]]",
+        metavar="NAME@SHARE[-SHARE][:kill|link|disk[=SECONDS]]",
         help="lose a host once this share of the rollouts has ended: cable and processes (kill), with its disk "
-        "(disk), or the cable alone (link); SECONDS later it is back, a driver after 20. Repeat.",
+        "(disk), or the cable alone (link); SECONDS later it is back, a driver after 20. NAME may be a letter, any "
+        "host of that kind. Repeat.",
     )
+    run.add_argument("--seed", type=int, default=1, help="of the order of the rollouts, and of what --lose leaves open")
     run.add_argument(
         "--driver-lease", type=float, help="seconds that a gate keeps the rollouts of a driver which is not connected"
     )
@@ -168,6 +220,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--noticed", type=float, default=8.0, help="seconds from a loss to the failure of 99%% of attempts"
     )
+    run.add_argument("--waited", type=float, default=30.0, help="seconds that a rollout may wait for a lost host")
     soak = commands.add_parser("soak", parents=[size, load], help="groups of rollouts, while anything is lost")
     soak.set_defaults(rollouts=10_000, at_once=32, engines=2)
     soak.add_argument("--group", type=int, default=4, help="rollouts of a group")
@@ -178,6 +231,13 @@ def _parser() -> argparse.ArgumentParser:
     soak.add_argument("--memory", type=float, default=8.0, help="GiB that all services may have together")
     soak.add_argument("--seed", type=int, default=1, help="of the dice")
     return parser
+
+
+def _calls(text: str) -> int:
+    number = int(text)
+    if number <= 0 or number % throughput.CALLS_OF_ROLLOUT:
+        raise ValueError(text)
+    return number
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from typing import Any, Final
 import grpc
 import tomlkit
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from tests.hosts import engine, model
+from tests.hosts import dns, engine, model
 from tests.hosts.network import HUB_ADDRESS, Host, Network
 from tests.support.services.stack import disjoint_uids
 from tests.support.waiting import eventually_async
@@ -27,7 +27,7 @@ from penstock_chassis.tls import ClientTls
 
 START_S: Final = 120.0
 """Guard on the start of all services, on a busy machine."""
-_PORTS: Final = {"sandbox": 7701, "driver": 7702, "interception": 7703, "inference": 7704}
+PORTS: Final = {"sandbox": 7701, "driver": 7702, "interception": 7703, "inference": 7704}
 _INGRESS_PORT: Final = 7780
 _LETTERS: Final = {"sandbox": "n", "driver": "d", "interception": "g", "inference": "e"}
 _UIDS: Final = 512
@@ -75,7 +75,11 @@ class Fleet:
 
     def address(self, name: str) -> str:
         """host:port of a service's gRPC server, by its name."""
-        return f"{self.network.hosts[name].address}:{_PORTS[self.kind(name)]}"
+        return f"{self.network.hosts[name].address}:{PORTS[self.kind(name)]}"
+
+    def of_letter(self, letter: str) -> list[str]:
+        """The hosts of one kind of service, by the first letter of their names."""
+        return self.size.names(self.kind(letter))
 
     def kind(self, name: str) -> str:
         """The kind of service of a host; empty for one that has programs of the test alone."""
@@ -174,7 +178,7 @@ class Fleet:
             "name": name,
             "peers": {other: self.address(other) for other in self.size.names(service) if other != name},
             "host": host.address,
-            "port": _PORTS[service],
+            "port": PORTS[service],
             "tls_cert": str(kept / f"{service}.pem"),
             "tls_key": str(kept / f"{service}.key"),
             "state_dir": str(self.folder / "state" / name),
@@ -234,14 +238,14 @@ def fleet(
     model.write(folder)
     engine.register(folder / _PLUGINS)
     with Network() as network:
-        for service in _PORTS:
+        for service in PORTS:
             for name in size.names(service):
                 network.add(name)
         for name in later:
             network.add(name)
         addresses = [HUB_ADDRESS, *(host.address for host in network.hosts.values())]
-        credentials.make(folder / "credentials", addresses, days=1)
-        credentials.make(folder / STRANGERS, addresses, days=1)
+        for kept in ("credentials", STRANGERS):
+            credentials.make(folder / kept, [*addresses, dns.NAME], days=1)
         made = Fleet(network, folder, size, settings or {})
         before(made)
         order = ("inference", "sandbox", "interception", "driver")

@@ -1,4 +1,4 @@
-"""A fleet that grows while rollouts run: sandbox services appear in the drivers' list.
+"""A fleet that grows while rollouts run: sandbox services appear in the drivers' list, or under its DNS name.
 
 One is as it should be. One says that it has the name of another, and one has a certificate of a stranger: those two get
 no work, whatever the list says.
@@ -10,12 +10,14 @@ import asyncio
 import itertools
 import json
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Final
 
-from tests.hosts.fleet import STRANGERS, Fleet
+from tests.hosts import dns
+from tests.hosts.fleet import PORTS, STRANGERS, Fleet
 from tests.hosts.following import Follower
 
 from penstock.client import Penstock, connect
@@ -30,14 +32,20 @@ _LOOK_S: Final = 0.05
 _LIMIT_S: Final = 120.0
 
 
-def settings(folder: Path) -> Mapping[str, Mapping[str, Any]]:
-    """What the three newcomers say of themselves, and where drivers read the list."""
+def listing(folder: Path) -> Path:
+    """The list of sandbox services, from which the name server answers too."""
+    return folder / "sandboxes.json"
+
+
+def settings(folder: Path, members: str) -> Mapping[str, Mapping[str, Any]]:
+    """What the three newcomers say of themselves, and where drivers find the `members`: in a `file`, or by `dns`."""
     certificate = {
         "tls_cert": str(folder / STRANGERS / "sandbox.pem"),
         "tls_key": str(folder / STRANGERS / "sandbox.key"),
     }
+    sources = {"file": f"file:{listing(folder)}", "dns": f"dns:{dns.NAME}:{PORTS['sandbox']}"}
     return {
-        "driver": {"sandbox_members": f"file:{folder / 'sandboxes.json'}"},
+        "driver": {"sandbox_members": sources[members]},
         LIAR: {"name": "n0"},
         STRANGER: certificate,
     }
@@ -48,7 +56,7 @@ def write_list(fleet: Fleet, more: Sequence[str] = ()) -> None:
     listed = {name: fleet.address(name) for name in (*fleet.size.names("sandbox"), *more)}
     partial = fleet.folder / "sandboxes.new"
     partial.write_text(json.dumps(listed))
-    partial.replace(fleet.folder / "sandboxes.json")
+    partial.replace(listing(fleet.folder))
 
 
 class Growth:
@@ -59,7 +67,7 @@ class Growth:
         self.first_s: float | None = None
         """From the new list to the first sandbox at the newcomer."""
         self.failures: list[str] = []
-        self.at: dict[str, int] = {}
+        self.at: Counter[str] = Counter()
         """Rollouts that ended at each sandbox service, by the name that it gave."""
         self._count = count
         self._work_s = work_s
@@ -100,8 +108,7 @@ class Growth:
         await follower.follow(story)
         if story.reward != 1.0:
             self.failures.append(f"{story.rollout_id}: {story.reason}, reward {story.reward}")
-        node = story.attempts[-1].node
-        self.at[node] = self.at.get(node, 0) + 1
+        self.at[story.attempts[-1].node] += 1
 
     async def _first(self, since: float) -> None:
         """Look for the newcomer's first sandbox. New rollouts start until it is there, or is late."""
@@ -119,7 +126,7 @@ class Growth:
         found = list(self.failures)
         if self.first_s is None or self.first_s > within_s:
             found.append(f"the first sandbox at {NEWCOMER} came after {self.first_s} s, at most {within_s:g} s")
-        if not self.at.get(NEWCOMER):
+        if not self.at[NEWCOMER]:
             found.append(f"no rollout ended at {NEWCOMER}")
         for name in (LIAR, STRANGER):
             if served(self.fleet, name):
@@ -147,5 +154,6 @@ def served(fleet: Fleet, node: str) -> bool:
 def refused(fleet: Fleet, node: str) -> bool:
     """Whether a driver has logged that this member is not used, or cannot be reached."""
     logs = [fleet.log(name) for name in fleet.size.names("driver")]
-    lines = [line for log in logs for line in log.splitlines() if f'"{node}"' in line]
+    names = (f'"{node}"', f'"{fleet.address(node)}"')  # a member of a DNS name is called by its address
+    lines = [line for log in logs for line in log.splitlines() if any(name in line for name in names)]
     return any("a member is not used" in line or "a service is lost" in line for line in lines)

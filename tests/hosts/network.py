@@ -21,6 +21,7 @@ from tests.support.services.forking import ON_A_HOST
 HUB_ADDRESS: Final = "10.77.0.1"
 """Address of the calling process, where the trainers are."""
 _CLONE_NEWNET: Final = 0x40000000
+CLONE_NEWNS: Final = 0x20000
 _BRIDGE: Final = "hub"
 _FIRST: Final = 10
 
@@ -31,14 +32,19 @@ def enter_hub() -> None:
     Raises:
         OSError: this needs root.
     """
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.unshare(_CLONE_NEWNET) != 0:
-        error = ctypes.get_errno()
-        raise OSError(error, f"a network namespace cannot be made: {os.strerror(error)}; this needs root")
+    unshare(_CLONE_NEWNET, "a network namespace")
     _ip("link", "set", "lo", "up")
     _ip("link", "add", _BRIDGE, "type", "bridge")
     _ip("addr", "add", f"{HUB_ADDRESS}/24", "dev", _BRIDGE)
     _ip("link", "set", _BRIDGE, "up")
+
+
+def unshare(kind: int, what: str) -> None:
+    """Move this process into a new namespace of a kind. Raises OSError."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(kind) != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, f"{what} cannot be made: {os.strerror(error)}; this needs root")
 
 
 @dataclass

@@ -1,14 +1,21 @@
-"""What the harness saw of each rollout and each loss, from which `truths` are judged. Times are Unix seconds."""
+"""What the harness saw of each rollout and each loss, from which `truths` are judged, and what services log of their
+work. Times are Unix seconds."""
 
 from __future__ import annotations
 
+import json
 from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from tests.hosts import engine
 
 LOST = {"NODE_LOST", "GATE_LOST"}
+CREATIONS = ("/CreateSandbox", "/ForkSandboxes", "/PrepareSnapshot")
+"""Calls of a sandbox service that make sandboxes."""
 HOME_LOST = "HOME_LOST"
 """The reason of the end of a rollout whose driver came back without its disk: its client creates it again."""
 
@@ -82,6 +89,35 @@ class Lost:
     """Attempts there that had not ended when it was lost, by what their clients had seen; of a driver, rollouts."""
 
 
+@dataclass(frozen=True)
+class Report:
+    """One line of a service's log. The times of a call are of its beginning and its end."""
+
+    began: float
+    ended: float
+    facts: Mapping[str, Any]
+
+    @property
+    def rollout_id(self) -> str:
+        """The rollout that it is about; empty = none."""
+        return str(self.facts.get("rollout_id", ""))
+
+
+def reports(log: str, event: str) -> Iterator[Report]:
+    """The lines of an event in a service's log. Of a service that was killed, the last may be a part of a line."""
+    for line in log.splitlines():
+        if f'"{event}"' in line and line.startswith("{") and line.endswith("}"):
+            facts = json.loads(line)
+            if facts["event"] == event:
+                ended = datetime.fromisoformat(facts["timestamp"]).timestamp()
+                yield Report(ended - facts.get("ms", 0.0) / 1e3, ended, facts)
+
+
+def calls(log: str, methods: str | tuple[str, ...]) -> Iterator[Report]:
+    """The calls of these methods in a service's log, in the order of their ends. A method begins with a slash."""
+    return (one for one in reports(log, "rpc") if one.facts["method"].endswith(methods))
+
+
 @dataclass
 class Seen:
     """A whole run."""
@@ -91,6 +127,10 @@ class Seen:
     """All nodes and gates."""
     noticed_s: float = 8.0
     """The most that the 99th percentile of the time from a loss to the failure of the attempts there may be."""
+    waited_s: float = 30.0
+    """The most that a rollout may wait for a host that is lost."""
+    engines: Mapping[str, str] = field(default_factory=dict)
+    """The engine of each gate that has one alone."""
     stories: list[Story] = field(default_factory=list)
     refused: dict[int, str] = field(default_factory=dict)
     """Rollouts that could not be followed to their end, with the error."""

@@ -30,7 +30,7 @@ class Rolling:
         self.stories: list[Story] = []
         self.exits: dict[str, int] = {}
         """Exit status of each service that was stopped."""
-        self.restarts_s = self.seconds = 0.0
+        self.upkeep_s = self.seconds = 0.0
         self._ended = 0
         self._fleet = fleet
         self._count = count
@@ -59,10 +59,11 @@ class Rolling:
                 for number in range(self._count):
                     tasks.create_task(one(number))
                 await begin.wait()
-                await self._restart_all(began)
+                await self._upkeep(began)
         self.seconds = time.monotonic() - began
 
-    async def _restart_all(self, began: float) -> None:
+    async def _upkeep(self, began: float) -> None:
+        """What is done to the services while rollouts run: all are restarted."""
         first = time.monotonic()
         for service in _ORDER:
             for name in self._fleet.size.names(service):
@@ -73,7 +74,7 @@ class Rolling:
                 self._fleet.spawn(name)
                 await self._fleet.serving(name)
                 print(f"{time.monotonic() - began:6.1f} s  {name} is restarted; {self._ended} ended", flush=True)
-        self.restarts_s = time.monotonic() - first
+        self.upkeep_s = time.monotonic() - first
 
     def faults(self) -> list[str]:
         """Everything that is not as it must be."""
@@ -92,6 +93,6 @@ class Rolling:
         return [
             f"rollouts            {len(self.stories)} in {self.seconds:.1f} s, rewarded {rewarded}",
             f"failed attempts     {failed}",
-            f"restarted           {len(self.exits)} services, in {self.restarts_s:.1f} s",
+            f"stopped or drained  {len(self.exits)} services, in {self.upkeep_s:.1f} s",
             f"slowest rollout     {slowest:.1f} s",
         ]

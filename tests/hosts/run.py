@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import shutil
 import time
 from collections import Counter
@@ -12,7 +13,7 @@ from contextlib import AsyncExitStack, suppress
 from tests.hosts import keys, left
 from tests.hosts.fleet import Fleet
 from tests.hosts.following import Follower, read
-from tests.hosts.losses import How, Loss
+from tests.hosts.losses import How, Loss, drawn
 from tests.hosts.records import HOME_LOST, Lost, Seen
 
 from penstock.client import Limits, Penstock, PenstockError, connect
@@ -20,7 +21,6 @@ from penstock.client import Limits, Penstock, PenstockError, connect
 LIMIT_S = 600.0
 """Guard on one rollout, its repetitions included."""
 
-_PAUSE_S = 0.2
 _SHORT = Limits(prepare=60, setup=30, agent=60, verify=30)
 _PAUSE_S = 0.2
 _ORPHANS_S = 540.0
@@ -40,15 +40,20 @@ class Run:
         losses: Sequence[Loss],
         parts: int = 1,
         environments: int = 1,
+        seed: int = 1,
     ) -> None:
-        self.seen = Seen(max_attempts, (*fleet.size.names("sandbox"), *fleet.size.names("interception")))
+        gates, dice = fleet.size.names("interception"), random.Random(seed)
+        self.seen = Seen(max_attempts, (*fleet.size.names("sandbox"), *gates))
+        self.seen.engines = {gate: fleet.engine_of(gate) for gate in gates}
         self._fleet = fleet
         self._count = count
         self._work_s = work_s
         self._parts = parts
         self._environments = environments
         self._orphans = any(loss.how is How.DISK and loss.name.startswith("d") for loss in losses)
-        self._pending = sorted(losses, key=lambda loss: loss.share)
+        self._pending = drawn(losses, fleet.of_letter, dice)
+        self._numbers = dice.sample(range(count), count)
+        """In the order in which they begin: how long each takes depends on its number."""
         self._losing: list[asyncio.Task[None]] = []
         self._drivers: dict[str, Penstock] = {}
         self._ended = 0
@@ -61,7 +66,7 @@ class Run:
             for name in self._fleet.size.names("driver"):
                 self._drivers[name] = await stack.enter_async_context(connect(self._fleet.endpoints(driver=name)))
             async with asyncio.TaskGroup() as tasks:
-                for number in range(self._count):
+                for number in self._numbers:
                     tasks.create_task(self._one(number, slots))
             self.seen.seconds = time.monotonic() - self._began
             for task in self._losing:  # which may grow meanwhile
@@ -135,7 +140,7 @@ class Run:
         self.seen.losses.append(lost)
         if loss.how is not How.LINK:
             await asyncio.to_thread(host.kill)
-        self._say(f"{loss.name} is lost ({loss.how})")
+        self._say(f"{loss.name} is lost ({loss.how}); {self._ended} of {self._count} have ended")
         if self.seen.during is None:
             self.seen.during = Counter()
             self._losing.append(asyncio.create_task(self._look(self.seen.during)))

@@ -142,6 +142,13 @@ def noticed(seen: Seen) -> Iterator[str]:
         yield f"attempts failed up to {percentile(times, 99):.1f} s (p99) after the loss, at most {seen.noticed_s:g} s"
 
 
+def waited(seen: Seen) -> Iterator[str]:
+    """No rollout waits for a lost host for longer than `Seen.waited_s`."""
+    for seconds, rollout_id, name in waits(seen):
+        if seconds > seen.waited_s:
+            yield f"{rollout_id} waited {seconds:.1f} s for {name}, which was lost: at most {seen.waited_s:g} s"
+
+
 def nothing_left(seen: Seen) -> Iterator[str]:
     """Living hosts have nothing of ended rollouts, and had something of running ones: else the check sees nothing."""
     if seen.during is not None and not seen.during.keys() >= left.RUNNING:
@@ -163,6 +170,7 @@ ALL: Final[Sequence[Callable[[Seen], Iterator[str]]]] = (
     sampled_once,
     answered_once,
     noticed,
+    waited,
     nothing_left,
     keys_refused,
 )
@@ -187,6 +195,33 @@ def noticed_s(seen: Seen) -> list[float]:
         for loss in seen.losses
         if attempt.place == loss.name and attempt.failed is not None and attempt.failed >= loss.at
     )
+
+
+def waits(seen: Seen) -> list[tuple[float, str, str]]:
+    """The seconds that each rollout waited for each lost host that it depended on, with both names, ascending.
+
+    A rollout depends on its driver until its end, and on the node, the gate and the gate's one engine of an attempt
+    until that is over or has failed. It waits until then or until the host is back, what its agent does meanwhile
+    included.
+    """
+    found = []
+    for story in seen.stories:
+        for began, over, names in _dependences(seen, story):
+            for loss in seen.losses:
+                seconds = min(over, loss.back or inf) - max(began, loss.at)
+                if loss.name in names and seconds > 0:
+                    found.append((seconds, story.rollout_id, loss.name))
+    return sorted(found)
+
+
+def _dependences(seen: Seen, story: Story) -> Iterator[tuple[float, float, set[str]]]:
+    """From when to when a rollout depends on which hosts."""
+    ended = story.ended if story.ends else inf
+    yield story.created, ended, {story.driver}
+    begins = [attempt.began for attempt in story.attempts[1:]]
+    for attempt, following in zip(story.attempts, [*begins, ended], strict=True):
+        over = following if attempt.failed is None else attempt.failed
+        yield attempt.began, over, {attempt.node, attempt.gate, seen.engines.get(attempt.gate, "")}
 
 
 def percentile(ascending: Sequence[float], percent: int) -> float:
@@ -223,6 +258,9 @@ def lines(seen: Seen) -> list[str]:
     if times:
         p50, p99 = percentile(times, 50), percentile(times, 99)
         report.append(f"loss to failure     p50 {p50:.1f} s, p99 {p99:.1f} s, of {len(times)} attempts")
+    if waiting := waits(seen):
+        seconds, rollout_id, name = waiting[-1]
+        report.append(f"waits for lost hosts {len(waiting)}, the longest {seconds:.1f} s: {rollout_id} for {name}")
     if seen.keys:
         refused = seen.keys - len(seen.accepted_keys)
         report.append(

@@ -1,4 +1,6 @@
-"""Rollouts on three sandbox services, of which one is full and one is twenty times slower than the third."""
+"""Rollouts on three sandbox services, of which one is full and one is twenty times slower than the third; and many at
+once on one service, which may be asked for so many sandboxes a second.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +8,13 @@ import asyncio
 import os
 import signal
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any, Final
 
 from tests.hosts.fleet import Fleet
 from tests.hosts.following import Follower
+from tests.hosts.records import CREATIONS, calls
 
 from penstock.client import connect
 
@@ -21,6 +24,7 @@ SETTINGS: Final[Mapping[str, Mapping[str, Any]]] = {FULL: {"max_sandboxes": 1}}
 """The full one admits one sandbox, which the scenario takes."""
 TIMES_SLOWER: Final = 20
 _ENVIRONMENTS: Final = 16
+_NODE: Final = "n0"
 _CYCLE_S: Final = 0.4
 
 
@@ -73,6 +77,61 @@ class Unevenness:
             f"failures            {len(self.failures)}",
             f"full, slow          {FULL}, {SLOW} ({TIMES_SLOWER} times)",
         ]
+
+
+class Burst:
+    """Rollouts that all begin at once on one service, at which a driver makes at most `most` sandboxes a second."""
+
+    def __init__(self, fleet: Fleet, count: int, most: int) -> None:
+        self.failures: list[str] = []
+        self._fleet = fleet
+        self._count = count
+        self._most = most
+
+    async def go(self) -> None:
+        """Run it."""
+        async with connect(self._fleet.endpoints()) as ps, asyncio.TaskGroup() as tasks:
+            follower = Follower(ps, "d0", 0.0, 1, environments=_ENVIRONMENTS)
+            for number in range(self._count):
+                tasks.create_task(self._one(follower, number))
+
+    async def _one(self, follower: Follower, number: int) -> None:
+        story = follower.begin(number, 0)
+        await follower.follow(story)
+        if story.reward != 1.0:
+            self.failures.append(f"{story.rollout_id}: {story.reason}, reward {story.reward}")
+
+    def _asked(self) -> list[float]:
+        """When the service was asked for each sandbox and snapshot, by its own log."""
+        return sorted(one.began for one in calls(self._fleet.log(_NODE), CREATIONS))
+
+    def faults(self) -> list[str]:
+        """Everything that is not as it must be."""
+        found, asked = list(self.failures), self._asked()
+        if len(asked) < self._count or peak(asked) < self._most / 2:
+            found.append(f"{len(asked)} creations, at most {peak(asked)} in a second, show nothing of a limit")
+        if peak(asked) > self._most:
+            found.append(f"{_NODE} was asked for {peak(asked)} sandboxes in a second, at most {self._most}")
+        return found
+
+    def lines(self) -> list[str]:
+        """The report, for people."""
+        asked = self._asked()
+        return [
+            f"at once             {self._count} rollouts, failures {len(self.failures)}",
+            f"creations           {len(asked)} at {_NODE} in {asked[-1] - asked[0]:.1f} s, "
+            f"at most {peak(asked)} in a second, allowed {self._most}",
+        ]
+
+
+def peak(ascending: Sequence[float]) -> int:
+    """The most of these times that lie within one second."""
+    most = first = 0
+    for last, at in enumerate(ascending):
+        while ascending[first] <= at - 1.0:
+            first += 1
+        most = max(most, last + 1 - first)
+    return most
 
 
 @asynccontextmanager

@@ -20,6 +20,7 @@ import pytest
 import pytest_asyncio
 import tomlkit
 from tests.hosts import model
+from tests.hosts.draining import drained, firsts
 from tests.support.endpoints.token_endpoint import unused_port
 from tests.support.services.stack import disjoint_uids
 from tests.support.waiting import eventually_async
@@ -98,6 +99,11 @@ class Pairs:
         output, _ = await process.communicate()
         assert process.returncode is not None
         return process.returncode, output.decode()
+
+    def log(self, name: str) -> str:
+        """What a service has logged."""
+        own = self.folder / "state" / "logs" / f"{_KINDS[name[0]]}.log"
+        return (self.folder / f"{name}.log" if name in self.processes else own).read_text()
 
     async def one(self, number: int) -> RolloutResult:
         """One rollout, which has one attempt."""
@@ -232,6 +238,9 @@ async def test_a_drained_sandbox_service_ends_its_rollouts_and_gets_no_more(pair
         after = [await pairs.one(number) for number in range(2)]
     check([*results, *after])
     assert {_home(item) for item in after} == {other}
+    _, answered = drained(pairs.log(busy))
+    assert {one.asked < answered for one in firsts(pairs.log(busy))} == {True}
+    assert True in {one.asked > answered for one in firsts(pairs.log(other))}
     for name in ("sandbox/n0", pairs.address["n1"]):
         code, output = await pairs.cli("drain", name, "--undo")
         assert (code, "takes new work again" in output) == (0, True), output

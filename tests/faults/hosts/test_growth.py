@@ -17,10 +17,10 @@ pytestmark = pytest.mark.timeout(_LIMIT_S + 60)  # a guard: the fleet's own come
 
 @pytest.mark.requirement("R9")
 def test_a_new_service_gets_work_and_impostors_get_none(tmp_path: Path) -> None:
-    """One that takes another's name, and one with a certificate of a stranger."""
+    """One that takes another's name, and one with a certificate of a stranger: all have one DNS name."""
     if os.getuid() != 0:
         absent("root, which network namespaces need")
-    size = ["--sandboxes", "2", "--gates", "1", "--drivers", "1"]
+    size = ["--sandboxes", "2", "--gates", "1", "--drivers", "1", "--members", "dns"]
     load = ["--rollouts", "30", "--at-once", "8", "--work", "1", "--within", str(_LIMIT_S)]
     ended = subprocess.run(
         [sys.executable, "-m", "tests.hosts", "grow", "--forked", "--folder", str(tmp_path), *size, *load],

@@ -33,7 +33,7 @@ def test_every_rollout_is_rewarded_although_a_node_and_a_gate_are_cut(tmp_path: 
     load = ["--rollouts", "24", "--at-once", "12", "--work", "2", "--least", "1", "--max-attempts", "5"]
     # A gate sees within 30 s that the stream of a driver is cut; then that driver's lease of 1 s ends there.
     losses = ["--lose", "n1@0.2:link=12", "--lose", "g1@0.3:link=40", "--driver-lease", "1"]
-    limits = ["--noticed", str(_LIMIT_S)]
+    limits = ["--noticed", str(_LIMIT_S), "--waited", str(_LIMIT_S)]
     ended = subprocess.run(
         [
             sys.executable,
@@ -55,7 +55,14 @@ def test_every_rollout_is_rewarded_although_a_node_and_a_gate_are_cut(tmp_path: 
         check=False,
     )
     assert ended.returncode == 0, f"{ended.stdout}\n{ended.stderr}"
-    for line in ("n1 is lost (link)", "n1 is back", "g1 is lost (link)", "g1 is back", "keys refused"):
+    for line in (
+        "n1 is lost (link)",
+        "n1 is back",
+        "g1 is lost (link)",
+        "g1 is back",
+        "keys refused",
+        "waits for lost hosts",
+    ):
         assert line in ended.stdout
     assert "a driver is lost: its rollouts are closed" in (tmp_path / "g1.log").read_text()
 
@@ -65,7 +72,7 @@ def test_rollouts_of_a_killed_driver_of_several_go_on(tmp_path: Path) -> None:
     """It comes back on its disk, at two gates and two sandbox services; each rollout has one attempt."""
     size = ["--sandboxes", "2", "--gates", "2", "--drivers", "2", "--engines", "2"]
     load = ["--rollouts", "16", "--at-once", "8", "--work", "2", "--least", "1", "--max-attempts", "1"]
-    losses = ["--lose", "d1@0.2:kill=2", "--driver-lease", "120"]
+    losses = ["--lose", "d1@0.2:kill=2", "--driver-lease", "120", "--waited", str(_LIMIT_S)]
     ended = subprocess.run(
         [sys.executable, "-m", "tests.hosts", "run", "--forked", "--folder", str(tmp_path), *size, *load, *losses],
         cwd=ROOT,

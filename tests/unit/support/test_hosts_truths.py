@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from random import Random
 
 import pytest
 from tests.hosts import truths
-from tests.hosts.losses import How, Loss
+from tests.hosts.losses import How, Loss, drawn
 from tests.hosts.records import Attempt, Lost, Seen, Story
 
 Spoil = Callable[[Seen], None]
@@ -21,6 +22,8 @@ def _seen() -> Seen:
     story = Story("hosts-0-0", 0, "d0", [lost, good], [("", 1.0)], created=4.0, ended=20.0, calls={"c1": [1, 2]})
     lost_home = Story("hosts-1-0", 1, "d1", [Attempt(began=5.0)], [("HOME_LOST", None)])
     again = Story("hosts-1-1", 1, "d1", [replace(good)], [("", 1.0)], calls={"c2": [3]})
+    for one in (lost_home, again):
+        one.created, one.ended = 4.0, 20.0
     return Seen(
         max_attempts=3,
         places=("n0", "n1", "g0", "g1", "g2"),
@@ -98,6 +101,26 @@ def _is_noticed_late(seen: Seen) -> None:
     seen.stories[0].attempts[0].failed = 18.5
 
 
+def _waits_for_a_lost_node(seen: Seen) -> None:
+    seen.stories[0].attempts[0].failed = 40.5
+
+
+def _waits_for_the_engine_of_its_gate(seen: Seen) -> None:
+    seen.engines = {"g1": "e1"}
+    seen.losses.append(Lost("e1", 17.0))
+    seen.stories[0].ended = 47.5
+
+
+def _waits_for_its_driver(seen: Seen) -> None:
+    seen.losses.append(Lost("d0", 16.0, 46.5))
+    seen.stories[0].ended = 50.0
+
+
+def _never_ends_after_a_loss(seen: Seen) -> None:
+    seen.stories[0].ends = []
+    seen.losses.append(Lost("g1", 17.0))
+
+
 def _leaves_something(seen: Seen) -> None:
     seen.left.append("n0: process 7")
 
@@ -128,6 +151,10 @@ def _accepts_an_old_key(seen: Seen) -> None:
         (truths.logged_tokens, _has_a_call_of_another),
         (truths.answered_once, _was_answered_twice),
         (truths.noticed, _is_noticed_late),
+        (truths.waited, _waits_for_a_lost_node),
+        (truths.waited, _waits_for_the_engine_of_its_gate),
+        (truths.waited, _waits_for_its_driver),
+        (truths.waited, _never_ends_after_a_loss),
         (truths.nothing_left, _leaves_something),
         (truths.nothing_left, _had_nothing_while_rollouts_ran),
         (truths.keys_refused, _accepts_an_old_key),
@@ -174,6 +201,29 @@ def test_a_reward_before_the_loss_is_earned() -> None:
     seen = _seen()
     seen.losses.append(Lost("n0", 19.5))
     assert list(truths.earned(seen)) == []
+
+
+def test_a_wait_is_until_the_host_is_back_or_the_attempt_over() -> None:
+    seen = _seen()
+    seen.losses += [Lost("d0", 5.0, 7.0), Lost("g1", 17.0), Lost("g0", 14.5), Lost("n0", 3.0, 14.0)]
+    found = [(seconds, name) for seconds, rollout_id, name in truths.waits(seen) if rollout_id == "hosts-0-0"]
+    assert found == [(2.0, "d0"), (3.0, "g1"), (4.0, "n1")]
+
+
+def test_what_a_loss_leaves_open_follows_the_seed() -> None:
+    losses = [Loss.parse(text) for text in ("n@0.2-0.8:link=40", "n@0-1", "n1@0.9", "g@0.5")]
+    names = {"n": ["n0", "n1", "n2"], "g": ["g0", "g1"]}
+    found = {seed: drawn(losses, names.__getitem__, Random(seed)) for seed in range(20)}
+    assert found[7] == drawn(losses, names.__getitem__, Random(7))
+    assert len({tuple(one) for one in found.values()}) == len(found)
+    for one in found.values():
+        assert sorted(loss.name for loss in one)[1:] == ["n0", "n1", "n2"]
+        assert one == sorted(one, key=lambda loss: loss.share)
+        assert [loss.share for loss in one if loss.name == "n1"] == [0.9]
+        (cut,) = [loss for loss in one if loss.back_s is not None]
+        assert (cut.how, cut.back_s) == (How.LINK, 40.0) and 0.2 <= cut.share <= 0.8
+    with pytest.raises(ValueError, match="no host g"):
+        drawn([losses[-1]] * 3, names.__getitem__, Random(1))
 
 
 def test_a_lost_driver_comes_back_by_itself() -> None:
