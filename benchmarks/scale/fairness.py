@@ -119,7 +119,8 @@ async def _read(run: scale.Fleet, late: Penstock, model: load.Model, rollouts: i
     await _cancelled(early)
     listed = [one async for one in run.ps.rollouts.list(labels=load.LABELS)]
     _, left = await scale.settled(run)
-    took = [_held_s(one) for one in listed if _is_rewarded(one)]
+    held_back = {one.rollout_id for one in early[:RUNNING]}
+    took = [_held_s(one) for one in listed if _is_rewarded(one) and one.rollout_id not in held_back]
     waits = [one.phase_times.get(Phase.QUEUED, 0.0) for one in came]
     return Figures(
         rollouts,
