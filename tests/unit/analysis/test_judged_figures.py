@@ -64,7 +64,7 @@ def test_a_missed_aim_fails_the_command(
     async def measured(_place: Path) -> list[Section]:
         return [Section("figures", [Row("needs", 5.0, "cores")], faults=["needs: 5 cores, at most 4"])]
 
-    monkeypatch.setitem(command.BENCHMARKS, "busy", measured)  # type: ignore[arg-type]
+    monkeypatch.setitem(command.BENCHMARKS, "busy", measured)
     monkeypatch.setattr("sys.argv", ["benchmarks", "busy", "--out", str(tmp_path / "kept.json")])
     with pytest.raises(SystemExit) as ended:
         command.main()

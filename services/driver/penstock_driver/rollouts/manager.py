@@ -332,15 +332,12 @@ class RolloutManager:
         """The spec of a rollout that has waited. Raise RolloutFailed."""
         while True:
             try:
-                sealed = await self._records.sealed_spec(record)
-                break
+                return await self._specs.read(Unended(record, await self._records.sealed_spec(record)))
+            except NotAdoptable as error:
+                raise RolloutFailed(error.failure) from error
             except OperationalError:
                 _log.exception("the journal cannot be read", rollout_id=record.rollout_id)
                 await asyncio.sleep(RETRY_S)
-        try:
-            return await self._specs.read(Unended(record, sealed))
-        except NotAdoptable as error:
-            raise RolloutFailed(error.failure) from error
 
     def _end_waiting(self, runner: RolloutRunner, failure: Failure) -> None:
         """End a rollout that has no slot."""

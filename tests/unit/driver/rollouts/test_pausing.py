@@ -322,7 +322,7 @@ async def test_a_pause_is_not_in_force_before_the_agent_of_an_earlier_process_is
     """That agent runs, although no attempt of this process watches it yet; or its attempt is over."""
     for is_watched in (True, False):
         book = Book(phase=Phase.RUNNING)
-        pausing, services = Pausing(book, PauseLimits(60.0), lambda: None), Services(book)  # type: ignore[arg-type]
+        pausing, services = Pausing(book, PauseLimits(60.0), lambda _: None), Services(book)  # type: ignore[arg-type]
         pausing.begin("why", None)
         assert not await pausing.settled(0.0)
         if is_watched:
