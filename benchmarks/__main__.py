@@ -31,7 +31,7 @@ from benchmarks import (
 )
 from benchmarks.gate import by_turns, prompts
 from benchmarks.replaying import branches, credit, regrades, replays, turns
-from benchmarks.scale import busy
+from benchmarks.scale import busy, fairness
 
 BENCHMARKS: Final[Mapping[str, Callable[[Path], Coroutine[None, None, list[report.Section]]]]] = {
     "sandboxes": sandboxes.measure,
@@ -52,6 +52,7 @@ BENCHMARKS: Final[Mapping[str, Callable[[Path], Coroutine[None, None, list[repor
     "clients": clients.measure,
     "dashboard": dashboard.measure,
     "scale": scale.measure,
+    "fairness": fairness.measure,
     "busy": busy.measure,
 }
 ONLY_BY_NAME: Final = frozenset({"replayed-agents", "turns"})
@@ -75,7 +76,10 @@ def main() -> None:
     )
     parser.add_argument("--full", action="store_true", help="what takes longer too, of `gate`")
     parser.add_argument(
-        "--rollouts", type=int, default=scale.ROLLOUTS, help="how many at once, of `scale`, or how many, of `regrade`"
+        "--rollouts",
+        type=int,
+        default=scale.ROLLOUTS,
+        help="how many at once, of `scale`; how many, of `regrade`; how many wait as another comes, of `fairness`",
     )
     parser.add_argument(
         "--latency", type=float, default=scale.LATENCY_S, help="seconds of the model for a call, of `scale`"
@@ -108,6 +112,7 @@ def main() -> None:
     chosen = replayed_agents.Plan(given.agent, given.tasks, given.kept)
     if given.rollouts != scale.ROLLOUTS:
         measures["regrade"] = partial(regrades.measure, count=given.rollouts)
+        measures["fairness"] = partial(fairness.measure, rollouts=given.rollouts)
     measures["replayed-agents"] = partial(replayed_agents.measure, plan=chosen)
     measures["turns"] = partial(turns.measure, seeds=given.seeds, kept=given.kept)
     facts = report.machine()
@@ -126,6 +131,9 @@ def main() -> None:
     out = given.out or Path("runs/bench") / f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}.json"
     report.write(out, facts, sections)
     print(f"\nkept in {out}")
+    if faults := [fault for section in sections for fault in section.faults]:
+        print("\nmissed:", *(f"  {fault}" for fault in faults), sep="\n")
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

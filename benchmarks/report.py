@@ -35,11 +35,15 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """The figures of one benchmark; `pace_ms` is `pace` before and after it."""
+    """The figures of one benchmark; `pace_ms` is `pace` before and after it.
+
+    `faults` says which of them miss what they are judged by: with one, the command exits with 1.
+    """
 
     title: str
     rows: Sequence[Row]
     pace_ms: tuple[float, float] | None = None
+    faults: Sequence[str] = ()
 
     def __str__(self) -> str:
         names = max(len(row.name) for row in self.rows)

@@ -49,12 +49,16 @@ _LEAST_BYTES: Final = 2 << 30
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to run; `kill` are services, killed one after the other while the rollouts end."""
+    """What to run; `kill` are services, killed one after the other while the rollouts end.
+
+    `running`: the driver's slots; None = one for each.
+    """
 
     rollouts: int = ROLLOUTS
     latency_s: float = LATENCY_S
     waiting_s: float = WAITING_S
     kill: Sequence[str] = ()
+    running: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +101,7 @@ async def fleet(place: Path, plan: Plan) -> AsyncIterator[Fleet]:
         engine_options={"script": str(_script(place))},
         state_dir=place / "state",
         settings={
-            "driver": {"max_running": max(plan.rollouts, WARM), "max_queued": 2 * most},
+            "driver": {"max_running": plan.running or max(plan.rollouts, WARM), "max_queued": 2 * most},
             "sandbox": {
                 "default_backend": null_backend.NAME,
                 "max_sandboxes": 3 * most,
@@ -286,7 +290,7 @@ async def _ended(
     return killed
 
 
-async def _settled(run: Fleet) -> tuple[dict[str, bool], list[str]]:
+async def settled(run: Fleet) -> tuple[dict[str, bool], list[str]]:
     """Whether each rollout has an end, and what services still hold, once that is nothing; Unavailable after BACK_S."""
     deadline = time.monotonic() + BACK_S
     while True:
@@ -305,7 +309,7 @@ async def _settled(run: Fleet) -> tuple[dict[str, bool], list[str]]:
 
 async def _lost(run: Fleet, ends: load.Ends, killed: Sequence[str]) -> list[Row]:
     """What is not as it must be after kills, once all services are back. Raises RuntimeError when anything is lost."""
-    listed, left = await _settled(run)
+    listed, left = await settled(run)
     lost = ends.accepted - listed.keys()
     unended = [one for one in ends.accepted if not listed.get(one, False)]
     if lost or unended or left or ends.wrong or ends.accepted - ends.ended:

@@ -10,7 +10,7 @@ import pytest
 from tests.unit.driver.world import Directories, HttpGate, bash, say
 
 from penstock.driver.v1 import rollout_pb2
-from penstock.interception.v1 import rollout_gate_service_pb2
+from penstock.interception.v1 import interception_pb2, rollout_gate_service_pb2
 from penstock_chassis.journal import Journal
 from penstock_driver.agents.launch import AgentChoice
 from penstock_driver.agents.registry import AgentRegistry
@@ -18,9 +18,13 @@ from penstock_driver.domain.ports import Command, SandboxTerms
 from penstock_driver.domain.records import GroupPlan, GroupRecord, Record, RequestKey, new_id, new_records
 from penstock_driver.domain.rollout import Limits, RolloutSpec, Task, Verifier
 from penstock_driver.rollouts.manager import RolloutManager
+from penstock_driver.rollouts.preflight import check_backend
 from penstock_driver.store.event_log import EventLog
 from penstock_driver.store.records import Records
 from penstock_driver.testing import OpenDriver, open_driver
+from penstock_driver.wire.specs import effective_spec, rollout_spec
+
+SECRET = "sk-secret '$(leak)"
 
 
 def write_then_stop(messages: list[dict[str, object]]) -> dict[str, object]:
@@ -80,6 +84,21 @@ class Driver:
         self.manager.start(replace(spec, environment_key=key), records)
         return records[0]
 
+    async def recorded(self, count: int) -> list[Record]:
+        """Rollouts of one spec each, recorded as a client's requests record them: with their sealed specs."""
+        made = [accepted(self) for _ in range(count)]
+        for spec, record in made:
+            sealed = await self.opened.parts.specs.sealed(spec, record)
+            await self.records.create(RequestKey(new_id("q"), "d"), [record], sealed=sealed)
+        return [record for _, record in made]
+
+    async def start_recorded(self, count: int) -> list[Record]:
+        """Start such rollouts, which may wait."""
+        records = await self.recorded(count)
+        for record in records:
+            self.manager.start(accepted(self)[0], [record])
+        return records
+
     async def start_group(self, spec: RolloutSpec, plan: GroupPlan) -> GroupRecord:
         """Start the rollouts of a group."""
         ids = tuple(new_id("r") for _ in range(plan.size + plan.spares))
@@ -111,6 +130,25 @@ class Driver:
     async def owes_nothing(self) -> bool:
         """Whether all that rollouts held is released."""
         return not await self.records.pending_cleanups()
+
+
+def wire_spec() -> rollout_pb2.RolloutSpec:
+    """A rollout as a client asks for it, with a secret and with a file."""
+    wire = rollout_pb2.RolloutSpec(mode=interception_pb2.MODE_INTERCEPTION_GATE)
+    wire.source.tokenizer.name = "tiny"
+    wire.agent.name = "shell"
+    wire.task.instruction = "copy"
+    wire.task.files.add(path="note.txt", content=b"kiwi")
+    wire.task.verifier.passed_share.SetInParent()
+    wire.task.verifier.commands.add(shell="cmp note.txt out.txt").secret_env["KEY"] = SECRET
+    return wire
+
+
+def accepted(driver: Driver, wire: rollout_pb2.RolloutSpec | None = None) -> tuple[RolloutSpec, Record]:
+    """The spec after all checks, and its record."""
+    backend = replace(driver.sandboxes.facts, diff=False)
+    spec = check_backend(rollout_spec(wire or wire_spec(), driver.registry, "default"), [backend])
+    return spec, new_records(spec, effective_spec(spec), [new_id("r")])[0]
 
 
 @pytest.fixture

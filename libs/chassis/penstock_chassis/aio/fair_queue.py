@@ -16,14 +16,15 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import functools
 import itertools
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, TypeAlias, TypeVar
 
 Owner = TypeVar("Owner")
+_Request: TypeAlias = tuple[contextvars.Context, Callable[[], None]]
+"""The context of who asks, and what to call in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,11 @@ def _no_limit(_: object) -> None:
 
 def _equal(_: object) -> float:
     return 1.0
+
+
+def _grant(request: _Request) -> None:
+    context, granted = request
+    context.run(granted)
 
 
 class FairQueue(Generic[Owner]):
@@ -64,8 +70,8 @@ class FairQueue(Generic[Owner]):
         self._total = 0
         self._numbers = itertools.count()
         # Owners with waiting requests, the one that got a slot longest ago first.
-        self._waiting: OrderedDict[Owner, OrderedDict[int, Callable[[], None]]] = OrderedDict()
-        self._aside: dict[int, Callable[[], None]] = {}
+        self._waiting: OrderedDict[Owner, OrderedDict[int, _Request]] = OrderedDict()
+        self._aside: dict[int, _Request] = {}
 
     @property
     def full(self) -> bool:
@@ -108,32 +114,32 @@ class FairQueue(Generic[Owner]):
             granted()
             return ticket
         # Tasks that `granted` starts would otherwise belong to the request whose slot became free.
-        in_context = functools.partial(contextvars.copy_context().run, granted)
+        request = contextvars.copy_context(), granted
         if aside:
-            self._aside[ticket.number] = in_context
+            self._aside[ticket.number] = request
         else:
-            self._waiting.setdefault(owner, OrderedDict())[ticket.number] = in_context
+            self._waiting.setdefault(owner, OrderedDict())[ticket.number] = request
         return ticket
 
     def set_aside(self, ticket: Ticket[Owner]) -> bool:
         """Passes over a request that waits, until `put_back`. Returns False if it waits no more."""
-        granted = self._remove(ticket)
-        if granted is not None:
-            self._aside[ticket.number] = granted
+        request = self._remove(ticket)
+        if request is not None:
+            self._aside[ticket.number] = request
         return ticket.number in self._aside
 
     def put_back(self, ticket: Ticket[Owner]) -> None:
         """Lets a request that was set aside wait again, at its place; succeeds if it is not."""
-        granted = self._aside.pop(ticket.number, None)
-        if granted is None:
+        request = self._aside.pop(ticket.number, None)
+        if request is None:
             return
         if self.room(ticket.owner):
             self._take(ticket.owner)
-            granted()
+            _grant(request)
             return
         requests = self._waiting.setdefault(ticket.owner, OrderedDict())
         later = [number for number in requests if number > ticket.number]
-        requests[ticket.number] = granted
+        requests[ticket.number] = request
         for number in later:
             requests.move_to_end(number)
 
@@ -141,12 +147,12 @@ class FairQueue(Generic[Owner]):
         """Ends a request that waits. Returns False if it waits no more: its slot was granted."""
         return self._aside.pop(ticket.number, None) is not None or self._remove(ticket) is not None
 
-    def _remove(self, ticket: Ticket[Owner]) -> Callable[[], None] | None:
+    def _remove(self, ticket: Ticket[Owner]) -> _Request | None:
         requests = self._waiting.get(ticket.owner)
-        granted = None if requests is None else requests.pop(ticket.number, None)
-        if granted is not None and not requests:
+        request = None if requests is None else requests.pop(ticket.number, None)
+        if request is not None and not requests:
             del self._waiting[ticket.owner]
-        return granted
+        return request
 
     async def take(self, owner: Owner, wait_s: float | None = None) -> None:
         """Takes a slot, waiting at most ``wait_s`` (None: no limit). Raises TimeoutError."""
@@ -172,13 +178,13 @@ class FairQueue(Generic[Owner]):
         while able := [one for one in self._waiting if self.room(one)]:
             chosen = min(able, key=lambda one: self._held[one] / self._weight(one))  # the first of equals
             requests = self._waiting[chosen]
-            _, granted = requests.popitem(last=False)
+            _, request = requests.popitem(last=False)
             if requests:
                 self._waiting.move_to_end(chosen)
             else:
                 del self._waiting[chosen]
             self._take(chosen)
-            granted()
+            _grant(request)
 
     def _take(self, owner: Owner) -> None:
         self._total += 1

@@ -7,6 +7,7 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 from google.protobuf.message import Message
 
@@ -144,6 +145,12 @@ def seed_of(point: trajectory_pb2.BranchPoint) -> int | None:
     return point.seed if point.HasField("seed") else None
 
 
+@cache
+def _home(driver: str) -> rollout_pb2.Home:
+    """What is known of a new rollout's place: one message for all, which nobody changes."""
+    return rollout_pb2.Home(driver=driver)
+
+
 def new_records(
     spec: RolloutSpec,
     effective: rollout_pb2.RolloutSpec,
@@ -158,7 +165,7 @@ def new_records(
     `effective` is the form that is stored, without secrets; `driver` is this driver's name. `branched_from` makes them
     branches.
     """
-    now = time.time()
+    now, home, labels = time.time(), _home(driver), dict(spec.labels)
     return [
         Record(
             rollout_id=rollout_id,
@@ -168,11 +175,11 @@ def new_records(
             task_id=spec.task.task_id,
             agent=spec.agent.spec.name,
             agent_sha256=spec.agent.sha256,
-            labels=dict(spec.labels),
+            labels=labels,
             spec=effective,
             create_time=now,
             namespace=spec.namespace,
-            home=rollout_pb2.Home(driver=driver),
+            home=home,
             branched_from=branched_from,
         )
         for index, rollout_id in enumerate(ids)

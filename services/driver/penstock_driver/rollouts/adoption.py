@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from typing import Final
 
@@ -12,7 +13,7 @@ from penstock_driver.domain.records import Record
 from penstock_driver.domain.rollout import Cause, Component, Failure, Phase, RolloutSpec
 from penstock_driver.domain.unended import Unended, spec_context
 from penstock_driver.store.seal import Seal, SealBroken
-from penstock_driver.wire.specs import rollout_spec
+from penstock_driver.wire.specs import LONG_LOCKS, rollout_spec
 
 _WITHOUT_CHANGES: Final = b"\x00"
 _WITH_CHANGES: Final = b"\x01"
@@ -45,6 +46,12 @@ class SealedSpecs:
             request.task.verifier.fresh_fork = bool(spec.task.verifier.fresh_fork)
         flag = _WITH_CHANGES if spec.reports_changes else _WITHOUT_CHANGES
         return self._seal.seal(flag + request.SerializeToString(), spec_context(record))
+
+    async def read(self, unended: Unended) -> RolloutSpec:
+        """As `opened`: in a thread if the spec is long, since its locks are parsed."""
+        if len(unended.sealed or b"") > LONG_LOCKS:
+            return await asyncio.to_thread(self.opened, unended)
+        return self.opened(unended)
 
     def opened(self, unended: Unended) -> RolloutSpec:
         """The spec of a rollout that an earlier process accepted. Raises NotAdoptable."""

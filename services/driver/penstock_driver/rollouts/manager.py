@@ -3,7 +3,7 @@
 Invariants: every accepted rollout ends with one outcome on disk. After a kill -9 of the driver the next start goes on
 with it in its phase, or ends it and releases its sandbox and its rollout at the gate, found by labels (R50, R127).
 Cancelling is idempotent and returns when the sandbox is gone (R70). A rollout that runs costs no thread and two tasks:
-its runner's, and one that records its end. One that waits costs no task.
+its runner's, and one that records its end. One that waits costs no task, and no spec that no other has too.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from sqlite3 import OperationalError
 from typing import Any, Final, TypeVar
@@ -34,8 +34,10 @@ from penstock_driver.domain.rollout import (
     Outcome,
     Phase,
     Progress,
+    RolloutFailed,
     RolloutSpec,
 )
+from penstock_driver.domain.unended import Unended
 from penstock_driver.environments.cleanup import DRIVER_LABEL, Cleanups
 from penstock_driver.placement.placement import Placement
 from penstock_driver.rollouts.adoption import NotAdoptable, SealedSpecs
@@ -186,13 +188,13 @@ class RolloutManager:
                 continue
             history = await History.read(self._event_log, record, self._limits)
             recorder = RolloutRecorder(record, self._event_log, self._limits, history)
-            left = Left(unended, self._cleanups.release)
+            left = Left(replace(unended, record=recorder.record, sealed=None), self._cleanups.release)
             runners.append(self._runner(spec, recorder, left))
         for runner in runners:
             self._live[runner.recorder.record.rollout_id] = runner
             self._held[runner.recorder.record.namespace] += 1
         for runner in runners:
-            self._await_slot(runner)
+            self._await_slot(runner, has_own_spec=True)  # in a group too
         # After the rollouts: one that its group cancels at once has been taken up then, and ends as any other.
         for group, ends in groups:
             quorum_time = ends[group.plan.quorum - 1] if 0 < group.plan.quorum <= len(ends) else None
@@ -282,13 +284,13 @@ class RolloutManager:
             if cancelled := end.cancelled or (STOPPED if self._stopping else None):
                 self._end_waiting(runner, cancelled)
             else:
-                self._await_slot(runner)
+                self._await_slot(runner, has_own_spec=group is None)
         if group and not self._leaving:
             self._begin_group(group)
 
     def _runner(self, spec: RolloutSpec, recorder: RolloutRecorder, left: Left | None = None) -> RolloutRunner:
         rollout_id = recorder.record.rollout_id
-        pausing = Pausing(recorder, self._pause_limits, partial(self._unpaused, rollout_id))
+        pausing = Pausing(recorder, self._pause_limits, self._unpaused)
         labels = self._labels(rollout_id)
         return RolloutRunner(
             spec, recorder, self._placement, labels, left, pausing=pausing, end_states=self._end_states
@@ -307,8 +309,10 @@ class RolloutManager:
         self._groups[group.group_id] = watch
         self._own(self._watch_group(group.group_id, watch))
 
-    def _await_slot(self, runner: RolloutRunner) -> None:
-        """Start a rollout once its namespace has a slot for it. Until then it has neither a task nor a place."""
+    def _await_slot(self, runner: RolloutRunner, *, has_own_spec: bool) -> None:
+        """Start a rollout once its namespace has a slot for it. Until then it has neither a task nor a place, and its
+        spec is on disk alone, unless others of its group have the same one.
+        """
         record = runner.recorder.record
 
         def granted() -> None:
@@ -321,6 +325,19 @@ class RolloutManager:
         ticket = self._queue.request(record.namespace, granted, aside=aside)
         if not runner.is_started:
             self._waiting[record.rollout_id] = ticket
+            if has_own_spec:
+                runner.put_away(self._read_spec)
+
+    async def _read_spec(self, record: Record) -> RolloutSpec:
+        """The spec of a rollout that has waited. Raise RolloutFailed."""
+        while True:
+            try:
+                return await self._specs.read(Unended(record, await self._records.sealed_spec(record)))
+            except NotAdoptable as error:
+                raise RolloutFailed(error.failure) from error
+            except OperationalError:
+                _log.exception("the journal cannot be read", rollout_id=record.rollout_id)
+                await asyncio.sleep(RETRY_S)
 
     def _end_waiting(self, runner: RolloutRunner, failure: Failure) -> None:
         """End a rollout that has no slot."""
@@ -357,7 +374,7 @@ class RolloutManager:
     def current(self, record: Record) -> Record:
         """Return the record with the current phase and times, which a live rollout keeps in memory."""
         runner = self._live.get(record.rollout_id)
-        return runner.recorder.current if runner else record
+        return runner.recorder.current(record) if runner else record
 
     async def get(self, rollout_id: str) -> Record:
         """Return the current state of a rollout; NotFound (ROLLOUT_UNKNOWN)."""
@@ -603,7 +620,7 @@ class RolloutManager:
         recorder, record = runner.recorder, runner.recorder.record
         outcome, message = serializable(result.outcome, recorder)
         sequence = recorder.close()  # `_finish` appends the outcome with this number
-        is_result = outcome.is_result(verified=runner.spec.task.verifier is not None)
+        is_result = outcome.is_result(verified=runner.is_verified)
         end = RolloutEnd(
             message,
             recorder.progress.times(),

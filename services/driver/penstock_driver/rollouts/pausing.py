@@ -52,7 +52,7 @@ class Held(Protocol):
 class Pausing:
     """Whether one rollout is paused, also since an earlier process of this driver. `close` it at the rollout's end.
 
-    `released` is called whenever a pause is over.
+    `released` is called with the rollout's id whenever a pause is over.
     """
 
     __slots__ = (
@@ -75,7 +75,7 @@ class Pausing:
         "_timer",
     )
 
-    def __init__(self, recorder: RolloutRecorder, limits: PauseLimits, released: Callable[[], None]) -> None:
+    def __init__(self, recorder: RolloutRecorder, limits: PauseLimits, released: Callable[[str], None]) -> None:
         self._recorder = recorder
         self._limits = limits
         self._ending: PauseEnd | None = None
@@ -320,7 +320,7 @@ class Pausing:
         self._recorder.end_pause(why)
         if self._timer is not None:
             self._timer.cancel()
-        self._released()
+        self._released(self._recorder.record.rollout_id)
 
     def _set_timer(self, pause: Pause) -> None:
         if self._timer is not None:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from sqlite3 import OperationalError
+from typing import Final
 
 import structlog
 
@@ -37,12 +38,14 @@ from penstock_driver.rollouts.history import History
 from penstock_driver.store.event_log import EventLog
 from penstock_driver.wire.to_proto import outcome_to_proto
 
+_NO_SPEC: Final = rollout_pb2.RolloutSpec()
 _log = structlog.get_logger("penstock.driver")
 
 
 class RolloutRecorder:
     """Records one rollout. `output` limits the recorded agent output, over all attempts.
 
+    `record` is without the stored spec, which a rollout that runs or waits needs only on disk.
     `history` is of a rollout that an earlier process ran.
     """
 
@@ -70,7 +73,7 @@ class RolloutRecorder:
     )
 
     def __init__(self, record: Record, log: EventLog, limits: EventLimits, history: History | None = None) -> None:
-        self.record = record
+        self.record = replace(record, spec=_NO_SPEC)
         self.progress = RunProgress() if history is None else history.progress
         self.output = Allowance(limits) if history is None else history.output
         self.fork_kind = record.fork_kind
@@ -92,11 +95,11 @@ class RolloutRecorder:
         if not self._sequence:
             self.append(PhaseChanged(Phase.QUEUED))
 
-    @property
-    def current(self) -> Record:
-        """The record with the current phase and times."""
+    def current(self, stored: Record) -> Record:
+        """The stored record with the current phase and times."""
         return replace(
             self.record,
+            spec=stored.spec,
             phase=self.progress.phase,
             phase_times=self.progress.times(),
             last_sequence=self._sequence,

@@ -21,7 +21,7 @@ from penstock_chassis.auth import acting_in
 from penstock_chassis.telemetry.tracing import working_for
 from penstock_driver import metrics
 from penstock_driver.domain.failures import internal_failure
-from penstock_driver.domain.records import seed_of
+from penstock_driver.domain.records import Record, seed_of
 from penstock_driver.domain.rollout import Cause, Component, Failure, Outcome, Phase, RolloutFailed, RolloutSpec
 from penstock_driver.domain.unended import AttemptPlace, Stage, Unended
 from penstock_driver.environments.throttle import TAKES_NO_MORE
@@ -68,6 +68,7 @@ class RolloutRunner:
     """Runs one rollout in a task of its own, from `start` to `result`.
 
     `labels` are those of its resources in other services. `left` is of one that an earlier process began.
+    `is_verified`: whether its task has a verifier.
     """
 
     __slots__ = (
@@ -79,10 +80,12 @@ class RolloutRunner:
         "_labels",
         "_left",
         "_placement",
+        "_read_spec",
+        "_spec",
         "_task",
+        "is_verified",
         "pausing",
         "recorder",
-        "spec",
     )
 
     def __init__(
@@ -98,9 +101,10 @@ class RolloutRunner:
     ) -> None:
         self._end_states = end_states
         self.pausing = pausing
-        branch, index = recorder.record.branched_from, recorder.record.index
-        self.spec = spec.at(index) if branch is None else spec.of_branch(seed_of(branch), index)
         self.recorder = recorder
+        self.is_verified = spec.task.verifier is not None
+        self._spec: RolloutSpec | None = self._own(spec)
+        self._read_spec: Callable[[Record], Awaitable[RolloutSpec]] | None = None
         self._placement = placement
         self._labels = labels
         self._cancellation = Cancellation()
@@ -110,6 +114,20 @@ class RolloutRunner:
         self._left = left
         self._accepted_at = time.monotonic()
         self._task: asyncio.Task[Outcome] | None = None
+
+    @property
+    def spec(self) -> RolloutSpec:
+        """Its spec, which one that waits may have put away."""
+        assert self._spec is not None
+        return self._spec
+
+    def _own(self, spec: RolloutSpec) -> RolloutSpec:
+        branch, index = self.recorder.record.branched_from, self.recorder.record.index
+        return spec.at(index) if branch is None else spec.of_branch(seed_of(branch), index)
+
+    def put_away(self, read: Callable[[Record], Awaitable[RolloutSpec]]) -> None:
+        """Keep no spec until the rollout begins, and `read` it then. `read` raises RolloutFailed if it cannot."""
+        self._spec, self._read_spec = None, read
 
     @property
     def is_started(self) -> bool:
@@ -177,6 +195,11 @@ class RolloutRunner:
         record, progress = self.recorder.record, self.recorder.progress
         working_for(request_id=record.rollout_id, rollout_id=record.rollout_id, group_id=record.group_id)
         with acting_in(record.namespace):
+            if self._read_spec is not None:
+                try:
+                    self._spec = self._own(await self._read_spec(record))
+                except RolloutFailed as error:
+                    return await self._unread(error.failure)
             pause, avoid, moves, is_moved = FIRST_PAUSE_S, Avoid(), 0, False
             while True:
                 left = self._left
@@ -208,6 +231,11 @@ class RolloutRunner:
                 self.recorder.retry(outcome.failure)
                 await asyncio.sleep(pause * random.uniform(1.0, 1.25))  # noqa: S311 - jitter
                 pause = min(2 * pause, MOST_PAUSE_S)
+
+    async def _unread(self, failure: Failure) -> Outcome:
+        """The end of a rollout whose spec cannot be read."""
+        outcome = None if self._left is None else await self._let_go(self._left)
+        return outcome or Outcome(failure=failure)
 
     async def _let_go(self, left: Left) -> Outcome | None:
         """Release what an earlier process left, for nobody goes on with it; return how it had ended, if it had."""

@@ -28,7 +28,7 @@ from penstock_driver.wire.converters import command_from_proto, struct_to_dict
 
 T = TypeVar("T")
 
-_LONG_LOCKS: Final = 32 << 10
+LONG_LOCKS: Final = 32 << 10
 """Bytes of a task's locks that are read on the event loop, in a few milliseconds."""
 _REPLAYS: Final = {
     rollout_pb2.REPLAY_UNSPECIFIED: Replay.UNTIL_DIVERGENCE,
@@ -88,7 +88,7 @@ def rollout_spec(request: rollout_pb2.RolloutSpec, agents: AgentRegistry, namesp
 
 async def with_locks(packages: rollout_pb2.Packages, read: Callable[[], T]) -> T:
     """Return what `read` makes of a request with these locks: in a thread if they are long, since it parses them."""
-    if len(packages.python) + len(packages.npm) > _LONG_LOCKS:
+    if len(packages.python) + len(packages.npm) > LONG_LOCKS:
         return await asyncio.to_thread(read)
     return read()
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from asyncio import Event, ensure_future
-from dataclasses import replace
 from time import time
 from typing import Any
 
 import pytest
-from tests.unit.driver.conftest import Driver
+from tests.unit.driver.conftest import SECRET, Driver, accepted, wire_spec
 
 from penstock.driver.v1 import rollout_pb2
-from penstock.interception.v1 import interception_pb2
 from penstock.sandbox.v1 import sandbox_pb2
 from penstock.trajectory.v1 import trajectory_pb2
 from penstock_driver.agents.output_events import AgentEvent, EventKind, EventParser
@@ -38,38 +36,15 @@ from penstock_driver.domain.rollout import (
     Progress,
     Reward,
     RolloutEvent,
-    RolloutSpec,
 )
 from penstock_driver.domain.unended import AttemptPlace, Stage, Unended
 from penstock_driver.rollouts.adoption import NotAdoptable, SealedSpecs
 from penstock_driver.rollouts.event_limits import Allowance, EventLimits, OutputEvents
 from penstock_driver.rollouts.groups import COMPLETE
 from penstock_driver.rollouts.history import History
-from penstock_driver.rollouts.preflight import check_backend
 from penstock_driver.rollouts.recorder import RolloutRecorder
 from penstock_driver.store.seal import Seal
-from penstock_driver.wire.specs import effective_spec, rollout_spec
-
-SECRET = "sk-secret '$(leak)"
-
-
-def wire_spec() -> rollout_pb2.RolloutSpec:
-    """A rollout as a client asks for it, with a secret and with a file."""
-    wire = rollout_pb2.RolloutSpec(mode=interception_pb2.MODE_INTERCEPTION_GATE)
-    wire.source.tokenizer.name = "tiny"
-    wire.agent.name = "shell"
-    wire.task.instruction = "copy"
-    wire.task.files.add(path="note.txt", content=b"kiwi")
-    wire.task.verifier.passed_share.SetInParent()
-    wire.task.verifier.commands.add(shell="cmp note.txt out.txt").secret_env["KEY"] = SECRET
-    return wire
-
-
-def accepted(driver: Driver, wire: rollout_pb2.RolloutSpec | None = None) -> tuple[RolloutSpec, Record]:
-    """The spec after all checks, and its record."""
-    backend = replace(driver.sandboxes.facts, diff=False)
-    spec = check_backend(rollout_spec(wire or wire_spec(), driver.registry, "default"), [backend])
-    return spec, new_records(spec, effective_spec(spec), [new_id("r")])[0]
+from penstock_driver.wire.specs import effective_spec
 
 
 @pytest.mark.requirement("R8", "R127")
@@ -151,11 +126,11 @@ async def test_the_next_process_records_each_event_once(driver: Driver) -> None:
     next_one = RolloutRecorder(unended.record, driver.history, EventLimits(), history)
     assert next_one.progress.phase is Phase.RUNNING
     assert set(next_one.progress.seconds) == {Phase.QUEUED, Phase.PREPARING, Phase.CONFIGURING}
-    before = next_one.current.last_sequence
+    before = next_one.current(unended.record).last_sequence
     for event in (EXIT, artifact):
         next_one.append(event)
     next_one.append_call(call("c1"))
-    assert next_one.current.last_sequence == before
+    assert next_one.current(unended.record).last_sequence == before
     for _ in range(2):  # by the gate's stream, and by its list
         next_one.append_call(call("c2"))
     next_one.begin_again("again")

@@ -8,8 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.unit.driver.conftest import Driver
-from tests.unit.driver.rollouts.test_adoption import accepted
+from tests.unit.driver.conftest import Driver, accepted
 
 from penstock.chat.v1 import chat_pb2, completion_pb2
 from penstock.driver.v1 import rollout_pb2, rollout_service_pb2

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 from tests.support.waiting import eventually
-from tests.unit.driver.conftest import Driver
-from tests.unit.driver.rollouts.test_adoption import accepted, wire_spec
+from tests.unit.driver.conftest import Driver, accepted, wire_spec
 
 from penstock.chat.v1 import chat_pb2, completion_pb2
 from penstock.driver.v1 import rollout_pb2, rollout_service_pb2

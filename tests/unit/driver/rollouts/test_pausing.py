@@ -109,7 +109,7 @@ class PausingMachine(RuleBasedStateMachine):
         async def made() -> None:
             self.book = Book()
             self.services = Services(self.book)
-            self.pausing = Pausing(self.book, PauseLimits(1e6, 1000), lambda: None)  # type: ignore[arg-type]
+            self.pausing = Pausing(self.book, PauseLimits(1e6, 1000), lambda _: None)  # type: ignore[arg-type]
 
         self.loop.run_until_complete(made())
 
@@ -207,14 +207,14 @@ async def test_a_pause_that_an_earlier_process_held_is_let_go(tmp_path: Path) ->
         book = Book(past, Phase.RUNNING)
         services = Services(book)
         services.is_held, services.is_gone = True, is_gone
-        pausing = Pausing(book, PauseLimits(1e6), lambda: None)  # type: ignore[arg-type]
+        pausing = Pausing(book, PauseLimits(1e6), lambda _: None)  # type: ignore[arg-type]
         pausing.end(PauseEnd.EXPIRED)
         assert book.pause is not None, "something may be held still"
         async with pausing.holding(services):
             assert await pausing.settled(30.0)
         assert pausing.pause is None and (is_gone or not services.is_held)
         pausing.close()
-    lost = Pausing(Book(past, Phase.RUNNING), PauseLimits(1e6), lambda: None)  # type: ignore[arg-type]
+    lost = Pausing(Book(past, Phase.RUNNING), PauseLimits(1e6), lambda _: None)  # type: ignore[arg-type]
     lost.end()
     lost.attempt_over()
     assert await lost.settled(30.0) and lost.pause is None
@@ -225,7 +225,7 @@ async def test_a_pause_that_an_earlier_process_held_is_let_go(tmp_path: Path) ->
 async def test_pauses_are_limited_in_number_and_time() -> None:
     """A repeat makes none of them longer than the rest."""
     book = Book()
-    pausing = Pausing(book, PauseLimits(100.0, 2), lambda: None)  # type: ignore[arg-type]
+    pausing = Pausing(book, PauseLimits(100.0, 2), lambda _: None)  # type: ignore[arg-type]
     pausing.begin("one", None)
     assert book.pause is not None and book.pause.end_time - book.pause.start_time <= 100.0
     pausing.begin("again", 1e9)
@@ -248,7 +248,7 @@ async def test_one_that_waits_is_passed_over_and_keeps_its_place(driver: Driver)
     """The next takes the slot; resumed, it is before those that came after it."""
     hold = driver.gate.hold = asyncio.Event()
     first = await driver.start_group(driver.spec(), GroupPlan(8))
-    waiting = [await driver.start(driver.spec()) for _ in range(3)]
+    waiting = await driver.start_recorded(3)
     await paused(driver, waiting[0])
     live = driver.manager._live
     await driver.manager.cancel(first.rollout_ids[0], "")
@@ -269,7 +269,7 @@ async def test_a_paused_rollout_keeps_its_slot(driver: Driver) -> None:
     """Its sandbox is there: another one in its place would be one too many."""
     hold = driver.gate.hold = asyncio.Event()
     first = await driver.start_group(driver.spec(), GroupPlan(8))
-    waiting = await driver.start(driver.spec())
+    (waiting,) = await driver.start_recorded(1)
     await eventually(lambda: len(driver.gate.requests) == 8, "all have called")
     await driver.manager.pause_all(first.rollout_ids, "", None, 30.0)
     assert len(driver.sandboxes.frozen) == 8 and len(driver.gate.held) == 8
@@ -322,7 +322,7 @@ async def test_a_pause_is_not_in_force_before_the_agent_of_an_earlier_process_is
     """That agent runs, although no attempt of this process watches it yet; or its attempt is over."""
     for is_watched in (True, False):
         book = Book(phase=Phase.RUNNING)
-        pausing, services = Pausing(book, PauseLimits(60.0), lambda: None), Services(book)  # type: ignore[arg-type]
+        pausing, services = Pausing(book, PauseLimits(60.0), lambda _: None), Services(book)  # type: ignore[arg-type]
         pausing.begin("why", None)
         assert not await pausing.settled(0.0)
         if is_watched:

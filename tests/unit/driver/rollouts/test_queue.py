@@ -81,3 +81,45 @@ async def test_one_that_is_cancelled_while_it_waits_takes_no_slot(driver: Driver
     last: Record = await driver.records.get(second.rollout_ids[1])
     assert (await driver.outcome(last)).reward.value == 1.0
     await eventually_async(driver.owes_nothing, "nothing is held")
+
+
+@pytest.mark.requirement("R123")
+async def test_the_spec_of_a_waiting_rollout_is_on_disk_alone(driver: Driver) -> None:
+    """A reader sees all of the rollout meanwhile, and it runs by that spec."""
+    hold = held_back(driver)
+    full = await driver.start_group(driver.spec(), GroupPlan(8))
+    (record,) = await driver.start_recorded(1)
+    assert driver.manager._live[record.rollout_id]._spec is None
+    assert (await driver.manager.get(record.rollout_id)).spec == record.spec
+    hold.set()
+    await driver.manager.cancel_group(full, "")
+    assert (await driver.outcome(record)).reward.value == 1.0
+
+
+@pytest.mark.requirement("R123", "R127")
+async def test_rollouts_that_waited_at_a_restart_wait_without_their_specs(driver: Driver) -> None:
+    """The next process keeps those of the ones that run."""
+    hold = held_back(driver)
+    records = await driver.recorded(10)
+    assert await driver.manager.recover() == 10
+    runners = driver.manager._live.values()
+    assert [runner._spec is None for runner in runners] == [not runner.is_started for runner in runners]
+    assert sum(runner.is_started for runner in runners) == 8
+    hold.set()
+    assert [(await driver.outcome(record)).reward.value for record in records] == [1.0] * 10
+
+
+@pytest.mark.requirement("R123", "R127")
+async def test_a_waiting_rollout_ends_if_its_spec_cannot_be_read(driver: Driver) -> None:
+    """By a reason of its own, and the next in line goes on."""
+    held_back(driver)
+    full = await driver.start_group(driver.spec(), GroupPlan(8))
+    damaged, whole = await driver.start_recorded(2)
+    sql = "UPDATE sealed_specs SET sealed = SUBSTR(sealed, 1, LENGTH(sealed) - 1) WHERE spec_id = ?"
+    await driver.journal.execute(sql, (damaged.rollout_id,))
+    await driver.manager.cancel(full.rollout_ids[0], "")
+    failure = (await driver.outcome(damaged)).failure
+    assert (failure.reason, failure.retriable) == ("SPEC_UNREADABLE", True)
+    assert driver.manager._live[whole.rollout_id].is_started
+    for rollout_id in (whole.rollout_id, *full.rollout_ids):
+        await driver.manager.cancel(rollout_id, "")

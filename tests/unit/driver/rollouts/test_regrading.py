@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.waiting import eventually, eventually_async
-from tests.unit.driver.conftest import Driver
-from tests.unit.driver.rollouts.test_adoption import wire_spec
+from tests.unit.driver.conftest import Driver, wire_spec
 
 from penstock.driver.v1 import rollout_pb2, rollout_service_pb2
 from penstock_chassis.errors import FailedPrecondition, NotFound, PenstockError, ResourceExhausted, Unavailable
