@@ -93,8 +93,7 @@ class Run:
         await self._lose(deque(numbers[half:-quarter]), trainer, agents)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(agents.work(deque(numbers[-quarter:]), self._each))
-            at_lost = self.account.answered_at[LOST]
-            await eventually(lambda: self.account.answered_at[LOST] > at_lost, f"{LOST} answers again", within=_LIMIT_S)
+            await self._answered(agents, len(numbers) - quarter // 4 * 3)
             await self._pause(session)
             trainer.version += 1
             session.announce(trainer.version)
@@ -137,6 +136,7 @@ class Run:
         await self._fleet.serving(LOST)
         await agents.close(LOST, rollouts)
         await agents.prepare(LOST, self._each)
+        await agents.one(await agents.open(LOST), question(0))  # the session is there again
 
     async def _pause(self, session: InterceptSession) -> None:
         """Until all agents wait at both gates."""
