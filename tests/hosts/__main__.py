@@ -2,9 +2,9 @@
 
 `run` drives rollouts on it, some of whose hosts are lost on the way, `grow` lets sandbox services appear meanwhile,
 `uneven` has a full and a slow one, and one with many rollouts at once, `drain` drains one, `restart` restarts every
-service in turn, `throughput` compares several hosts with one and several gates with each alone, `soak` loses processes
-and hosts at random among many groups. They exit with 1 if something is not as it must be. `up` starts it and waits for
-Ctrl-C.
+service in turn, `throughput` compares several hosts with one and several gates with each alone, `session` has one
+trainer at two gates, `export` stores rollouts at a place that fails, `soak` loses processes and hosts at random among
+many groups. They exit with 1 if something is not as it must be. `up` starts it and waits for Ctrl-C.
 """
 
 from __future__ import annotations
@@ -18,10 +18,13 @@ from pathlib import Path
 from typing import Final
 
 from tests.hosts import dns, draining, growth, rolling, throughput, truths, unevenness, up
+from tests.hosts.exporting import run as exporting
+from tests.hosts.exporting import store
 from tests.hosts.fleet import Size, fleet
 from tests.hosts.losses import Loss
 from tests.hosts.network import enter_hub
 from tests.hosts.run import Run
+from tests.hosts.session import run as session
 from tests.hosts.soak.plan import TRAINER_HOST, Plan, write_lists
 from tests.hosts.soak.plan import settings as soak_settings
 from tests.hosts.soak.run import Soak
@@ -126,6 +129,20 @@ def _part(folder: Path, name: str) -> Path:
     return part
 
 
+def _session(folder: Path, size: Size, given: argparse.Namespace) -> tuple[list[str], list[str]]:
+    plan = session.Plan(given.calls, given.at_once, given.rounds, given.budget)
+    with fleet(folder, Size(size.sandboxes, 2, size.drivers, size.engines)) as started:
+        account = asyncio.run(session.Run(started, plan).go())
+    return account.lines(), account.faults()
+
+
+def _export(folder: Path, size: Size, given: argparse.Namespace) -> tuple[list[str], list[str]]:
+    place: store.Store = store.S3(folder) if given.to == "s3" else store.Directory(folder)
+    with fleet(folder, size, exporting.settings(place), (store.HOST,), place.start) as started:
+        account = asyncio.run(exporting.Run(started, place, given.rollouts, given.work).go(given.at_once))
+    return account.lines(), account.faults()
+
+
 def _soak(folder: Path, size: Size, given: argparse.Namespace) -> tuple[list[str], list[str]]:
     plan = Plan(
         given.rollouts,
@@ -151,6 +168,8 @@ _RUNS: Final = {
     "drain": _drain,
     "restart": _restart,
     "throughput": _throughput,
+    "session": _session,
+    "export": _export,
     "soak": _soak,
 }
 
@@ -196,6 +215,17 @@ def _parser() -> argparse.ArgumentParser:
     )
     several.add_argument("--turns", type=int, default=10, help="of each gate alone, and of all gates together")
     several.add_argument("--of", nargs="+", choices=["rollouts", "calls"], default=["rollouts", "calls"])
+    one = commands.add_parser("session", parents=[size], help="answer calls in one session; restart a gate, lose one")
+    one.add_argument("--calls", type=int, default=2000)
+    one.add_argument("--at-once", type=int, default=64)
+    one.add_argument("--rounds", type=int, default=50, help="versions of the weights, each announced in a pause")
+    one.add_argument("--budget", type=int, default=1000, help="calls of a run that has a budget")
+    export = commands.add_parser(
+        "export", parents=[size, load], help="store rollouts as they end; kill store and driver"
+    )
+    export.add_argument(
+        "--to", choices=["s3", "file"], default="s3", help="an S3 server that fails and dies, or a disk"
+    )
     run = commands.add_parser("run", parents=[size, load], help="drive rollouts, and lose hosts")
     run.add_argument("--parts", type=int, default=1, help="calls of a rollout but the last one, at most 4")
     run.add_argument(

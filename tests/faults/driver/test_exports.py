@@ -1,4 +1,7 @@
-"""kill -9 of a real driver at its writes about exports, and between many rollouts: what ended is stored, once."""
+"""kill -9 of a real driver at its writes about exports, and between many rollouts: what ended is stored, once.
+
+`python -m tests.hosts export` has the same with an S3 server that fails and is killed.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,14 @@ import pytest
 from tests.faults.driver.test_every_write import AGENT, SPEC, driver_of, leaked, play, services
 from tests.integration.driver.stack import TOKEN, Process
 from tests.support.services.dying import Warm, insisting
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, eventually_async
 
 from penstock.analysis.export import read_exports
 from penstock.driver.v1 import agent_service_pb2, agent_service_pb2_grpc
 from penstock.driver.v1 import rollout_service_pb2 as pb
 from penstock.driver.v1 import rollout_service_pb2_grpc as pb_grpc
+from penstock.interception.v1 import rollout_gate_service_pb2 as gate_pb
+from penstock.interception.v1 import rollout_gate_service_pb2_grpc as gate_grpc
 from penstock_chassis.channel import connect
 
 __all__ = ["services"]
@@ -106,3 +111,50 @@ async def test_rollouts_that_end_around_a_kill_are_all_stored(
         assert Path(f"{location.removeprefix('file://')}.rollouts.parquet").is_file()
     await driver.kill()
     await leaked(services)
+
+
+@pytest.mark.requirement("R124")
+async def test_a_gate_forgets_only_what_is_stored(services: tuple[Process, Process], tmp_path: Path) -> None:
+    """The store is away while rollouts end, for which the gate, which forgets at once, keeps their captures."""
+    sandbox, gate = services
+    gate.stop()
+    gate.set("retention_s", "0")
+    gate.start()
+    place, aside = tmp_path / "store", tmp_path / "aside"
+    addresses = {"sandbox_address": sandbox.address, "interception_address": gate.address}
+    tokens = {"sandbox_token": TOKEN, "interception_token": TOKEN}
+    (tmp_path / "driver").mkdir()
+    settings = {**addresses, **tokens, "export_url": f"file://{place}", "export_wait_s": "0"}
+    driver = Process("driver", tmp_path / "driver", settings)
+    driver.start()
+    async with connect(driver.address, TOKEN) as channel, connect(gate.address, TOKEN) as gate_channel:
+        rollouts: Any = pb_grpc.RolloutServiceStub(channel)
+        agents: Any = agent_service_pb2_grpc.AgentServiceStub(channel)
+        captures: Any = gate_grpc.RolloutGateServiceStub(gate_channel)
+        await agents.RegisterAgent(agent_service_pb2.RegisterAgentRequest(spec=AGENT))
+
+        async def end(names: list[str]) -> None:
+            for name in names:
+                await rollouts.CreateRollout(pb.CreateRolloutRequest(request_id=name, spec=SPEC, rollout_id=name))
+            for name in names:
+                while not (await rollouts.WaitRollout(pb.WaitRolloutRequest(rollout_id=name))).rollout.HasField(
+                    "outcome"
+                ):
+                    pass
+
+        async def gate_has(names: set[str]) -> bool:
+            listed = await captures.ListRollouts(gate_pb.ListRolloutsRequest())
+            return {rollout.rollout_id for rollout in listed.rollouts} == names
+
+        await end(["a", "b"])
+        await eventually_async(lambda: gate_has(set()), "the gate has forgotten what is stored")
+        place.rename(aside)
+        place.write_text("no directory")
+        await end(["c", "d"])
+        await end(["e"])
+        assert await gate_has({"c", "d", "e"})
+        place.unlink()
+        aside.rename(place)
+        await eventually_async(lambda: gate_has(set()), "the gate has forgotten the others")
+    assert stored(place) == {(name, 1): 1 for name in "abcde"}
+    driver.stop()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import secrets
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
@@ -12,49 +11,37 @@ from pathlib import Path
 from typing import Final
 
 import aiohttp
+import numpy as np
 import pytest
 from playwright.async_api import expect
 from tests.integration.driver.stack import TOKEN, Process
 from tests.integration.driver.test_service import echo_agent
-from tests.support.policy import Trainer
+from tests.support.asking import ask, asking_agent
+from tests.support.policy import Trainer, sampled
 from tests.support.services.stack import disjoint_uids
 from tests.support.terminal.browser import chromium, dashboard, looking
 from tests.support.waiting import eventually_async
 
 from penstock.client import (
+    CallEnded,
+    Completion,
     Endpoints,
     GateRolloutHandle,
+    LogprobsMode,
     Penstock,
+    PolicyConstraint,
     Rollout,
     RunBudgets,
+    StalePolicy,
     Task,
     Tokenizer,
     Unavailable,
     connect,
 )
+from penstock.client.intercept import session as module
 
 TASK: Final = Task(task_id="echo", instruction="hello there")
 SOURCE: Final = Tokenizer("tiny")
-ASKS_WITHOUT_END: Final = """
-import json, os, urllib.error, urllib.request
-with open(os.environ["HOME"] + "/echo.json") as file:
-    settings = json.load(file)
-number = 0
-while True:
-    number += 1
-    body = {"model": "any", "messages": [{"role": "user", "content": str(number)}]}
-    request = urllib.request.Request(settings["url"] + "/chat/completions", json.dumps(body).encode())
-    request.add_header("content-type", "application/json")
-    request.add_header("authorization", "Bearer " + settings["key"])
-    try:
-        urllib.request.urlopen(request).read()
-    except urllib.error.HTTPError as refused:
-        print(refused.read().decode(), flush=True)
-        break
-"""
-
-
-ASKS_THRICE: Final = ASKS_WITHOUT_END.replace("while True:", "while number < 3:")
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +110,14 @@ def fleet(tmp_path_factory: pytest.TempPathFactory, tokenizer_dir: Path) -> Iter
             process.stop()
 
 
+def answer_of(version: int) -> Completion:
+    """An answer of these weights."""
+    ids, logprobs = sampled("an answer")
+    return Completion.of_tokens(
+        np.array(ids), np.array(logprobs), policy_version=version, logprobs_mode=LogprobsMode.PROCESSED
+    )
+
+
 async def both_are_known(ps: Penstock) -> None:
     """The drivers have read the file, and have found each other up."""
 
@@ -136,22 +131,6 @@ async def both_are_known(ps: Penstock) -> None:
 async def all_of(rollouts: AsyncIterator[Rollout], into: list[str]) -> None:
     async for rollout in rollouts:
         into.append(rollout.rollout_id)  # noqa: PERF401 - it has what came before an error
-
-
-async def ask(http: aiohttp.ClientSession, rollout: GateRolloutHandle, text: str) -> None:
-    """An agent's call, which is repeated while the gate is away."""
-    body = {"model": "any", "messages": [{"role": "user", "content": text}]}
-    headers = {"authorization": f"Bearer {rollout.token}", "x-stainless-retry-count": "0", "idempotency-key": text}
-
-    async def answered() -> bool:
-        try:
-            async with http.post(f"{rollout.base_url()}/chat/completions", json=body, headers=headers) as answer:
-                await answer.read()
-                return answer.status == 200
-        except aiohttp.ClientError:
-            return False
-
-    await eventually_async(answered, f"the answer to {text}")
 
 
 async def test_any_driver_s_address_finds_every_rollout(fleet: Fleet) -> None:
@@ -222,11 +201,11 @@ async def test_budgets_of_a_run_are_counted_at_one_gate(fleet: Fleet) -> None:
 
 @pytest.mark.requirement("R122")
 async def test_a_budget_of_a_run_ends_it_at_exactly_that_many_calls(fleet: Fleet) -> None:
-    """Rollouts of both drivers ask without end, four at once. PENSTOCK_TEST_BUDGET=1000 is the whole test."""
-    most, run = int(os.environ.get("PENSTOCK_TEST_BUDGET", "60")), secrets.token_hex(4)
+    """Rollouts of both drivers ask without end, four at once. `python -m tests.hosts session` has more."""
+    most, run = 60, secrets.token_hex(4)
     async with fleet.at(0) as ps, fleet.alone(0) as g0, fleet.alone(1) as g1:
         await both_are_known(ps)
-        await ps.agents.register(echo_agent(name="asker", argv=["python3", "-c", ASKS_WITHOUT_END]))
+        await ps.agents.register(asking_agent("asker"))
         async with ps.intercept(run_id=run, credits=8, policy_version=3) as session:
             trainer = Trainer(session, lambda prompt: "an answer")
             training = asyncio.create_task(trainer.run())
@@ -254,7 +233,7 @@ async def test_branches_are_at_their_parent_s_driver_whoever_asks(fleet: Fleet) 
     async with fleet.at(0) as ps, fleet.at(1) as other:
         await both_are_known(ps)
         await both_are_known(other)
-        await ps.agents.register(echo_agent(name="thrice", argv=["python3", "-c", ASKS_THRICE]))
+        await ps.agents.register(asking_agent("thrice", 3))
         async with ps.intercept(run_id=run, credits=8, policy_version=3) as session:
             trainer = Trainer(session, lambda prompt: "an answer")
             training = asyncio.create_task(trainer.run())
@@ -364,6 +343,69 @@ async def test_a_pause_holds_both_gates(fleet: Fleet) -> None:
             session.finish()
             await training
         assert sorted(call.rollout_id for call in trainer.calls) == sorted(rollout.rollout_id for rollout in opened)
+
+
+@pytest.mark.requirement("R122")
+async def test_both_gates_judge_by_a_version_that_was_announced_in_a_pause(fleet: Fleet) -> None:
+    """Calls wait at both: when they flow again, each gate refuses answers of the weights before."""
+    run = secrets.token_hex(4)
+    async with fleet.at(0) as ps, fleet.alone(0) as g0, fleet.alone(1) as g1, aiohttp.ClientSession() as http:
+        policy = PolicyConstraint(max_staleness=0)
+        opened = [await to.gate.open(run_id=run, source=SOURCE, policy=policy) for to in (g0, g1)]
+        async with ps.intercept(run_id=run, policy_version=3) as session:
+            calls = session.calls()
+            for version in range(4, 8):
+                await session.pause("weights")
+                text = f"for {version}"
+                asking = [asyncio.create_task(ask(http, rollout, text)) for rollout in opened]
+                for to, rollout in zip((g0, g1), opened, strict=True):
+
+                    async def has_it(
+                        to: Penstock = to, rollout_id: str = rollout.rollout_id, count: int = version
+                    ) -> bool:
+                        return len([call async for call in to.gate.calls(rollout_id)]) == count - 3
+
+                    await eventually_async(has_it, "the gate has the call")
+                session.announce(version)
+                await session.resume()
+                leased = [await anext(calls), await anext(calls)]
+                assert [call.min_policy_version for call in leased] == [version, version]
+                for call in leased:
+                    with pytest.raises(StalePolicy):
+                        await call.deliver(answer_of(version - 1))
+                    await call.deliver(answer_of(version))
+                assert await asyncio.gather(*asking) == ["an answer"] * 2
+            await calls.aclose()
+
+
+@pytest.mark.requirement("R119")
+async def test_a_session_goes_on_at_one_gate_while_another_is_lost(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The calls of the lost one are given up. When it is back, its calls come in again."""
+    monkeypatch.setattr(module, "GONE_S", 0.0)
+    run = secrets.token_hex(4)
+    async with fleet.at(0) as ps, fleet.alone(0) as g0, fleet.alone(1) as g1, aiohttp.ClientSession() as http:
+        kept, lost = [await to.gate.open(run_id=run, source=SOURCE) for to in (g0, g1)]
+        async with ps.intercept(run_id=run, policy_version=3) as session:
+            calls = session.calls()
+            asking = asyncio.create_task(ask(http, lost, "before"))
+            call = await anext(calls)
+            fleet.gates[1].kill()
+            try:
+                await call.wait_ended()
+                with pytest.raises(CallEnded):
+                    await call.deliver(answer_of(3))
+                meanwhile = asyncio.create_task(ask(http, kept, "meanwhile"))
+                await (await anext(calls)).deliver(answer_of(3))
+                assert await meanwhile == "an answer"
+            finally:
+                fleet.gates[1].start()
+            asking.cancel()
+            after = asyncio.create_task(ask(http, lost, "after"))
+            await (await anext(calls)).deliver(answer_of(3))
+            assert await after == "an answer"
+            await calls.aclose()
 
 
 async def test_dashboard_shows_rollouts_and_services_of_both_drivers(fleet: Fleet) -> None:

@@ -88,9 +88,11 @@ class Destination:
             self._filesystem.pipe_file(f"{self._root}/{name}", content)
 
         try:
-            await retry(
-                lambda: self.run(write), _DELAYS, patience_s=lambda error: 0.0 if _is_permanent(error) else CHECK_S
-            )
+            # A filesystem repeats by itself, for a minute or so. A driver that has rollouts must not be away so long.
+            async with asyncio.timeout(CHECK_S if is_known else None):
+                await retry(
+                    lambda: self.run(write), _DELAYS, patience_s=lambda error: 0.0 if _is_permanent(error) else CHECK_S
+                )
         except Exception as error:
             if is_known and not _is_permanent(error):
                 return error

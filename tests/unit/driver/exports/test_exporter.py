@@ -407,6 +407,21 @@ async def test_a_known_store_that_is_away_does_not_keep_a_driver_from_starting(
             await destination.check("d0", is_known=False)
 
 
+async def test_a_known_store_that_does_not_answer_delays_a_start_no_longer_than_the_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its filesystem repeats a request by itself, for longer than gates wait for a driver."""
+    monkeypatch.setattr("penstock_driver.exports.destination.CHECK_S", 0.01)
+    with ThreadPoolExecutor(1) as pool:
+        destination = await Destination.opened(f"file://{tmp_path}", pool)
+
+        async def repeats(work: object) -> None:
+            await asyncio.Event().wait()
+
+        destination.run = repeats  # type: ignore[assignment,method-assign]
+        assert isinstance(await destination.check("d0", is_known=True), TimeoutError)
+
+
 class FailingStore(ConnectionError):
     """The store does not answer."""
 

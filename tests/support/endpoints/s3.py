@@ -1,0 +1,108 @@
+"""Parts around an S3 server of a test: what s3fs is to know of it, its bucket, and a proxy that fails."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import suppress
+from itertools import cycle
+from typing import Final
+from urllib.parse import urlsplit
+
+import s3fs
+
+SHARE: Final = 0.3
+"""How many of the requests fail at the proxy."""
+BUCKET: Final = "runs"
+CREDENTIALS: Final[Mapping[str, str]] = {
+    "AWS_ACCESS_KEY_ID": "key",
+    "AWS_SECRET_ACCESS_KEY": "very secret",
+    "AWS_REGION": "us-east-1",
+}
+ENDPOINT: Final = "AWS_ENDPOINT_URL_S3"
+"""The variable that leads s3fs to a server, as an operator would."""
+
+
+def has_bucket() -> bool:
+    """Whether the environment's server has the bucket, which is made; False while it is starting."""
+    bucket = s3fs.S3FileSystem(skip_instance_cache=True)
+    with suppress(Exception):
+        bucket.mkdir(BUCKET)
+    with suppress(Exception):
+        return bool(bucket.exists(BUCKET))
+    return False
+
+
+def lead_to(endpoint: str) -> None:
+    """Have this process, and those that it starts, use this server from now on."""
+    os.environ[ENDPOINT] = endpoint
+    s3fs.S3FileSystem.clear_instance_cache()
+
+
+class Proxy:
+    """A proxy in front of an HTTP server. It answers SHARE of the requests with 500, or breaks off, before the
+    request is done or after. Between `die` and `start` it accepts no connection, and while the server is away it breaks
+    off all."""
+
+    def __init__(self, upstream: str, host: str = "127.0.0.1") -> None:
+        """`host` is its own address."""
+        self._own = host
+        self._host, self._port = urlsplit(upstream).hostname, urlsplit(upstream).port
+        self._random = random.Random(7)  # the same faults each time
+        self._faults = cycle(("error", "lost request", "lost answer"))
+        self._server: asyncio.Server | None = None
+        self.port = 0
+        self.seen: Counter[str] = Counter()
+        """Requests by what was done to them: error, lost request, lost answer, none."""
+
+    @property
+    def address(self) -> str:
+        """Its URL, once it has started."""
+        return f"http://{self._own}:{self.port}"
+
+    async def start(self) -> None:
+        """Accept connections, at the port of the last start if there was one."""
+        self._server = await asyncio.start_server(self._serve, self._own, self.port)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def die(self) -> None:
+        """Accept no more connections."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(asyncio.IncompleteReadError, ConnectionError, asyncio.LimitOverrunError):
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                headers = dict(line.lower().split(b": ", 1) for line in head.split(b"\r\n")[1:] if b": " in line)
+                if headers.get(b"expect") == b"100-continue":
+                    writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+                    head = head.replace(b"Expect: 100-continue\r\n", b"")
+                body = await reader.readexactly(int(headers.get(b"content-length", 0)))
+                fault = next(self._faults) if self._random.random() < SHARE else "none"
+                self.seen[fault] += 1
+                if fault == "lost request" or self._server is None:
+                    break
+                if fault == "error":
+                    writer.write(b"HTTP/1.1 500 Internal Server Error\r\nContent-Length: 0\r\n\r\n")
+                    continue
+                answer = await self._asked(head, body)
+                if fault == "lost answer":
+                    break
+                writer.write(answer)
+                await writer.drain()
+                break  # the answer says Connection: close
+        writer.close()
+
+    async def _asked(self, head: bytes, body: bytes) -> bytes:
+        reader, writer = await asyncio.open_connection(self._host, self._port)
+        lines = [line for line in head.split(b"\r\n") if line and not line.lower().startswith(b"connection:")]
+        writer.write(b"\r\n".join([*lines, b"Connection: close", b"", body]))
+        await writer.drain()
+        answer = await reader.read(-1)
+        writer.close()
+        return answer
