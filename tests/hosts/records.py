@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +12,9 @@ from tests.hosts import engine
 LOST = {"NODE_LOST", "GATE_LOST"}
 HOME_LOST = "HOME_LOST"
 """The reason of the end of a rollout whose driver came back without its disk: its client creates it again."""
+
+End = tuple[str, float | None]
+"""Reason ("" = completed) and reward."""
 
 
 @dataclass
@@ -49,8 +53,8 @@ class Story:
     number: int
     driver: str
     attempts: list[Attempt] = field(default_factory=list)
-    ends: list[tuple[str, float | None]] = field(default_factory=list)
-    """Reason ("" = completed) and reward of each end that was seen: there must be one."""
+    ends: list[End] = field(default_factory=list)
+    """Each end that was seen: there must be one."""
     created: float = 0.0
     ended: float = 0.0
     calls: dict[str, list[int]] | None = None
@@ -59,6 +63,11 @@ class Story:
     """Why it was not."""
     problems: list[str] = field(default_factory=list)
     """What `penstock verify` finds in it."""
+
+    def lose_home(self) -> None:
+        """Record that its driver has lost it."""
+        self.ends.append((HOME_LOST, None))
+        self.ended = time.time()
 
     @property
     def reason(self) -> str:
@@ -95,7 +104,7 @@ class Seen:
     refused: dict[int, str] = field(default_factory=dict)
     """Rollouts that could not be followed to their end, with the error."""
     losses: list[Lost] = field(default_factory=list)
-    listed: dict[str, tuple[str, float | None] | None] = field(default_factory=dict)
+    listed: dict[str, End | None] = field(default_factory=dict)
     """What the drivers list afterwards: reason and reward, None = it has not ended."""
     wiped: dict[str, float] = field(default_factory=dict)
     """Drivers that lost their disk, and when: they list nothing that is older."""
