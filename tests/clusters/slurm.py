@@ -88,7 +88,7 @@ class Slurm:
         return asked
 
     def start(self, name: str) -> None:
-        """Start slurmd on a node, which then counts as booted now: Slurm awaits that of a node that it has asked for."""
+        """Start slurmd on a node, which counts as booted now: Slurm awaits that of a node that it has asked for."""
         machines.spawn(self.nodes[name], ["slurmd", "-D", "-b"], self.env, self.folder / f"slurmd-{name}.out")
 
     @property
