@@ -1,6 +1,6 @@
 """Rollouts on services that a real cluster manager launches, on namespaces of this machine.
 
-Exits with 1 if something is not as it must be.
+Judges the truths of `tests.hosts.truths`, and exits with 1 if something is not as it must be.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 
 from tests.clusters import on_ray, on_slurm
+from tests.clusters.load import Load
 from tests.clusters.machines import enter_world
 from tests.support.services.stack import disjoint_uids
 
@@ -23,9 +24,15 @@ def main() -> int:
     parser.add_argument("--rollouts", type=int, default=40, help="at least so many end")
     parser.add_argument("--at-once", type=int, default=12)
     parser.add_argument("--work", type=float, default=2.0, help="seconds that an agent's command takes")
+    parser.add_argument("--max-attempts", type=int, default=3)
+    parser.add_argument("--least", type=float, default=0.95, help="share of the rollouts that must have their reward")
+    parser.add_argument(
+        "--noticed", type=float, default=8.0, help="seconds from a loss to the failure of 99%% of attempts"
+    )
     parser.add_argument("--gpus", type=int, default=0, help="GPUs (in name only) of the inference service")
-    parser.add_argument("--late", action="store_true", help="ray: a machine comes later; none is lost")
+    parser.add_argument("--late", action="store_true", help="ray: the autoscaler adds a machine; none is lost")
     parser.add_argument("--cancel", action="store_true", help="slurm: cancel the job in the middle; no node is lost")
+    parser.add_argument("--power", action="store_true", help="slurm: all nodes are off before the job; none is lost")
     parser.add_argument("--folder", type=Path, help="keep all files here; default: a temporary directory")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="penstock-") as temporary:
@@ -33,11 +40,11 @@ def main() -> int:
         folder.mkdir(parents=True, exist_ok=True)
         uids = disjoint_uids()
         enter_world(folder)
-        sizes = (given.rollouts, given.at_once, given.work)
+        load = Load(given.rollouts, given.at_once, given.work, given.max_attempts, given.least, given.noticed)
         if given.manager == "slurm":
-            work = on_slurm.run(folder, *sizes, gpus=given.gpus, cancel=given.cancel, first_uid=uids)
+            work = on_slurm.run(folder, load, gpus=given.gpus, cancel=given.cancel, power=given.power, first_uid=uids)
         else:
-            work = on_ray.run(folder, *sizes, gpus=given.gpus, late=given.late, first_uid=uids)
+            work = on_ray.run(folder, load, gpus=given.gpus, late=given.late, first_uid=uids)
         report = asyncio.run(work)
     print("\n".join(report.faults))
     return 1 if report.faults else 0

@@ -11,6 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+from tests.hosts.engine import PLUGINS
+from tests.hosts.fleet import ROOT
 from tests.hosts.network import Host, Network, enter_hub
 
 _CLONE_NEWNS: Final = 0x20000
@@ -38,6 +40,11 @@ def machines(network: Network, folder: Path, names: Sequence[str]) -> dict[str, 
     lines = [f"{host.address} {name}\n" for name, host in made.items()]
     (folder / "hosts").write_text("127.0.0.1 localhost\n" + "".join(lines))
     return made
+
+
+def python_path(folder: Path) -> str:
+    """Where the programs of a cluster find this project's code, and the engine that logs."""
+    return os.pathsep.join(filter(None, [str(folder / PLUGINS), str(ROOT), os.environ.get("PYTHONPATH")]))
 
 
 def spawn(host: Host, argv: Sequence[str], env: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:

@@ -1,8 +1,8 @@
 """A trainer's actor runs rollouts on a Ray cluster of three machines.
 
 Either its stack has asked for three machines and two drivers, gates and engines, of which the second ones share two
-machines. These are lost and come back, one by the end of its raylet and one by its cable. Or it has asked for all of
-them and one of each kind, the third machine comes later, and the engine's actor is lost.
+machines. These are lost and come back, one by the end of its raylet and one by its cable. Or it has asked for as many
+as it needs and one of each kind: Ray's autoscaler adds the third machine, and the engine's actor is lost.
 """
 
 from __future__ import annotations
@@ -10,40 +10,47 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
+from math import ceil
 from pathlib import Path
 from typing import Final
 
-from tests.clusters import machines
+from tests.clusters import machines, rollouts
+from tests.clusters.load import Load
 from tests.clusters.ray_cluster import HEAD, Ray, ray_cluster
-from tests.clusters.report import Report, gpus_seen, is_service, judge, members_in
-from tests.hosts import model
+from tests.clusters.report import Report, backends, gpus_seen, is_service, judge, members_in, traces
+from tests.hosts import engine, model
 from tests.support.waiting import eventually
 
 _NAMES: Final = (HEAD, "r1", "r2")
 _SECOND: Final = {"d1": "drivers", "g1": "gates", "e1": "engines"}
 """Files of members, by names of services."""
+_FIRST: Final = 0.2
+"""Share of the rollouts after which a raylet is killed."""
+_SECOND_AT: Final = 0.5
+"""Share of them after which a machine is cut."""
 _LIMIT_S: Final = 600.0
 _BACK_S: Final = 120.0
 _UIDS: Final = 1024
 """Users of each node's sandboxes: few, since the nodes of a test are one machine."""
 
 
-async def run(
-    folder: Path, count: int, at_once: int, work_s: float, *, gpus: int, late: bool, first_uid: int
-) -> Report:
-    """Run a trainer. `gpus`: of the engine, which then is on r1; `late`: r2 comes later, and nothing else is lost."""
+async def run(folder: Path, load: Load, *, gpus: int, late: bool, first_uid: int) -> Report:
+    """Run a trainer. `gpus`: of the engine, which then is on r1; `late`: the autoscaler adds r2; no machine is lost."""
     report = Report()
     folder.chmod(0o755)
     model.write(folder)
+    engine.register(folder / engine.PLUGINS)
     (folder / "scratch").mkdir(mode=0o711)
-    ends = folder / "ends.jsonl"
+    ends = folder / rollouts.ENDS
     ends.touch()
-    async with ray_cluster(folder, {"r1": gpus}, _NAMES, first=2 if late else 3) as cluster:
+    async with ray_cluster(folder, {"r1": gpus}, _NAMES, first=2 if late else 3, scaled=late) as cluster:
         report.say("Ray is up")
         argv = [sys.executable, "-m", "tests.clusters.ray_trainer", f"--folder={folder}"]
-        argv += [f"--at-once={at_once}", f"--work={work_s}", f"--gpus={gpus}", f"--nodes={0 if late else 3}"]
-        argv += [f"--of-each={1 if late else 2}"]
+        argv += [*load.arguments(), f"--gpus={gpus}", f"--nodes={0 if late else 3}"]
+        # All at once take more than the share of a machine's places after which the stack asks for another one.
+        argv += [f"--of-each={1 if late else 2}", f"--places={load.at_once + 1 if late else 0}"]
         argv += [f"--first-uid={first_uid}", f"--uids={_UIDS}"]
         head = cluster.hosts[HEAD]
         trainer = machines.spawn(head, argv, {**cluster.env, "RAY_ADDRESS": cluster.address}, folder / "trainer.log")
@@ -73,41 +80,51 @@ async def run(
             report.say(f"the second of each is on {where}")
             report.check(set(where.values()) == {"r1", "r2"}, f"services are not apart: {where}")
             first, second = where["d1"], next(name for name in ("r2", "r1") if name != where["d1"])
+            await eventually(ended(ceil(_FIRST * load.rollouts)), "rollouts go on", within=_LIMIT_S)
             await _lose_raylet(cluster, report, folder, first)
-            await eventually(ended(_ended(ends) + 6), "rollouts go on", within=_LIMIT_S)
+            least = max(ceil(_SECOND_AT * load.rollouts), _ended(ends) + 6)
+            await eventually(ended(least), "rollouts go on", within=_LIMIT_S)
             await _cut(cluster, report, folder, second)
             at = [one.rpartition(":")[0] for name, kind in _SECOND.items() for one in [members_in(folder, kind)[name]]]
             report.check(cluster.hosts[HEAD].address not in at, f"the second of each is on {at}")
-        await eventually(ended(max(count, _ended(ends) + 1)), "rollouts go on", within=_LIMIT_S)
-        (folder / "enough").touch()
+        of_all = backends(folder, first_uid, _UIDS, sorted(members_in(folder)))
+        report.check(bool(traces(of_all)), "sandboxes show nothing to their machines while rollouts run")
+        least = max(load.rollouts, _ended(ends) + load.at_once)
+        await eventually(ended(least), "rollouts go on", within=_LIMIT_S)
+        (folder / rollouts.ENOUGH).touch()
         await eventually(lambda: trainer.poll() is not None, "the trainer has ended", within=_LIMIT_S)
         report.say(f"the trainer has ended with {trainer.returncode}")
         report.check(trainer.returncode == 0, (folder / "trainer.log").read_text(errors="replace")[-3000:])
-        judge(ends, count, report)
-        await eventually(lambda: not _left(cluster, folder), "nothing is left", within=60.0)
+        places = ("n0", "n1", "g0", *([] if late else ["n2", "g1"]))
+        judge(folder, report, load, places, ["r1"] if late else ["r1", "r2"])
+        await eventually(lambda: not [*_left(cluster, folder), *traces(of_all)], "nothing is left", within=60.0)
         report.say("nothing is left")
     return report
 
 
 async def _add(cluster: Ray, report: Report, folder: Path, ends: Path) -> None:
-    """Start Ray on a third machine: it gets a sandbox service, and that one gets rollouts."""
-    members = members_in(folder)
-    cluster.start("r2")
-    report.say(f"r2 is started; members are {sorted(members)}")
-    await cluster.until(lambda: len(members_in(folder)) == len(members) + 1, "r2 has a service")
-    (added,) = members_in(folder).keys() - members.keys()
-    report.say(f"{added} is a member")
-    await eventually(lambda: f'"node": "{added}"' in ends.read_text(), f"a rollout ran on {added}", within=_LIMIT_S)
-    report.say(f"a rollout ran on {added}")
+    """Start Ray on the machine that the autoscaler asks for: it gets a sandbox service, and that one gets rollouts."""
+    began = time.monotonic()
+
+    def added() -> bool:
+        cluster.start_asked()
+        return len(members_in(folder)) == 2
+
+    await cluster.until(lambda: len(members_in(folder)) == 1, "r1 has a service")
+    await cluster.until(added, "r2 has a service")
+    report.say(f"members are {members_in(folder)}")
+    await eventually(lambda: '"node":"n1"' in ends.read_text(), "a rollout ran on n1", within=_LIMIT_S)
+    report.say(f"a rollout ran on n1, {time.monotonic() - began:.1f} s after the first")
 
 
 async def _lose_engine(cluster: Ray, report: Report, ended: Callable[[int], Callable[[], bool]], ends: Path) -> None:
     """Kill the engine's actor. Ray starts it again, and the gate learns where it is now."""
-    (engine,) = _engines(cluster)
-    os.kill(machines.parent_of(engine), signal.SIGKILL)
+    (lost,) = _engines(cluster)
+    os.kill(machines.parent_of(lost), signal.SIGKILL)
+    report.lost(["e0"])
     report.say("the engine's actor is killed")
-    await eventually(lambda: bool(set(_engines(cluster)) - {engine}), "the engine is back", within=_BACK_S)
-    report.say("the engine is back")
+    await eventually(lambda: bool(set(_engines(cluster)) - {lost}), "the engine is back", within=_BACK_S)
+    report.say(f"the engine is back after {report.back('e0'):.1f} s")
     await eventually(ended(_ended(ends) + 2), "rollouts go on", within=_LIMIT_S)
 
 
@@ -115,6 +132,7 @@ async def _lose_raylet(cluster: Ray, report: Report, folder: Path, name: str) ->
     """Kill a raylet. What was there returns under its name: the sandbox service there, others where there is room."""
     before = _on(cluster, folder, name)
     os.kill(cluster.raylet(name), signal.SIGKILL)
+    report.lost(before)
     report.say(f"the raylet of {name} is killed, which has {sorted(before)}")
     await eventually(lambda: not _services(cluster, name), "its services have ended", within=_BACK_S)
     report.say("its services have ended")
@@ -128,6 +146,7 @@ async def _cut(cluster: Ray, report: Report, folder: Path, name: str) -> None:
     """Cut a machine until Ray has given it up, and start Ray there anew."""
     host, before = cluster.hosts[name], _on(cluster, folder, name)
     host.cut()
+    report.lost(before)
     report.say(f"the cable of {name} is cut, which has {sorted(before)}")
     await eventually(lambda: cluster.alive() == len(_NAMES) - 1, "Ray sees the loss", within=_BACK_S)
     report.say(f"Ray sees the loss; services on the cut machine: {len(_services(cluster, name))}")
@@ -151,14 +170,18 @@ def _on(cluster: Ray, folder: Path, name: str) -> dict[str, tuple[str, str]]:
 
 
 async def _back(cluster: Ray, report: Report, folder: Path, before: dict[str, tuple[str, str]]) -> None:
-    """Wait until services have other addresses than before."""
+    """Wait until services have other addresses than before, and serve there."""
+    away = dict(before)
 
     def changed() -> bool:
-        return all(members_in(folder, kind).get(name) not in (None, old) for name, (kind, old) in before.items())
+        for name, (kind, old) in list(away.items()):
+            address = members_in(folder, kind).get(name)
+            if address not in (None, old):
+                del away[name]
+                report.say(f"{name} is back at {address} after {report.back(name):.1f} s, before at {old}")
+        return not away
 
     await cluster.until(changed, f"{sorted(before)} are back")
-    for name, (kind, address) in before.items():
-        report.say(f"{name} is back at {members_in(folder, kind)[name]}, before at {address}")
 
 
 def _machine_of(cluster: Ray, folder: Path, kind: str, name: str) -> str:

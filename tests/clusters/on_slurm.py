@@ -1,6 +1,7 @@
 """A Slurm job of four nodes runs rollouts on two drivers, gates and engines.
 
-A service and the nodes of a gate, a driver and an engine are lost on the way, or the job is cancelled.
+A service and the nodes of a gate, a driver and an engine are lost on the way, or the job is cancelled. Or nothing is
+lost, and all nodes are off before the job and after it.
 """
 
 from __future__ import annotations
@@ -8,40 +9,59 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from tests.clusters import machines
-from tests.clusters.report import Report, gpus_seen, has_service, is_service, judge, members_in
+from tests.clusters import machines, rollouts
+from tests.clusters.load import Load
+from tests.clusters.report import (
+    Report,
+    answers,
+    backends,
+    gpus_seen,
+    has_service,
+    is_service,
+    judge,
+    members_in,
+    traces,
+)
 from tests.clusters.slurm import Slurm, slurm
-from tests.hosts import model
+from tests.hosts import engine, model
+from tests.hosts.fleet import ROOT
+from tests.hosts.records import Lost
 from tests.support.waiting import eventually
 
 _NODES: Final = ("n0", "n1", "n2", "n3")
 _PLACED: Final = {"driver": "n2", "interception": "n1", "inference": "n3"}
 """Where Slurm has the second gate, driver and engine: the first of each is on n0."""
-ROOT: Final = Path(__file__).parents[2]
+_LOSSES: Final = {"interception": ("g1", 0.3), "driver": ("d1", 0.5), "inference": ("e1", 0.7)}
+"""The second gate, driver and engine, and the share of the rollouts after which their nodes are lost."""
 _GONE: Final = ("COMPLETED", "CANCELLED", "FAILED", "NODE_FAIL", "TIMEOUT")
 _LIMIT_S: Final = 600.0
-_UIDS: Final = 64
-"""Users of each node's sandboxes: few, since the nodes of a test are one machine."""
+_UIDS: Final = 512
+"""Users of each node's sandboxes."""
 
 
-async def run(
-    folder: Path, count: int, at_once: int, work_s: float, *, gpus: int, cancel: bool, first_uid: int
-) -> Report:
-    """Run a job. `gpus`: of the engine; `cancel`: `scancel` it in the middle, instead of losing a node."""
+async def run(folder: Path, load: Load, *, gpus: int, cancel: bool, power: bool, first_uid: int) -> Report:
+    """Run a job. `gpus`: of the engine; `cancel`: `scancel` it in the middle, instead of losing a node.
+
+    `power`: the cluster saves power, and no node is lost.
+    """
     report = Report()
     folder.chmod(0o755)
     model.write(folder)
-    async with slurm(folder, _NODES) as cluster:
+    engine.register(folder / engine.PLUGINS)
+    async with slurm(folder, _NODES, saves_power=power) as cluster:
         report.say("Slurm is up")
-        ends = folder / "ends.jsonl"
+        ends = folder / rollouts.ENDS
         ends.touch()
-        trainer = [sys.executable, "-m", "tests.clusters.rollouts", "--at-once", str(at_once)]
-        trainer += ["--work", str(work_s), "--ends", str(ends), "--enough", str(folder / "enough")]
+        trainer = [sys.executable, "-m", "tests.clusters.rollouts", *load.arguments(), f"--folder={folder}"]
         job = _submit(cluster, trainer, gpus, first_uid)
+        if power:
+            await eventually(lambda: cluster.power() == set(_NODES), "Slurm asks for all nodes", within=_LIMIT_S)
+            report.say("Slurm asks for all nodes")
         await eventually(lambda: _ended(ends, job, cluster) >= 1, "a rollout has ended", within=_LIMIT_S)
         report.say("a first rollout has ended")
         directory = folder / f"penstock-{job}"
@@ -55,19 +75,29 @@ async def run(
         else:
             for service, node in _PLACED.items():
                 report.check(has_service(cluster.nodes[node], service), f"{node} has no {service} service")
+        living = [name for name in cluster.nodes if cancel or power or name not in _PLACED.values()]
+        of_all = backends(folder, first_uid, _UIDS, _NODES)
+        report.check(bool(traces(of_all)), "sandboxes show nothing to their machines while rollouts run")
         if cancel:
             cluster.run("scancel", job)
+        elif power:
+            await _finish(cluster, ends, job, load)
         else:
-            await _lose(cluster, report, ends, job, count)
+            await _lose(cluster, report, ends, job, load)
         await eventually(lambda: cluster.state(job) in _GONE, "the job has ended", within=_LIMIT_S)
         state = cluster.state(job)
         report.say(f"the job is {state}")
         report.check(state == ("CANCELLED" if cancel else "COMPLETED"), f"the job is {state}")
         if not cancel:
-            judge(ends, count, report)
-        living = [name for name in cluster.nodes if cancel or name not in _PLACED.values()]
-        await eventually(lambda: not _left(cluster, living), "nothing is left", within=60.0)
+            places = (*_NODES, "g0", "g1")
+            judge(folder, report, load, places, [node for node in cluster.nodes if node not in living])
+        of_living = [one for one in of_all if one.name in living]
+        left = lambda: [*_left(cluster, living), *traces(of_living)]  # noqa: E731
+        await eventually(lambda: not left(), "nothing is left", within=60.0)
         report.say("nothing is left")
+        if power:
+            await eventually(lambda: not cluster.power(), "Slurm gives all nodes back", within=_LIMIT_S)
+            report.say("Slurm gives all nodes back")
         report.check(not (directory / "orders").exists(), "the orders are left")
         report.check(not (directory / "connection.json").exists(), "the connection file is left")
     return report
@@ -75,33 +105,37 @@ async def run(
 
 def _submit(cluster: Slurm, trainer: Sequence[str], gpus: int, first_uid: int) -> str:
     folder = cluster.folder
-    settings = [f"sandbox.first_uid={first_uid}", f"sandbox.uid_count={_UIDS}"]
+    settings = [f"sandbox.first_uid={first_uid}", f"sandbox.uid_count={_UIDS}", f"inference.engine={engine.NAME}"]
     up = ["--model-dir", str(folder / "model"), "--engine", "scripted", "--script", str(folder / "script.yaml")]
+    up += ["--engine-option", f"{engine.OPTION}={answers(folder)}"]
     up += [word for setting in settings for word in ("--set", setting)]
     up += ["--drivers", "2", "--gates", "2", "--engines", "2"]
     up += ["--scratch", str(folder / "scratch"), *(["--gpus", str(gpus)] if gpus else [])]
     (folder / "scratch").mkdir(mode=0o711)
     script = ROOT / "deploy" / "slurm" / "penstock.sbatch"
     options = [f"--nodes={len(_NODES)}", f"--output={folder / 'job.log'}", *(["--gres=gpu:2"] if gpus else [])]
-    exported = f"--export=ALL,PYTHONPATH={ROOT},PATH={Path(sys.executable).parent}:{os.environ['PATH']}"
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    exported = f"--export=ALL,PYTHONPATH={machines.python_path(folder)},PATH={path}"
     return cluster.submit(script, exported, *options, then=[*up, "--", *trainer])
 
 
-async def _lose(cluster: Slurm, report: Report, ends: Path, job: str, count: int) -> None:
+async def _lose(cluster: Slurm, report: Report, ends: Path, job: str, load: Load) -> None:
     """Kill a service, which comes back under its name, then cut nodes, which do not."""
     (service,) = [pid for pid in machines.processes(cluster.nodes["n1"]) if is_service(pid)]
     os.kill(service, signal.SIGKILL)
+    report.disturbances.append(killed := Lost("n1", time.time()))
     report.say("the sandbox service of n1 is killed")
     host = cluster.nodes["n1"]
     others = lambda: any(is_service(pid) and pid != service for pid in machines.processes(host))  # noqa: E731
     await eventually(others, "the sandbox service of n1 is back", within=60.0)
+    killed.back = time.time()
     report.say("it is back")
-    await _go_on(cluster, ends, job, 1)
-    for kind, node in _PLACED.items():
+    for kind, (name, share) in _LOSSES.items():
+        await _until(cluster, ends, job, max(share * load.rollouts, _ended(ends, job, cluster) + 1))
+        node = _PLACED[kind]
         cluster.nodes[node].cut()
+        report.lost([node, name])
         report.say(f"the cable of {node} is cut, which has a {kind} service")
-        await _go_on(cluster, ends, job, 6)
-        report.say("rollouts go on")
     lost = _PLACED.values()
     seen = lambda: all("DOWN" in cluster.node_state(node) for node in lost)  # noqa: E731
     await eventually(seen, "Slurm sees the losses", within=120.0)
@@ -111,13 +145,17 @@ async def _lose(cluster: Slurm, report: Report, ends: Path, job: str, count: int
     left = lambda: all(len(members_in(cluster.folder, kind)) == 1 for kind in kinds)  # noqa: E731
     await eventually(left, "the lost ones are no members", within=60.0)
     report.say("those that are lost are no members any more")
-    await _go_on(cluster, ends, job, max(1, count - _ended(ends, job, cluster)))
-    (cluster.folder / "enough").touch()
+    await _finish(cluster, ends, job, load)
 
 
-async def _go_on(cluster: Slurm, ends: Path, job: str, more: int) -> None:
-    """Wait until so many more rollouts have ended."""
-    least = _ended(ends, job, cluster) + more
+async def _finish(cluster: Slurm, ends: Path, job: str, load: Load) -> None:
+    """Let the trainer end once enough rollouts have ended, some of them after all losses."""
+    await _until(cluster, ends, job, max(load.rollouts, _ended(ends, job, cluster) + load.at_once))
+    (cluster.folder / rollouts.ENOUGH).touch()
+
+
+async def _until(cluster: Slurm, ends: Path, job: str, least: float) -> None:
+    """Wait until so many rollouts have ended."""
     await eventually(lambda: _ended(ends, job, cluster) >= least, "rollouts go on", within=_LIMIT_S)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -12,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from tests.clusters import machines
-from tests.hosts.fleet import ROOT
+import yaml
+from tests.clusters import machines, ray_provider
 from tests.hosts.network import Host, Network
 from tests.support.waiting import eventually
 
@@ -28,8 +29,12 @@ _PORTS: Final = {
 """Fixed, so that the raylet need not wait for what its agents choose."""
 _CPUS: Final = 3
 """Of a worker, enough for a sandbox service and two others. The head has room for the first only."""
+PLACE: Final[Mapping[str, float]] = {"sandboxes": 1}
+"""A resource of each worker, which has one."""
 _UP_S: Final = 240.0
 _TRIES: Final = 6
+_ASKED: Final = "asked"
+"""The folder of `ray_provider`, below that of the cluster."""
 _STORE_BYTES: Final = 80_000_000
 """Ray's least."""
 
@@ -42,6 +47,8 @@ class Ray:
     hosts: Mapping[str, Host]
     env: Mapping[str, str]
     gpus: Mapping[str, int]
+    autoscaler: Path | None = None
+    """The configuration of Ray's autoscaler; None = it adds no machines."""
     _starts: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     _tries: Counter[str] = field(default_factory=Counter)
 
@@ -55,6 +62,12 @@ class Ray:
         self._tries[name] = 0
         self._try(name)
 
+    def start_asked(self) -> None:
+        """Start Ray on the machines that the autoscaler asks for."""
+        for name in ray_provider.asked(self.folder / _ASKED):
+            if name not in self._starts:
+                self.start(name)
+
     def _try(self, name: str) -> None:
         host = self.hosts[name]
         where = ["--head", f"--port={_PORT}"] if name == HEAD else [f"--address={self.address}"]
@@ -66,10 +79,12 @@ class Ray:
                 f"--num-cpus={_CPUS if name != HEAD else 1}",
                 f"--num-gpus={self.gpus.get(name, 0)}",
                 f"--object-store-memory={_STORE_BYTES}",
+                f"--resources={json.dumps({} if name == HEAD else PLACE)}",
             ),
             *("--disable-usage-stats", "--block"),
             *(f"--{name}-port={port}" for name, port in _PORTS.items()),
             *(["--include-dashboard=false", f"--temp-dir={self.folder / 'ray'}"] if name == HEAD else []),
+            *([f"--autoscaling-config={self.autoscaler}"] if name == HEAD and self.autoscaler else []),
         ]
         self._tries[name] += 1
         self._starts[name] = machines.spawn(host, argv, self.env, self.folder / f"{name}.log")
@@ -115,10 +130,12 @@ class Ray:
 
 
 @asynccontextmanager
-async def ray_cluster(folder: Path, gpus: Mapping[str, int], names: Sequence[str], *, first: int) -> AsyncIterator[Ray]:
+async def ray_cluster(
+    folder: Path, gpus: Mapping[str, int], names: Sequence[str], *, first: int, scaled: bool = False
+) -> AsyncIterator[Ray]:
     """Machines, of which the `first` form a cluster. The caller is in a world (`enter_world`).
 
-    Its files are below `folder`, whose path must be short.
+    Its files are below `folder`, whose path must be short. `scaled`: Ray's autoscaler asks for the others.
     """
     with Network() as network:
         hosts = machines.machines(network, folder, names)
@@ -126,15 +143,23 @@ async def ray_cluster(folder: Path, gpus: Mapping[str, int], names: Sequence[str
         # A busy machine starts Ray slowly; a lost machine is noticed in a quarter of the default time.
         env.pop("PYTHONDONTWRITEBYTECODE", None)  # Ray starts many interpreters, which would compile it anew
         env |= {
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": machines.python_path(folder),
             "RAY_health_check_period_ms": "2000",
             "RAY_health_check_timeout_ms": "3000",
             "RAY_health_check_failure_threshold": "4",
             # Else each raylet starts an interpreter for each of its processors, which nobody uses.
             "RAY_enable_worker_prestart": "0",
+            "AUTOSCALER_UPDATE_INTERVAL_S": "1",
             "RAY_prestart_worker_first_driver": "0",
         }
         made = Ray(folder, hosts, env, gpus)
+        if scaled:
+            made.autoscaler = folder / "autoscaler.yaml"
+            addresses = {name: host.address for name, host in hosts.items()}
+            configured = ray_provider.configured(
+                folder / _ASKED, addresses, HEAD, {"CPU": _CPUS, **PLACE}, names[1:first]
+            )
+            made.autoscaler.write_text(yaml.safe_dump(configured))
         try:
             made.start(HEAD)
             made.watch()

@@ -5,14 +5,20 @@ from __future__ import annotations
 import argparse
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from tests.clusters import rollouts
+from tests.clusters.ray_cluster import PLACE
+from tests.clusters.report import answers
+from tests.hosts import engine
 
 from penstock.client import connect
 from penstock.launchers import Stack
+
+_MOST: Final = 2
+"""Machines for sandboxes where their number follows their load."""
 
 
 class Trainer:
@@ -22,6 +28,9 @@ class Trainer:
         """Run rollouts on a stack, which ends with them."""
         logging.basicConfig(level=logging.INFO)
         folder = Path(given["folder"])
+        sandbox, places = {"first_uid": given["first_uid"], "uid_count": given["uids"]}, given["places"]
+        if places:
+            sandbox["max_sandboxes"] = places
         stack = Stack(
             on="ray",
             nodes=given["nodes"] or None,
@@ -29,24 +38,25 @@ class Trainer:
             gates=given["of_each"],
             engines=given["of_each"],
             gpus=given["gpus"],
-            resources={"CPU": 0.5},
+            resources={"CPU": 0.5, **(PLACE if places else {})},
+            max_nodes=_MOST if places else None,
             model_dir=folder / "model",
-            engine="scripted",
-            engine_options={"script": str(folder / "script.yaml")},
+            engine=engine.NAME,
+            engine_options={"script": str(folder / "script.yaml"), engine.OPTION: str(answers(folder))},
             scratch=folder / "scratch",
             state_dir=folder / "stack",
-            settings={"sandbox": {"first_uid": given["first_uid"], "uid_count": given["uids"]}},
+            settings={"sandbox": sandbox},
             start_timeout=120.0,
         )
         async with stack, connect(stack.endpoints) as ps:
-            await rollouts.run(ps, given["at_once"], given["work"], folder / "ends.jsonl", folder / "enough")
+            await rollouts.run(ps, given["at_once"], given["work"], given["max_attempts"], folder)
 
 
 def main() -> None:
     """Run the actor on this machine."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", required=True)
-    for name in ("at-once", "nodes", "of-each", "gpus", "first-uid", "uids"):
+    for name in ("at-once", "max-attempts", "nodes", "of-each", "gpus", "first-uid", "uids", "places"):
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--work", type=float, required=True)
     given = vars(parser.parse_args())

@@ -5,21 +5,32 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from tests.clusters import machines
+from tests.clusters import machines, rollouts
+from tests.clusters.load import Load
+from tests.hosts import engine, truths
+from tests.hosts.left import traces_of
 from tests.hosts.network import Host
+from tests.hosts.records import Lost, Seen, Story
+
+_HOST: Final = "{host}"
 
 
 @dataclass
 class Report:
-    """What a run saw. `faults` is what is not as it must be."""
+    """What a run saw. `faults` is what is not as it must be.
+
+    `losses` are services whose machines are lost, `disturbances` further ones whose processes are.
+    """
 
     faults: list[str] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
+    losses: list[Lost] = field(default_factory=list)
+    disturbances: list[Lost] = field(default_factory=list)
     began: float = field(default_factory=time.monotonic)
 
     def say(self, text: str) -> None:
@@ -32,22 +43,69 @@ class Report:
         if not holds:
             self.faults.append(fault)
 
+    def lost(self, names: Iterable[str]) -> None:
+        """Record that the machine of these services is lost now."""
+        self.losses += [Lost(name, time.time()) for name in names]
 
-def judge(ends: Path, count: int, report: Report) -> None:
-    """Every rollout must have its reward, whatever was lost under it; one whose driver was lost, when created again."""
-    found = [json.loads(line) for line in ends.read_text().splitlines()]
-    rewards = Counter(str(one.get("reward")) for one in found)
-    nodes = Counter(str(one.get("node")) for one in found)
-    attempts = Counter(one.get("attempts") for one in found)
-    reasons = Counter(one["reason"] for one in found if one["reason"])
-    report.say(f"rewards {dict(rewards)}, attempts {dict(attempts)}, nodes {dict(nodes)}, failures {dict(reasons)}")
-    for kind in ("driver", "gate"):
-        report.say(f"by {kind} {dict(Counter(str(one.get(kind)) for one in found))}")
-    created = Counter(why for one in found for why in one["created_again"])
-    report.say(f"created again {sum(created.values())} {dict(created)}")
-    report.check(set(rewards) == {"1.0"}, f"rewards are {dict(rewards)}, all must be 1")
-    report.check(len(found) >= count, f"{len(found)} rollouts have ended, at least {count} must")
-    report.check({"n0", "n1", "n2", "n3"} >= set(nodes) and len(nodes) > 1, f"rollouts ran on {dict(nodes)}")
+    def back(self, name: str) -> float:
+        """Record that a lost service is there again. Returns the seconds that it was away."""
+        loss = next(one for one in reversed(self.losses) if one.name == name)
+        loss.back = time.time()
+        return loss.back - loss.at
+
+
+def judge(folder: Path, report: Report, load: Load, places: tuple[str, ...], lost_machines: Collection[str]) -> None:
+    """Every truth of `tests.hosts.truths` must hold of what the trainer saw. `places`: all nodes and gates."""
+    seen = rollouts.RUNS.validate_json((folder / rollouts.SEEN).read_bytes())
+    seen.places, seen.noticed_s = places, load.noticed_s
+    seen.losses = report.losses
+    seen.disturbances = [*report.losses, *report.disturbances]
+    seen.wiped = {loss.name: loss.at for loss in report.losses if loss.name.startswith("d")}
+    for loss in report.losses:
+        loss.running = sum(_ran_at(story, loss) for story in seen.stories)
+    logs = {path.stem.removeprefix("answers-"): path for path in folder.glob(answers(folder, "*").name)}
+    seen.take_answers(list(logs.values()))
+    seen.undisturbed = _undisturbed(seen, [log for name, log in logs.items() if name not in lost_machines])
+    nodes = Counter(attempt.node for story in seen.stories for attempt in story.attempts)
+    for line in (*truths.lines(seen), f"attempts by node    {dict(sorted(nodes.items()))}"):
+        report.say(line)
+    report.faults += truths.faults(seen, load.least)
+    ended = len(seen.final())
+    report.check(ended >= load.rollouts, f"{ended} rollouts have ended, at least {load.rollouts} must")
+    report.check(len(nodes.keys() - {""}) > 1, f"rollouts ran on {dict(nodes)}")
+
+
+def answers(folder: Path, machine: str = _HOST) -> Path:
+    """The log of the engines of a machine; the default is what the engine's option is."""
+    return folder / f"answers-{machine}.jsonl"
+
+
+@dataclass(frozen=True)
+class Backend:
+    """What a sandbox service has on its machine: its directory of sandboxes, and their users."""
+
+    name: str
+    local: Path
+    users: range
+
+
+def backends(folder: Path, first_uid: int, uids: int, names: Iterable[str]) -> list[Backend]:
+    """Those of the running stack whose state is below `folder`/scratch; the order of the names is that of its nodes."""
+    (head,) = (folder / "scratch").glob("*-head")
+    stack = head.name.removesuffix("-head")
+    return [
+        Backend(
+            name,
+            head.with_name(f"{stack}-sandbox-{name}") / "sandbox" / "local",
+            range(first_uid + number * uids, first_uid + (number + 1) * uids),
+        )
+        for number, name in enumerate(names)
+    ]
+
+
+def traces(of: Iterable[Backend]) -> list[str]:
+    """What their sandboxes show to their machines."""
+    return [f"{one.name}: {item}" for one in of for item in traces_of(one.local, one.users)]
 
 
 def members_in(folder: Path, kind: str = "sandboxes") -> dict[str, Any]:
@@ -77,3 +135,25 @@ def gpus_seen(hosts: Iterable[Host]) -> list[str]:
                 seen = next((item for item in variables if item.startswith("CUDA_VISIBLE_DEVICES=")), "")
                 found.append(str(len(seen.partition("=")[2].split(","))))
     return found
+
+
+def _ran_at(story: Story, loss: Lost) -> bool:
+    """Whether a rollout ran at the lost service."""
+    if loss.name.startswith("d"):
+        return story.driver == loss.name and story.created <= loss.at < story.ended
+    return any(
+        loss.name in (one.node, one.gate) and one.began <= loss.at < (one.failed or one.graded or story.ended)
+        for one in story.attempts
+    )
+
+
+def _undisturbed(seen: Seen, logs: list[Path]) -> dict[str, list[list[int]]]:
+    """Answers of engines that were not lost to calls whose gates were not."""
+    lost = {loss.name for loss in seen.losses}
+    disturbed = {
+        call
+        for story in seen.stories
+        if any(attempt.gate in lost for attempt in story.attempts)
+        for call in seen.sampled.get(story.rollout_id, [])
+    }
+    return {call: found for call, found in engine.read(logs).items() if call not in disturbed}

@@ -1,6 +1,7 @@
 """Rollouts on a stack of a cluster, as a trainer runs them: `python -m tests.clusters.rollouts` in the job's script.
 
-Each that ends appends a line to a file, which the harness reads to know when to lose a machine.
+Each that ends appends its story to a file, which the harness reads to know when to lose a machine. What was seen of all
+of them is written at the end, for `tests.hosts.truths`.
 """
 
 from __future__ import annotations
@@ -8,81 +9,70 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
-import json
 import sys
 import time
 from pathlib import Path
+from typing import Final
 
-from tests.hosts import model
+from pydantic import TypeAdapter
+from tests.hosts import left, model
+from tests.hosts.following import Follower, list_ends
+from tests.hosts.records import Seen, Story
 
-from penstock.client import Mode, NotFound, Penstock, PenstockError, Unavailable, connect
+from penstock.client import Penstock, connect
 
-_SAME = 4
+ENDS: Final = "ends.jsonl"
+ENOUGH: Final = "enough"
+"""No rollout begins once there is a file of this name."""
+SEEN: Final = "seen.json"
+STORIES: Final = TypeAdapter(Story)
+RUNS: Final = TypeAdapter(Seen)
+_SAME: Final = 4
 """So many rollouts have one prepared state: these meet at one node, and a new node gets new ones alone."""
-LIMIT_S = 240.0
-"""Guard on one rollout, its repetitions included."""
 
 
-async def run(ps: Penstock, at_once: int, work_s: float, ends: Path, enough: Path) -> None:
-    """Run rollouts, `at_once` at a time, until the file `enough` exists, and record how each ended."""
-    file = ends.open("a", buffering=1)
-    numbers = itertools.count()
+async def run(ps: Penstock, at_once: int, work_s: float, max_attempts: int, folder: Path) -> None:
+    """Run rollouts, `at_once` at a time, until there are enough, and record in `folder` what is seen of them."""
+    seen, began, numbers = Seen(max_attempts, places=()), time.monotonic(), itertools.count()
+    follower = Follower(
+        ps,
+        "",
+        work_s,
+        max_attempts,
+        task=lambda number: model.task(number, work_s + number // _SAME / 1000),
+        returns=False,
+    )
 
     async def worker() -> None:
-        while not enough.exists():
-            await one(next(numbers))
+        while not (folder / ENOUGH).exists():
+            number = next(numbers)
+            await follower.follow_all(number, seen)
+            file.write(STORIES.dump_json(seen.final()[number]) + b"\n")
 
-    async def one(number: int) -> None:
-        began = time.monotonic()
-        found: dict[str, object] = {"number": number, "created_again": []}
-        again: list[str] = []
-        try:
-            async with asyncio.timeout(LIMIT_S):
-                while True:
-                    try:
-                        found |= await ended(number)
-                        break
-                    except (Unavailable, NotFound) as error:  # its driver is lost, or came back without it
-                        again.append(error.reason)
-        except (PenstockError, TimeoutError) as error:
-            found["reason"] = f"{type(error).__name__}: {error}"
-        found |= {"seconds": round(time.monotonic() - began, 1), "created_again": again}
-        file.write(json.dumps(found) + "\n")
-
-    async def ended(number: int) -> dict[str, object]:
-        handle = await ps.rollouts.create(
-            model.task(number, work_s + number // _SAME / 1000),
-            "shell",
-            mode=Mode.TRANSPARENT_PROXY,
-            max_attempts=5,
-            run_id="cluster",
-        )
-        outcome = (await handle.result()).outcome
-        now = handle.info
-        return {
-            "reason": "" if outcome.failure is None else outcome.failure.reason,
-            "reward": None if outcome.reward is None else outcome.reward.value,
-            "attempts": now.attempts,
-            "node": "" if now.home is None else now.home.sandbox_service,
-            "gate": "" if now.home is None else now.home.gate,
-            "driver": "" if now.home is None else now.home.driver,
-        }
-
-    with file:
+    with (folder / ENDS).open("ab", buffering=0) as file:
         async with asyncio.TaskGroup() as tasks:
             for _ in range(at_once):
                 tasks.create_task(worker())
+    seen.seconds = time.monotonic() - began
+    seen.listed = await list_ends(ps)
+    seen.left, seen.left_s = await left.until_none(lambda: _open(ps))
+    (folder / SEEN).write_bytes(RUNS.dump_json(seen))
+
+
+async def _open(ps: Penstock) -> list[str]:
+    """What the gate beside the trainer, which is never lost, has of rollouts."""
+    return [f"g0: open rollout {one.rollout_id}" async for one in ps.gate.list(open_only=True)]
 
 
 async def _main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--at-once", type=int, required=True)
     parser.add_argument("--work", type=float, required=True)
-    parser.add_argument("--ends", type=Path, required=True)
-    parser.add_argument("--enough", type=Path, required=True)
+    parser.add_argument("--max-attempts", type=int, required=True)
+    parser.add_argument("--folder", type=Path, required=True)
     given = parser.parse_args()
     async with connect() as ps:
-        await run(ps, given.at_once, given.work, given.ends, given.enough)
+        await run(ps, given.at_once, given.work, given.max_attempts, given.folder)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ It is registered for the engines of a fleet alone, by metadata of a package that
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import AsyncGenerator, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,9 @@ from penstock_inference.engines.base import Done, EngineOptions, GenerateEvent, 
 from penstock_inference.engines.scripted import ScriptedEngine
 
 NAME: Final = "logged"
-_OPTION: Final = "answers"
+OPTION: Final = "answers"
+PLUGINS: Final = "plugins"
+"""The directory for `register`, below that of a run."""
 
 
 class LoggedEngine(ScriptedEngine):
@@ -35,11 +38,11 @@ class LoggedEngine(ScriptedEngine):
 
 
 async def open_engine(options: EngineOptions) -> ScriptedEngine:
-    """The entry point. The option `answers` names the file of the log."""
-    others = {name: value for name, value in options.extra.items() if name != _OPTION}
+    """The entry point. The option `answers` names the file of the log; in it {host} stands for the machine's name."""
+    others = {name: value for name, value in options.extra.items() if name != OPTION}
     engine = await LoggedEngine.open(replace(options, extra=others))
     assert isinstance(engine, LoggedEngine)
-    engine.answers = Path(options.extra[_OPTION])
+    engine.answers = Path(options.extra[OPTION].replace("{host}", os.uname().nodename))
     return engine
 
 

@@ -31,7 +31,6 @@ PORTS: Final = {"sandbox": 7701, "driver": 7702, "interception": 7703, "inferenc
 _INGRESS_PORT: Final = 7780
 _LETTERS: Final = {"sandbox": "n", "driver": "d", "interception": "g", "inference": "e"}
 _UIDS: Final = 512
-_PLUGINS: Final = "plugins"
 STRANGERS: Final = "strangers"
 """Folder of credentials of another authority, for the same addresses."""
 ROOT: Final = Path(__file__).parents[2]
@@ -147,7 +146,7 @@ class Fleet:
         env = {key: value for key, value in os.environ.items() if not key.startswith("PENSTOCK_")}
         env["PENSTOCK_CONFIG"] = str(config)
         if service == "inference":
-            env["PYTHONPATH"] = f"{self.folder / _PLUGINS}{os.pathsep}{ROOT}"
+            env["PYTHONPATH"] = f"{self.folder / engine.PLUGINS}{os.pathsep}{ROOT}"
         argv = [sys.executable, "-m", f"penstock_{service}"]
         return self.network.hosts[name].spawn(argv, env, self.folder / f"{name}.log")
 
@@ -236,7 +235,7 @@ def fleet(
     """
     folder.chmod(0o755)
     model.write(folder)
-    engine.register(folder / _PLUGINS)
+    engine.register(folder / engine.PLUGINS)
     with Network() as network:
         for service in PORTS:
             for name in size.names(service):

@@ -4,16 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import Final
 
 from tests.hosts import model
-from tests.hosts.records import HOME_LOST, Attempt, Story
+from tests.hosts.records import HOME_LOST, Attempt, End, Seen, Story
 
 from penstock.analysis import export
 from penstock.analysis.verify_chain import verify
-from penstock.client import AlreadyExists, Limits, Mode, NotFound, Penstock, PenstockError, RolloutHandle, Unavailable
+from penstock.client import (
+    AlreadyExists,
+    Limits,
+    Mode,
+    NotFound,
+    Penstock,
+    PenstockError,
+    RolloutHandle,
+    Task,
+    Unavailable,
+)
 from penstock.client.types.results import AgentExited, AttemptFailed, Ended, Phase, PhaseChanged, RolloutEvent
 
+LIMIT_S: Final = 600.0
+"""Guard on one rollout, its repetitions included."""
+_GENERATIONS: Final = 10
+_RUN_ID: Final = "hosts"
 _PAUSE_S: Final = 0.5
 _PLACED: Final = {Phase.SETTING_UP, Phase.RUNNING, Phase.VERIFYING, Phase.COLLECTING}
 
@@ -44,8 +59,24 @@ async def read(story: Story, handle: RolloutHandle) -> None:
     story.problems = [problem.message for problem in proof.problems] + unproven
 
 
+async def list_ends(ps: Penstock) -> dict[str, End | None]:
+    """Reason and reward of each rollout that drivers list; None = it has not ended."""
+    listed: dict[str, End | None] = {}
+    async for one in ps.rollouts.list(run_id=_RUN_ID):
+        end = None
+        if one.outcome is not None:
+            failure, reward = one.outcome.failure, one.outcome.reward
+            end = ("" if failure is None else failure.reason, None if reward is None else reward.value)
+        listed[one.rollout_id] = end
+    return listed
+
+
 class Follower:
-    """Follows rollouts at one driver."""
+    """Follows rollouts at one driver.
+
+    `task` makes those of each number; None = the model's. `returns`: whether a driver that is away for long comes back
+    with its rollouts; one that does not has lost them.
+    """
 
     def __init__(
         self,
@@ -57,22 +88,39 @@ class Follower:
         environments: int = 1,
         limits: Limits | None = None,
         parts: int = 1,
+        task: Callable[[int], Task] | None = None,
+        returns: bool = True,
     ) -> None:
         self._ps = ps
         self._driver = driver
-        self._work_s = work_s
         self._max_attempts = max_attempts
-        self._environments = environments
         self._limits = limits or Limits()
-        self._parts = parts
+        self._task = task or (lambda number: model.task(number, work_s, environments, parts))
+        self._returns = returns
 
     def begin(self, number: int, generation: int) -> Story:
         """An empty story."""
         return Story(f"hosts-{number}-{generation}", number, self._driver, created=time.time())
 
+    async def follow_all(self, number: int, seen: Seen) -> None:
+        """Follow the rollout of a number into `seen`, and create it again where its driver has lost it."""
+        try:
+            async with asyncio.timeout(LIMIT_S):
+                for generation in range(_GENERATIONS):
+                    story = self.begin(number, generation)
+                    seen.stories.append(story)
+                    await self.follow(story)
+                    if story.reason != HOME_LOST:
+                        break
+        except (PenstockError, TimeoutError) as error:
+            seen.refused[number] = f"{type(error).__name__}: {error}"
+
     async def follow(self, story: Story) -> None:
         """Create the rollout, and record what happens until its end. Raises PenstockError, and none for an absence."""
-        await self.observe(story, await self._created(story))
+        handle = await self._created(story)
+        if handle.info.home is not None:
+            story.driver = handle.info.home.driver
+        await self.observe(story, handle)
 
     async def observe(self, story: Story, handle: RolloutHandle) -> None:
         """As `follow`, of a rollout that is there."""
@@ -83,19 +131,20 @@ class Follower:
                     position = event.sequence
                     await self._record(story, handle, event)
             except Unavailable:
+                if not self._returns:
+                    story.lose_home()
                 await asyncio.sleep(_PAUSE_S)
             except NotFound as error:
                 if error.reason != HOME_LOST:
                     raise
-                story.ends.append((HOME_LOST, None))
-                story.ended = time.time()
+                story.lose_home()
         if story.reason != HOME_LOST and story.attempts:
             await self._locate(story, handle)
         if story.reward is not None:
             await read(story, handle)
 
     async def _created(self, story: Story) -> RolloutHandle:
-        task = model.task(story.number, self._work_s, self._environments, self._parts)
+        task = self._task(story.number)
         while True:
             try:
                 return await self._ps.rollouts.create(
@@ -105,7 +154,7 @@ class Follower:
                     mode=Mode.TRANSPARENT_PROXY,
                     max_attempts=self._max_attempts,
                     limits=self._limits,
-                    run_id="hosts",
+                    run_id=_RUN_ID,
                 )
             except AlreadyExists:  # the answer was lost
                 return await self._ps.rollouts.attach(story.rollout_id)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -24,10 +24,15 @@ RUNNING: Final = frozenset({"sandbox", "process", "directory", "open"})
 
 async def until_nothing(fleet: Fleet, living: Collection[str], within_s: float = LEFT_S) -> tuple[list[str], float]:
     """Wait until these hosts have nothing, at most so long. Returns what is left, and the seconds that it took."""
+    return await until_none(lambda: left(fleet, living), within_s)
+
+
+async def until_none(look: Callable[[], Awaitable[list[str]]], within_s: float = LEFT_S) -> tuple[list[str], float]:
+    """Wait until `look` finds nothing, at most so long. Returns what it finds, and the seconds that it took."""
     loop = asyncio.get_running_loop()
     began = loop.time()
     while True:
-        found = await left(fleet, living)
+        found = await look()
         took = loop.time() - began
         if not found or took > within_s:
             return found, took
@@ -49,12 +54,16 @@ async def left(fleet: Fleet, living: Collection[str]) -> list[str]:
 
 
 def traces(fleet: Fleet, node: str) -> Iterator[str]:
-    """Processes, mounts, control groups and directories of a node's sandboxes."""
-    local = fleet.folder / "state" / node / "local"
-    yield from (f"process {pid}" for pid in processes(node))
+    """What a node's sandboxes show to its host."""
+    return traces_of(fleet.folder / "state" / node / "local", uids(node))
+
+
+def traces_of(local: Path, users: range) -> Iterator[str]:
+    """Processes, mounts, control groups and directories of the sandboxes of a local backend and its users."""
+    yield from (f"process {pid}" for pid in processes_of(users))
     lines = Path("/proc/self/mountinfo").read_text().splitlines()
     yield from (f"mount {line}" for line in lines if f"{local}/" in line)
-    for group in groups(fleet, node):
+    for group in _groups(local):
         with suppress(OSError), os.scandir(group) as entries:
             yield from (f"control group {entry.path}" for entry in entries if entry.is_dir())
     for name in ("sandboxes", "trash"):
@@ -63,16 +72,21 @@ def traces(fleet: Fleet, node: str) -> Iterator[str]:
 
 def processes(node: str) -> list[int]:
     """Processes of the users that the node gives to its sandboxes."""
-    mine, found = uids(node), []
+    return processes_of(uids(node))
+
+
+def processes_of(users: range) -> list[int]:
+    """Processes of these users."""
+    found = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
             with suppress(OSError):
-                if folder.stat().st_uid in mine:
+                if folder.stat().st_uid in users:
                     found.append(int(folder.name))
     return found
 
 
-def groups(fleet: Fleet, node: str) -> list[Path]:
-    """The node's own control groups, one in each hierarchy."""
-    name = group_name(fleet.folder / "state" / node / "local")
+def _groups(local: Path) -> list[Path]:
+    """The backend's own control groups, one in each hierarchy."""
+    name = group_name(local)
     return [Path(root, name) for root, folders, _ in os.walk("/sys/fs/cgroup") if name in folders]

@@ -4,6 +4,7 @@ work. Times are Unix seconds."""
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -18,6 +19,9 @@ CREATIONS = ("/CreateSandbox", "/ForkSandboxes", "/PrepareSnapshot")
 """Calls of a sandbox service that make sandboxes."""
 HOME_LOST = "HOME_LOST"
 """The reason of the end of a rollout whose driver came back without its disk: its client creates it again."""
+
+End = tuple[str, float | None]
+"""Reason ("" = completed) and reward."""
 
 
 @dataclass
@@ -56,8 +60,8 @@ class Story:
     number: int
     driver: str
     attempts: list[Attempt] = field(default_factory=list)
-    ends: list[tuple[str, float | None]] = field(default_factory=list)
-    """Reason ("" = completed) and reward of each end that was seen: there must be one."""
+    ends: list[End] = field(default_factory=list)
+    """Each end that was seen: there must be one."""
     created: float = 0.0
     ended: float = 0.0
     calls: dict[str, list[int]] | None = None
@@ -66,6 +70,11 @@ class Story:
     """Why it was not."""
     problems: list[str] = field(default_factory=list)
     """What `penstock verify` finds in it."""
+
+    def lose_home(self) -> None:
+        """Record that its driver has lost it."""
+        self.ends.append((HOME_LOST, None))
+        self.ended = time.time()
 
     @property
     def reason(self) -> str:
@@ -135,7 +144,7 @@ class Seen:
     refused: dict[int, str] = field(default_factory=dict)
     """Rollouts that could not be followed to their end, with the error."""
     losses: list[Lost] = field(default_factory=list)
-    listed: dict[str, tuple[str, float | None] | None] = field(default_factory=dict)
+    listed: dict[str, End | None] = field(default_factory=dict)
     """What the drivers list afterwards: reason and reward, None = it has not ended."""
     wiped: dict[str, float] = field(default_factory=dict)
     """Drivers that lost their disk, and when: they list nothing that is older."""

@@ -12,14 +12,11 @@ from contextlib import AsyncExitStack, suppress
 
 from tests.hosts import keys, left
 from tests.hosts.fleet import Fleet
-from tests.hosts.following import Follower, read
+from tests.hosts.following import Follower, list_ends, read
 from tests.hosts.losses import How, Loss, drawn
-from tests.hosts.records import HOME_LOST, Lost, Seen
+from tests.hosts.records import Lost, Seen
 
 from penstock.client import Limits, Penstock, PenstockError, connect
-
-LIMIT_S = 600.0
-"""Guard on one rollout, its repetitions included."""
 
 _SHORT = Limits(prepare=60, setup=30, agent=60, verify=30)
 _PAUSE_S = 0.2
@@ -97,16 +94,7 @@ class Run:
         async with slots:
             while self._pending and self._ended >= self._pending[0].share * self._count:
                 self._losing.append(asyncio.create_task(self._lose(self._pending.pop(0))))
-            try:
-                async with asyncio.timeout(LIMIT_S):
-                    for generation in range(10):
-                        story = follower.begin(number, generation)
-                        self.seen.stories.append(story)
-                        await follower.follow(story)
-                        if story.reason != HOME_LOST:
-                            break
-            except (PenstockError, TimeoutError) as error:
-                self.seen.refused[number] = f"{type(error).__name__}: {error}"
+            await follower.follow_all(number, self.seen)
             self._ended += 1
 
     async def _read_again(self) -> None:
@@ -120,12 +108,7 @@ class Run:
         """What each driver has of this run."""
         for name, ps in self._drivers.items():
             try:
-                async for one in ps.rollouts.list(run_id="hosts"):
-                    end = None
-                    if one.outcome is not None:
-                        failure, reward = one.outcome.failure, one.outcome.reward
-                        end = ("" if failure is None else failure.reason, None if reward is None else reward.value)
-                    self.seen.listed[one.rollout_id] = end
+                self.seen.listed |= await list_ends(ps)
             except PenstockError:
                 self.seen.unlisted_drivers.add(name)
 

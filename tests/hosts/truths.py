@@ -187,14 +187,15 @@ def faults(seen: Seen, least: float) -> list[str]:
 
 
 def noticed_s(seen: Seen) -> list[float]:
-    """Seconds from each loss to the failures of the attempts there, ascending."""
-    return sorted(
-        attempt.failed - loss.at
-        for story in seen.stories
-        for attempt in story.attempts
-        for loss in seen.losses
-        if attempt.place == loss.name and attempt.failed is not None and attempt.failed >= loss.at
-    )
+    """Seconds from the last loss of a place to the failures of the attempts there, ascending."""
+    found = []
+    for story in seen.stories:
+        for attempt in story.attempts:
+            failed = attempt.failed
+            before = [one.at for one in seen.losses if failed and one.name == attempt.place and one.at <= failed]
+            if failed and before:
+                found.append(failed - max(before))
+    return sorted(found)
 
 
 def waits(seen: Seen) -> list[tuple[float, str, str]]:

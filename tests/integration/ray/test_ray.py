@@ -18,7 +18,7 @@ def test_services_of_all_kinds_return_after_their_machines_are_lost() -> None:
 
 
 @pytest.mark.requirement("R125")
-def test_a_later_machine_gets_a_service_and_a_killed_engine_returns() -> None:
-    said = run("ray", "--rollouts", "4", "--at-once", "2", "--work", "4", "--late", "--gpus", "1")
-    for line in ("n2 is a member", "a rollout ran on n2", "the engine is back", "nothing is left"):
+def test_the_autoscaler_adds_a_machine_for_full_services_and_a_killed_engine_returns() -> None:
+    said = run("ray", "--rollouts", "6", "--at-once", "5", "--work", "4", "--late", "--gpus", "1")
+    for line in ("a rollout ran on n1", "the engine is back", "nothing is left"):
         assert line in said

@@ -11,8 +11,11 @@ import pytest
 
 from penstock.client.errors import ConfigurationError
 from penstock.client.transport.endpoints import SERVICES, ServiceName
+from penstock.client.types.sandboxes import NodeStatus
 from penstock.launchers import Stack
 from penstock.launchers.cluster import ClusterStack
+from penstock.launchers.growth import wanted
+from penstock.launchers.on_ray import RayStack
 from penstock.launchers.on_slurm import service_names
 from penstock.launchers.orders import Order, member_settings
 
@@ -144,3 +147,34 @@ def test_a_stack_without_ray_names_the_extra(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "pip install 'penstock[ray]'" in done.stderr
+
+
+def node(taken: int, room: int, waiting: int = 0) -> NodeStatus:
+    """What a sandbox service says of itself."""
+    return NodeStatus(taken, waiting, room, None, 0.0, 0.0, (), ())
+
+
+@pytest.mark.requirement("R125")
+@pytest.mark.parametrize(
+    ("nodes", "machines"),
+    [
+        ([], 1),
+        ([node(0, 10)], 1),
+        ([node(8, 2)], 1),
+        ([node(9, 1)], 2),
+        ([node(10, 0, waiting=30)], 5),
+        ([node(10, 0, waiting=300)], 7),
+        ([node(1, 9), node(0, 10), node(0, 10)], 1),
+        ([node(0, 0), node(0, 0)], 3),
+        ([node(3, 0), node(3, 9)], 1),
+    ],
+)
+def test_a_stack_wants_machines_of_which_a_fifth_is_free(nodes: list[NodeStatus], machines: int) -> None:
+    assert wanted(nodes, most=7) == machines
+
+
+@pytest.mark.parametrize("options", [{"max_nodes": 0}, {"max_nodes": 4, "nodes": 2}])
+def test_a_growing_stack_has_no_fixed_number_of_machines(tmp_path: Path, options: dict[str, int]) -> None:
+    with pytest.raises(ConfigurationError, match="max_nodes") as caught:
+        RayStack(scratch=tmp_path, **options)
+    assert caught.value.reason == "STACK_OPTION"

@@ -226,6 +226,12 @@ def test_what_a_loss_leaves_open_follows_the_seed() -> None:
         drawn([losses[-1]] * 3, names.__getitem__, Random(1))
 
 
+def test_a_failure_is_measured_from_the_last_loss_of_its_place() -> None:
+    seen = _seen()
+    seen.losses.insert(0, Lost("n1", 1.0, 2.0))
+    assert truths.noticed_s(seen) == [4.0]
+
+
 def test_a_lost_driver_comes_back_by_itself() -> None:
     assert Loss.parse("d1@0.6") == Loss("d1", 0.6, How.KILL, 20.0)
     assert Loss.parse("d1@0.6:link=5").back_s == 5.0

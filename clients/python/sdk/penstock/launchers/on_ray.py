@@ -2,7 +2,8 @@
 
 Ray places and restarts the actors. Those of sandbox services, with `nodes`, are in the bundles of a placement group,
 each on a machine of its own, for which an autoscaler adds machines; without, one is bound to each machine's resource of
-its own (`node:ADDRESS`), and machines that come later get one too. Drivers, gates and engines are in a placement group
+its own (`node:ADDRESS`), and machines that come later get one too: with `max_nodes` the autoscaler is asked for as many
+as the sandbox services' load needs. Drivers, gates and engines are in a placement group
 that spreads them as far as there are machines. The actors end with the process that has the stack, and their services.
 """
 
@@ -15,8 +16,9 @@ from typing import Any, Final
 
 from penstock.client.errors import ConfigurationError, PenstockError
 from penstock.client.transport.background import TaskOwner
-from penstock.client.transport.endpoints import ServiceName
+from penstock.client.transport.endpoints import ServiceName, Tls
 from penstock.launchers.cluster import ClusterStack
+from penstock.launchers.growth import NodeReader, wanted
 from penstock.launchers.ray_actor import NodeActor
 
 _log = logging.getLogger("penstock.stack")
@@ -46,10 +48,25 @@ class _Slot:
 
 
 class RayStack(ClusterStack):
-    """See `ClusterStack`. `resources`: what each sandbox service reserves of a machine; None = one CPU."""
+    """See `ClusterStack`.
 
-    def __init__(self, *, resources: Mapping[str, float] | None = None, **options: Any) -> None:
+    Args:
+        resources: what each sandbox service reserves of a machine; None = one CPU.
+        max_nodes: the most machines that Ray's autoscaler is asked for; None = it is not asked. Not with `nodes`.
+        options: of `ClusterStack`.
+    """
+
+    def __init__(
+        self, *, resources: Mapping[str, float] | None = None, max_nodes: int | None = None, **options: Any
+    ) -> None:
         super().__init__(**options)
+        if max_nodes is not None and (self.nodes is not None or max_nodes < 1):
+            raise ConfigurationError(
+                f"max_nodes={max_nodes}: at least 1, and without nodes, which is a fixed number", reason="STACK_OPTION"
+            )
+        self._max_nodes = max_nodes
+        self._asked = 0
+        """For how many machines the autoscaler is asked."""
         self._resources = dict(_RESERVED if resources is None else resources)
         self._slots: list[_Slot] = []
         self._groups: list[Any] = []
@@ -96,6 +113,8 @@ class RayStack(ClusterStack):
         """See ClusterStack."""
         if self.nodes is None:
             self._watching.start(self._watch_machines(), "penstock-ray-machines")
+            if self._max_nodes is not None:
+                self._watching.start(self._ask_for_machines(self._max_nodes), "penstock-ray-growth")
             return
         group = await self._grouped([self._resources] * self.nodes, "STRICT_SPREAD", "nodes")
         for number in range(self.nodes):
@@ -106,6 +125,8 @@ class RayStack(ClusterStack):
         """See ClusterStack."""
         if "sandbox" in kinds:
             await self._watching.close()
+            if self._asked:
+                await self._ask(0)
         ending = [slot for slot in self._slots if slot.service in kinds]
         for slot in ending:
             self._slots.remove(slot)
@@ -223,6 +244,30 @@ class RayStack(ClusterStack):
                 elif loop.time() - slot.gone_at > _GONE_S:
                     await self._retire(slot)
             await asyncio.sleep(_LOOK_S)
+
+    async def _ask_for_machines(self, most: int) -> None:
+        """Has Ray's autoscaler add machines while what runs and waits in sandbox services needs them."""
+        reader = NodeReader(self._node_token, Tls(self._authority_file))
+        try:
+            while True:
+                if (count := wanted(await reader.read(self.members["sandbox"]), most)) != self._asked:
+                    await self._ask(count)
+                await asyncio.sleep(_LOOK_S)
+        finally:
+            await reader.close()
+
+    async def _ask(self, machines: int) -> None:
+        """Replaces what the cluster's autoscaler was asked for; Ray knows one such request of all its programs."""
+        from ray.autoscaler.sdk import request_resources
+        from ray.exceptions import RayError
+
+        try:
+            await asyncio.to_thread(request_resources, bundles=[dict(self._resources)] * machines)
+        except RayError as error:
+            _log.warning("the autoscaler could not be asked for %d machines: %s", machines, error)
+            return
+        _log.info("the autoscaler is asked for %d machines, before for %d", machines, self._asked)
+        self._asked = machines
 
     def _free_number(self) -> int:
         used = {slot.number for slot in self._slots if slot.service == "sandbox"}

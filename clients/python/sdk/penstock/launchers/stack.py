@@ -58,7 +58,7 @@ _ON_A_CLUSTER: Final = frozenset({"nodes", "drivers", "gates", "engines", "gpus"
 LAUNCHERS: Final[Mapping[str, Launcher]] = MappingProxyType(
     {
         "local": Launcher("penstock.local.stack:LocalStack", frozenset()),
-        "ray": Launcher("penstock.launchers.on_ray:RayStack", _ON_A_CLUSTER | {"resources"}),
+        "ray": Launcher("penstock.launchers.on_ray:RayStack", _ON_A_CLUSTER | {"resources", "max_nodes"}),
         "slurm": Launcher("penstock.launchers.on_slurm:SlurmStack", _ON_A_CLUSTER),
         "kubernetes": Launcher(
             "penstock.launchers.on_kubernetes:KubernetesStack",
@@ -105,6 +105,8 @@ class Stack:
         gpus: GPUs of each inference service, all of which then run where the cluster manager has them; None = 0.
         resources: on Ray, what each sandbox service reserves of a machine, such as {"CPU": 8}; also how machines are
             chosen, by a resource of your own: {"CPU": 8, "sandboxes": 1}.
+        max_nodes: on Ray without `nodes`, the most machines that its autoscaler is asked for, by how full the sandbox
+            services are; None = it is not asked.
         values: on Kubernetes, values of the Helm chart (images, the model's claim), or the YAML file with them.
         kube_namespace: on Kubernetes, an existing namespace; None = the context's, or this pod's.
         kube_context: on Kubernetes, a context of the kubeconfig; None = its current one, or this pod's account.
@@ -129,6 +131,7 @@ class Stack:
         engines: int | None = None,
         gpus: int | None = None,
         resources: Mapping[str, float] | None = None,
+        max_nodes: int | None = None,
         values: Mapping[str, Any] | Path | str | None = None,
         kube_namespace: str | None = None,
         kube_context: str | None = None,
@@ -154,6 +157,7 @@ class Stack:
                 "gpus": gpus,
                 "scratch": scratch,
                 "resources": resources,
+                "max_nodes": max_nodes,
                 "values": values,
                 "kube_namespace": kube_namespace,
                 "kube_context": kube_context,

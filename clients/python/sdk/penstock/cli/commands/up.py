@@ -92,6 +92,10 @@ def up(
         list[str] | None,
         typer.Option(metavar="NAME=AMOUNT", help="On Ray: what a sandbox service reserves, such as CPU=8; repeat."),
     ] = None,
+    max_nodes: Annotated[
+        int | None,
+        typer.Option(min=1, help="On Ray: ask its autoscaler for machines as sandbox services fill, at most so many."),
+    ] = None,
     values: Annotated[
         Path | None, typer.Option(help="On Kubernetes: a YAML file with values of the Helm chart (images, model, ...).")
     ] = None,
@@ -145,6 +149,7 @@ def up(
         "gpus": gpus,
         "scratch": scratch,
         "resources": _amounts(resource) if resource else None,
+        "max_nodes": max_nodes,
         "values": values,
         "kube_namespace": kube_namespace,
         "kube_context": kube_context,
