@@ -92,7 +92,10 @@ async def run(folder: Path, load: Load, *, gpus: int, cancel: bool, power: bool,
             places = (*_NODES, "g0", "g1")
             judge(folder, report, load, places, [node for node in cluster.nodes if node not in living])
         of_living = [one for one in of_all if one.name in living]
-        left = lambda: [*_left(cluster, living), *traces(of_living)]  # noqa: E731
+
+        def left() -> list[str]:
+            return [*_left(cluster, living), *traces(of_living)]
+
         await eventually(lambda: not left(), "nothing is left", within=60.0)
         report.say("nothing is left")
         if power:

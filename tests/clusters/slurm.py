@@ -75,7 +75,7 @@ class Slurm:
 
         Of a cluster that saves power, this has to be called again and again.
         """
-        asked = set()
+        asked: set[str] = set()
         for line in self._requests.read_text().splitlines() if self._requests.exists() else []:
             what, _, nodes = line.partition(" ")
             named = self.run("scontrol", "show", "hostnames", nodes).split()

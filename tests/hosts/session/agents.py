@@ -10,7 +10,7 @@ from typing import Final
 import aiohttp
 from tests.hosts.session.account import Account, Recorded
 from tests.hosts.session.trainer import answer, question
-from tests.support.asking import ask
+from tests.support.services.asking import ask
 
 from penstock.client import GateRolloutHandle, Penstock, PolicyConstraint
 

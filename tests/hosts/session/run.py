@@ -15,7 +15,7 @@ from tests.hosts.fleet import Fleet
 from tests.hosts.session.account import Account, Pause
 from tests.hosts.session.agents import LABELS, Agents
 from tests.hosts.session.trainer import Trainer, answer, question
-from tests.support.asking import asking_agent
+from tests.support.services.asking import asking_agent
 from tests.support.waiting import eventually, eventually_async
 
 from penstock.client import InterceptSession, Penstock, RunBudgets, Task, connect

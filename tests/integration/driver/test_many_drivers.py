@@ -16,8 +16,8 @@ import pytest
 from playwright.async_api import expect
 from tests.integration.driver.stack import TOKEN, Process
 from tests.integration.driver.test_service import echo_agent
-from tests.support.asking import ask, asking_agent
 from tests.support.policy import Trainer, sampled
+from tests.support.services.asking import ask, asking_agent
 from tests.support.services.stack import disjoint_uids
 from tests.support.terminal.browser import chromium, dashboard, looking
 from tests.support.waiting import eventually_async
