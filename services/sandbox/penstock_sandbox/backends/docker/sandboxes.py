@@ -20,6 +20,8 @@ from penstock_chassis.errors import FailedPrecondition, Internal, InvalidArgumen
 from penstock_sandbox.backends.docker import container
 from penstock_sandbox.backends.docker.access.ways import SIDECAR_SUFFIX, Reach, Reached, Started
 from penstock_sandbox.backends.docker.cleanup.reaper import SANDBOX, SNAPSHOT, Owner, Reaper
+from penstock_sandbox.backends.docker.companions import Companions, Planned, container_name
+from penstock_sandbox.backends.docker.container import HOSTNAME
 from penstock_sandbox.backends.docker.engine.daemon import Daemon
 from penstock_sandbox.backends.docker.engine.errors import Json, Missing, Refused
 from penstock_sandbox.backends.docker.images import changes
@@ -54,6 +56,8 @@ class DockerSandbox:
     reached: Reached
     handle: GuestSandbox | None = None
     layers: tuple[str, ...] = ()
+    companions: tuple[str, ...] = ()
+    """The names of its companions' containers."""
     seal_as: str = ""
     sealed: ReadyImage | None = None
     seal_failure: Refused | PenstockError | None = None
@@ -81,8 +85,17 @@ class DockerSandbox:
 class DockerSandboxes:
     """The live sandboxes of one daemon. ``reach`` is the access to them; None: creates are not possible now."""
 
-    def __init__(self, options: DockerOptions, daemon: Daemon, owner: Owner, reaper: Reaper, layers: Layers) -> None:
+    def __init__(
+        self,
+        options: DockerOptions,
+        daemon: Daemon,
+        owner: Owner,
+        reaper: Reaper,
+        layers: Layers,
+        companions: Companions,
+    ) -> None:
         self._options = options
+        self._companions = companions
         self._daemon = daemon
         self._owner = owner
         self._reaper = reaper
@@ -113,6 +126,8 @@ class DockerSandboxes:
             box.lose("SANDBOX_VANISHED")
         elif (box := self._served(name)) is not None:
             box.lose("SIDECAR_ENDED")
+        elif (box := next((one for one in self._live.values() if name in one.companions), None)) is not None:
+            _log.warning("a companion ended; its sandbox lives on", sandbox=box.name, companion=name)
 
     def signalled(self, name: str) -> None:
         """Handles that someone signalled a container through the daemon."""
@@ -133,8 +148,13 @@ class DockerSandboxes:
         on_lost: Callable[[str], None],
         path: Sequence[str] = (),
         layers: tuple[str, ...] = (),
+        companions: Sequence[Planned] = (),
+        *,
+        root: bool = False,
     ) -> GuestSandbox:
-        """Makes a container, its guest agent and its link. References to ``layers`` are held until its end."""
+        """Makes a container, its guest agent, its link and its companions, which may be ``root``. References to
+        ``layers`` are held until its end.
+        """
         name = f"penstock-{sandbox_id}" if sandbox_id != TRIAL else f"penstock-trial-{self._owner.run}"
         labels = {
             **self._owner.labels("sandbox"),
@@ -150,6 +170,7 @@ class DockerSandboxes:
             tmp_bytes=self._options.tmp_bytes,
             read_only=self._options.read_only,
             runtime=self._options.runtime,
+            own_names=[HOSTNAME, *(name for one in companions for name in one.spec.names)] if companions else (),
         )
         try:
             if self.reach is None:
@@ -194,6 +215,9 @@ class DockerSandboxes:
         )
         try:
             await box.handle.open(spec.network)
+            if companions:
+                box.companions = tuple(container_name(sandbox_id, one.spec.name) for one in companions)
+                await self._companions.start(sandbox_id, made, companions, root=root)
         except BaseException as error:
             error_text = await reached.error_text() if isinstance(error, LinkLost) else ""
             await box.destroy()
@@ -245,7 +269,10 @@ class DockerSandboxes:
             if box.seal_as and box.sealed is None and box.seal_failure is None:
                 await self._seal(box, box.seal_as)
         finally:
-            await asyncio.gather(self._reaper.container(box.name), box.reached.close())
+            beside, box.companions = box.companions, ()
+            await asyncio.gather(
+                self._reaper.container(box.name), box.reached.close(), *map(self._reaper.container, beside)
+            )
             self._live.pop(box.name, None)
             self._layers.release(box.layers)
 
