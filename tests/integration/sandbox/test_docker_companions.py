@@ -71,56 +71,54 @@ async def test_companions_share_the_network_of_their_sandbox_and_nothing_else(tm
         await handle.destroy()
 
 
+FAILURES = [
+    (web(command=("echo broken >&2; exit 3",)), "COMPANION_FAILED", "exit code 3; its last lines:\nbroken"),
+    (
+        shell("web", "yes | busybox head -n 5000; exec sleep 1000", health_check=HealthCheck(("/no",), 0.01, 0.1, 1)),
+        "COMPANION_FAILED",
+        "it is not healthy after 0.11 s",
+    ),
+    (web(entrypoint=("/absent",)), "COMPANION_FAILED", "it cannot be started"),
+    (web(user=""), "CAPABILITY_MISSING", "may be root"),
+    (web(user="00:65534"), "CAPABILITY_MISSING", "may be root"),
+    (web(user="nobody"), "CAPABILITY_MISSING", "a user that its image does not list"),
+    (Companion("db", "penstock-test/other:1"), "IMAGE_NOT_ALLOWED", "penstock-test/other:1"),
+]
+
+
 @pytest.mark.requirement("R43", "R49")
-@pytest.mark.parametrize(
-    ("companion", "reason", "named"),
-    [
-        (web(command=("echo broken >&2; exit 3",)), "COMPANION_FAILED", "exit code 3; its last lines:\nbroken"),
-        (
-            web(
-                command=("yes y | busybox head -n 5000; exec sleep 1000",),
-                health_check=HealthCheck(("/no",), 0.01, 0.1, 1),
-            ),
-            "COMPANION_FAILED",
-            "it is not healthy after 0.11 s",
-        ),
-        (web(entrypoint=("/absent",)), "COMPANION_FAILED", "it cannot be started"),
-        (web(user=""), "CAPABILITY_MISSING", "would run as root"),
-        (web(user="0:65534"), "CAPABILITY_MISSING", "would run as root"),
-        (Companion("db", "penstock-test/other:1"), "IMAGE_NOT_ALLOWED", "penstock-test/other:1"),
-    ],
-)
-async def test_a_companion_that_fails_fails_the_creation_and_leaves_nothing(
-    tmp_path: Path, companion: Companion, reason: str, named: str
-) -> None:
+async def test_a_companion_that_fails_fails_the_creation_and_leaves_nothing(tmp_path: Path) -> None:
     """With the reason, and the end of what it wrote."""
     async with backend(tmp_path, allowed_images=(dockerd.TINY,)) as opened:
-        with pytest.raises(FailedPrecondition) as failed:
-            await create(opened, companions=(shell("fine", "exec sleep 1000"), companion))
-        assert failed.value.reason == reason and named in failed.value.message
-        assert len(failed.value.message) < 3000
-        assert not [one for one in dockerd.engine().remains() if "-with-" in one]
+        for companion, reason, named in FAILURES:
+            with pytest.raises(FailedPrecondition) as failed:
+                await create(opened, companions=(shell("fine", "exec sleep 1000"), companion))
+            assert failed.value.reason == reason and named in failed.value.message
+            assert len(failed.value.message) < 3000
+            assert not [one for one in dockerd.engine().remains() if "-with-" in one]
 
 
-@pytest.mark.requirement("R87")
-async def test_roots_companions_have_what_entry_points_need_and_no_more(tmp_path: Path) -> None:
-    """Where the operator allows root: they can become another user; they cannot change the network."""
-    became = "busybox chown 7:7 /bin/echo && busybox grep CapBnd /proc/self/status > /dev/shm/status && exec sleep 1000"
-    check = HealthCheck(("/bin/busybox", "grep", "00000000000004fb", "/dev/shm/status"), 0.05, 30.0, 100)
-    async with backend(tmp_path, allow_root=True) as opened:
-        handle = await create(opened, companions=(shell("root", became, user="", health_check=check),))
-        await handle.destroy()
+ROOT = shell(
+    "root",
+    "busybox chown 7:7 /bin/echo && busybox grep CapBnd /proc/self/status > /dev/shm/status && exec sleep 1000",
+    user="",
+    # It may change owners and users, and nothing of the network.
+    health_check=HealthCheck(("/bin/busybox", "grep", "00000000000004fb", "/dev/shm/status"), 0.05),
+)
 
 
-@pytest.mark.requirement("R58", "R90")
+@pytest.mark.requirement("R58", "R87", "R90")
 async def test_forks_start_their_own_companions_and_outlive_them(tmp_path: Path) -> None:
-    """Setup has none, so nothing that it did to them can be lost; a companion that dies takes nobody with it."""
-    async with backend(tmp_path) as opened:
+    """Setup has none, so nothing that it did to them can be lost; a companion that dies takes nobody with it.
+
+    Where the operator allows root, one may be root, with what entry points need and no more.
+    """
+    async with backend(tmp_path, allow_root=True) as opened:
         prepared = await create(opened, companions=(web(),), to_be_sealed=True)
         code, _ = await run(prepared, "sh", "-c", "echo kept > kept && getent hosts web")
         assert code == 2, "the name is unknown"
         layer = await opened.seal(prepared, f"ss-{secrets.token_hex(16)}")
-        forks = [await create(opened, companions=(web(),), snapshot_id=layer.id) for _ in range(2)]
+        forks = [await create(opened, companions=(web(), ROOT), snapshot_id=layer.id) for _ in range(2)]
         for fork in forks:
             code, text = await run(fork, "python3", "-c", FETCH, "http://web:8080/")
             assert (code, text) == (0, "hello\n")

@@ -42,6 +42,7 @@ def test_a_list_that_uses_every_field_has_no_problem() -> None:
         ({"env": {"A=B": ""}}, "[0].env", "'='"),
         ({"env": {f"A{number}": "" for number in range(MOST_VARIABLES + 1)}}, "[0].env", "at most 256"),
         ({"env": {"A": "a" * MOST_BYTES}}, "[0]", "bytes"),
+        ({"resources": {"cpu": float("nan")}}, "[0].resources.cpu", "positive"),
         ({"after": ["db"]}, "[0].after", "comes before it"),
         ({"health_check": {"argv": [""]}}, "[0].health_check.argv", "program"),
         ({"health_check": {"interval": Duration()}}, "[0].health_check.interval", "more than 0"),

@@ -110,6 +110,8 @@ def _check_capabilities(backend: BackendFacts, terms: SandboxTerms, needed: Mapp
     ]
     if terms.companions and not backend.companions:
         missing.append("companions")
+    limited = {field.name for one in terms.companions for field, _ in one.resources.ListFields()}
+    missing += [f"a limit of {name} of companions" for name in sorted(limited - backend.limits)]
     if missing:
         raise FailedPrecondition(
             f"backend {backend.name} lacks capabilities that are needed: {', '.join(missing)}",

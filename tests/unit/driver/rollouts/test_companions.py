@@ -51,6 +51,11 @@ def test_companions_are_refused_where_the_backend_has_none(driver: Driver) -> No
     with pytest.raises(FailedPrecondition, match="companions") as refused:
         check_backend(read(driver, wanted()), [replace(ABLE, companions=False)])
     assert refused.value.reason == "CAPABILITY_MISSING"
+    limited = wanted()
+    limited.sandbox.companions[0].resources.pids = 100
+    with pytest.raises(FailedPrecondition, match="a limit of pids of companions"):
+        check_backend(read(driver, limited), [ABLE])
+    check_backend(read(driver, limited), [replace(ABLE, limits=frozenset({"pids"}))])
 
 
 def _fresh(spec: rollout_pb2.RolloutSpec) -> None:

@@ -3,6 +3,7 @@
 Invariants: each rule needs the list alone; what a backend or an operator allows is decided elsewhere.
 """
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
@@ -72,6 +73,9 @@ def _one(companion: sandbox_pb2.Companion, here: str, before: set[str]) -> Itera
             yield f"{here}.{name}", "must begin with a program"
     yield from _variables(companion.env, here)
     yield from _times(check, f"{here}.health_check")
+    for limit, amount in companion.resources.ListFields():
+        if not (math.isfinite(amount) and amount > 0):
+            yield f"{here}.resources.{limit.name}", "must be a positive number"
     for name in companion.after:
         if name not in before:
             yield f"{here}.after", f"{name!r} is not a companion that comes before it in the list"

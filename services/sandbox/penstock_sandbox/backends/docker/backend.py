@@ -98,7 +98,7 @@ class DockerBackend(Backend):
                 "default_backend, which pulls the image at its start",
                 reason="BACKEND_UNAVAILABLE",
             )
-        companions = Companions(options, daemon, owner, images)
+        companions = Companions(options, daemon, owner, reaper, images)
         boxes = DockerSandboxes(options, daemon, owner, reaper, layers, companions)
         deaths = Deaths(daemon, owner, _epoch(str(info["SystemTime"])), boxes.died, boxes.signalled, boxes.names)
         self._stack.push_async_callback(deaths.aclose)

@@ -5,7 +5,7 @@ network is made; the hosts file of that container, which the daemon gives them t
 
 Invariants
 - Nothing of a companion is in the sandbox but its listeners: files, processes and limits are its own.
-- Their names are known before they are made, so that whatever was made is removed with the sandbox.
+- A failed or cancelled start removes all of them.
 - They begin after the sandbox's own listeners, which therefore keep their ports.
 """
 
@@ -19,10 +19,9 @@ from typing import Final
 
 from penstock_chassis.errors import FailedPrecondition
 from penstock_sandbox.backends.docker import container
-from penstock_sandbox.backends.docker.cleanup.reaper import SANDBOX, Owner
+from penstock_sandbox.backends.docker.cleanup.reaper import SANDBOX, Owner, Reaper
 from penstock_sandbox.backends.docker.engine.daemon import Daemon
 from penstock_sandbox.backends.docker.engine.errors import Json, Missing, Refused
-from penstock_sandbox.backends.docker.images.additions import account_named
 from penstock_sandbox.backends.docker.images.images import Images
 from penstock_sandbox.backends.docker.images.prepared_images import text_in
 from penstock_sandbox.backends.docker.options import DockerOptions
@@ -37,6 +36,7 @@ _LAST_LINES: Final = 20
 _LAST_BYTES: Final = 2000
 _SHOWN_OUTPUT: Final = 500
 _NO_CHECK: Final = HealthCheck()
+_ACCOUNTS: Final = "/etc/passwd"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +52,11 @@ class Planned:
 class Companions:
     """Starts the companions of one daemon's sandboxes."""
 
-    def __init__(self, options: DockerOptions, daemon: Daemon, owner: Owner, images: Images) -> None:
+    def __init__(self, options: DockerOptions, daemon: Daemon, owner: Owner, reaper: Reaper, images: Images) -> None:
         self._options = options
         self._daemon = daemon
         self._owner = owner
+        self._reaper = reaper
         self._images = images
 
     async def plan(self, companions: Sequence[Companion], *, root: bool) -> tuple[Planned, ...]:
@@ -70,41 +71,56 @@ class Companions:
             user = spec.user or str(config.get("User") or "")
             if not root and _name(user) in _ROOT:
                 raise _no_root(spec)
-            found.append(Planned(spec, str(image["Id"]), user, spec.health_check or _of_image(config)))
+            found.append(Planned(spec, str(image["Id"]), user, spec.health_check or declared_check(config)))
         return tuple(found)
 
-    async def start(self, sandbox_id: str, sandbox: str, planned: Sequence[Planned], *, root: bool) -> None:
-        """Starts them in their order; returns when all are healthy.
+    async def start(self, sandbox_id: str, sandbox: str, planned: Sequence[Planned], *, root: bool) -> tuple[str, ...]:
+        """Starts them in their order; returns the names of their containers when all are healthy.
 
         ``sandbox`` is the id of the sandbox's container. Raises FailedPrecondition (COMPANION_FAILED,
-        CAPABILITY_MISSING); then some of them may run.
+        CAPABILITY_MISSING).
         """
+        names = tuple(container_name(sandbox_id, one.spec.name) for one in planned)
         tasks: dict[str, asyncio.Task[None]] = {}
-        for one in planned:
-            before = [tasks[name] for name in one.spec.after]
-            tasks[one.spec.name] = asyncio.create_task(self._start(sandbox_id, sandbox, one, before, root=root))
+        for one, name in zip(planned, names, strict=True):
+            before = [tasks[other] for other in one.spec.after]
+            start = self._start(sandbox_id, sandbox, one, name, before, root=root)
+            tasks[one.spec.name] = asyncio.create_task(start, name=f"start-{name}")
         try:
             async with asyncio.timeout(_MOST_S):
                 for done in asyncio.as_completed(tasks.values()):
                     await done
-            for one in planned:
-                await self._check_runs(one, container_name(sandbox_id, one.spec.name))
-        except TimeoutError as error:
-            late = ", ".join(name for name, task in tasks.items() if task.cancelled() or not task.done())
-            raise _failed(late, f"they are not healthy after {_MOST_S:g} s") from error
-        finally:
+            for one, name in zip(planned, names, strict=True):
+                await self._check_runs(one, name)
+        except BaseException as error:
+            late = ", ".join(name for name, task in tasks.items() if not task.done())
             for task in tasks.values():
                 task.cancel()
             await asyncio.gather(*tasks.values(), return_exceptions=True)
+            await self.remove(names)
+            if isinstance(error, TimeoutError):
+                raise _failed(late, f"not healthy after {_MOST_S:g} s") from error
+            raise
+        return names
+
+    async def remove(self, names: Sequence[str]) -> None:
+        """Removes containers of companions, those that are not there included."""
+        await asyncio.gather(*map(self._reaper.container, names))
 
     async def _start(
-        self, sandbox_id: str, sandbox: str, one: Planned, before: Sequence[asyncio.Task[None]], *, root: bool
+        self,
+        sandbox_id: str,
+        sandbox: str,
+        one: Planned,
+        name: str,
+        before: Sequence[asyncio.Task[None]],
+        *,
+        root: bool,
     ) -> None:
         if before:
             await asyncio.wait(before)
             if any(task.exception() is not None for task in before):
                 return  # the caller raises that one
-        name = container_name(sandbox_id, one.spec.name)
         labels = {**self._owner.labels("companion"), SANDBOX: sandbox_id}
         settings, host = container.companion(
             one.image,
@@ -117,7 +133,7 @@ class Companions:
         )
         try:
             made = await self._daemon.create(name, settings, host)
-            if not root and await self._is_root(made, one.user):
+            if not root and await self.may_be_root(made, one.user):
                 raise _no_root(one.spec)
             await self._daemon.start(made)
             if one.check.argv:
@@ -125,12 +141,17 @@ class Companions:
         except Refused as error:
             raise _failed(one.spec.name, f"it cannot be started: {error.what}") from error
 
-    async def _is_root(self, made: str, user: str) -> bool:
-        """Whether a user's name is one of root's in the image."""
-        if _name(user).isdecimal():
-            return int(_name(user)) == 0
-        account = account_named(_name(user), await text_in(self._daemon, made, "/etc/passwd"), "")
-        return account is None or account.uid == 0
+    async def may_be_root(self, made: str, user: str) -> bool:
+        """Whether the daemon may find root for a user. It looks for the name first, a number's too, and takes what is
+        no id for 0.
+        """
+        name = user.partition(":")[0]
+        text = await text_in(self._daemon, made, _ACCOUNTS)
+        if not text and await self._daemon.has(made, _ACCOUNTS):
+            return True  # no plain file: the daemon may read another one
+        lines = [line.strip().split(":") for line in text.splitlines()]
+        ids = [fields[2] if len(fields) > 2 else "" for fields in lines if fields[0] == name] or [name]
+        return not all(one.isascii() and one.isdigit() and int(one) > 0 for one in ids)
 
     # Health ------------------------------------------------------------------------------------------------------
 
@@ -189,7 +210,7 @@ def container_name(sandbox_id: str, companion: str) -> str:
     return f"penstock-{sandbox_id}-with-{companion}"
 
 
-def _of_image(config: Json) -> HealthCheck:
+def declared_check(config: Json) -> HealthCheck:
     """Returns the check that an image declares."""
     declared = config.get("Healthcheck") or {}
     kind, *words = declared.get("Test") or ["NONE"]
@@ -221,8 +242,8 @@ def _name(user: str) -> str:
 
 def _no_root(spec: Companion) -> FailedPrecondition:
     return FailedPrecondition(
-        f"the companion {spec.name} would run as root: name another user of its image, or the operator must set "
-        "docker_allow_root",
+        f"the companion {spec.name} may be root, or a user that its image does not list: name one that it lists, or "
+        "the operator must set docker_allow_root",
         reason="CAPABILITY_MISSING",
         metadata={"backend": "docker", "capabilities": "root", "companion": spec.name},
     )

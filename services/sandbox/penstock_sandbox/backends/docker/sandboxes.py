@@ -20,7 +20,7 @@ from penstock_chassis.errors import FailedPrecondition, Internal, InvalidArgumen
 from penstock_sandbox.backends.docker import container
 from penstock_sandbox.backends.docker.access.ways import SIDECAR_SUFFIX, Reach, Reached, Started
 from penstock_sandbox.backends.docker.cleanup.reaper import SANDBOX, SNAPSHOT, Owner, Reaper
-from penstock_sandbox.backends.docker.companions import Companions, Planned, container_name
+from penstock_sandbox.backends.docker.companions import Companions, Planned
 from penstock_sandbox.backends.docker.container import HOSTNAME
 from penstock_sandbox.backends.docker.engine.daemon import Daemon
 from penstock_sandbox.backends.docker.engine.errors import Json, Missing, Refused
@@ -57,7 +57,9 @@ class DockerSandbox:
     handle: GuestSandbox | None = None
     layers: tuple[str, ...] = ()
     companions: tuple[str, ...] = ()
-    """The names of its companions' containers."""
+    """The names of its companions' containers, once all are healthy."""
+    ended: bool = False
+    """Whether its end has begun."""
     seal_as: str = ""
     sealed: ReadyImage | None = None
     seal_failure: Refused | PenstockError | None = None
@@ -216,8 +218,9 @@ class DockerSandboxes:
         try:
             await box.handle.open(spec.network)
             if companions:
-                box.companions = tuple(container_name(sandbox_id, one.spec.name) for one in companions)
-                await self._companions.start(sandbox_id, made, companions, root=root)
+                box.companions = await self._companions.start(sandbox_id, made, companions, root=root)
+                if box.ended:
+                    await self._companions.remove(box.companions)  # whoever ended it did not know them
         except BaseException as error:
             error_text = await reached.error_text() if isinstance(error, LinkLost) else ""
             await box.destroy()
@@ -269,10 +272,9 @@ class DockerSandboxes:
             if box.seal_as and box.sealed is None and box.seal_failure is None:
                 await self._seal(box, box.seal_as)
         finally:
+            box.ended = True
             beside, box.companions = box.companions, ()
-            await asyncio.gather(
-                self._reaper.container(box.name), box.reached.close(), *map(self._reaper.container, beside)
-            )
+            await asyncio.gather(self._reaper.container(box.name), box.reached.close(), self._companions.remove(beside))
             self._live.pop(box.name, None)
             self._layers.release(box.layers)
 
