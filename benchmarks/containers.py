@@ -13,15 +13,18 @@ import os
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 from benchmarks import bare_docker, peers, sandbox_service, world
-from benchmarks.report import Section
-from benchmarks.timing import beside
+from benchmarks.report import Row, Section
+from benchmarks.timing import beside, milliseconds, timed
+from penstock.client import Companion, HealthCheck, SandboxSpec
 
 SIZES: Final = sandbox_service.Sizes(creates=20, runs=200, burst=16, live=16, forks=((1, 10), (8, 3)))
 GVISOR_SIZES: Final = sandbox_service.Sizes(creates=8, runs=100, burst=8, live=8, forks=((1, 4), (8, 1)), tree_forks=8)
+COMPANION_CREATES: Final = 10
 DEFAULT_IMAGE: Final = "python:3.13-slim-bookworm"
 LOCAL: Final = "/var/run/docker.sock"
 
@@ -58,8 +61,35 @@ async def measure(place: Path) -> list[Section]:
             here = {"default_backend": "docker", "docker_host": daemon.host, **settings}
             async with world.scripted(folder, here) as running:
                 rows = await sandbox_service.figures(running, sizes)
+                rows += [] if name == "gvisor" else await _beside(running, daemon.image)
             sections.append(Section(f"Sandboxes: docker backend ({name}), through gRPC", beside(rows, others)))
         return sections
+
+
+async def _beside(running: world.World, image: str) -> list[Row]:
+    """Sandboxes with companions, each with a check that holds at once: what these add, but for their own programs."""
+    rows: list[Row] = []
+    for count in (1, 2):
+        companions = [
+            Companion(
+                name=f"beside-{number}",
+                image=image,
+                entrypoint=["sleep", "1000"],
+                user="65534",
+                health_check=HealthCheck(argv=["true"]),
+            )
+            for number in range(count)
+        ]
+        made: list[float] = []
+        deleted: list[float] = []
+        for _ in range(COMPANION_CREATES):
+            spec = SandboxSpec(companions=companions)
+            sandbox = await timed(made, partial(running.ps.sandboxes.create, spec))
+            await timed(deleted, sandbox.delete)
+        name = f"with {count} companion{'s' * (count > 1)}"
+        rows += milliseconds(f"create {name}", made, f"{COMPANION_CREATES} in turn")
+        rows += milliseconds(f"delete {name}", deleted)
+    return rows
 
 
 @asynccontextmanager
