@@ -61,35 +61,47 @@ async def measure(place: Path) -> list[Section]:
             here = {"default_backend": "docker", "docker_host": daemon.host, **settings}
             async with world.scripted(folder, here) as running:
                 rows = await sandbox_service.figures(running, sizes)
-                rows += [] if name == "gvisor" else await _beside(running, daemon.image)
             sections.append(Section(f"Sandboxes: docker backend ({name}), through gRPC", beside(rows, others)))
         return sections
 
 
-async def _beside(running: world.World, image: str) -> list[Row]:
-    """Sandboxes with companions, each with a check that holds at once: what these add, but for their own programs."""
-    rows: list[Row] = []
-    for count in (1, 2):
-        companions = [
-            Companion(
-                name=f"beside-{number}",
-                image=image,
-                entrypoint=["sleep", "1000"],
-                user="65534",
-                health_check=HealthCheck(argv=["true"]),
-            )
-            for number in range(count)
-        ]
-        made: list[float] = []
-        deleted: list[float] = []
-        for _ in range(COMPANION_CREATES):
-            spec = SandboxSpec(companions=companions)
-            sandbox = await timed(made, partial(running.ps.sandboxes.create, spec))
-            await timed(deleted, sandbox.delete)
-        name = f"with {count} companion{'s' * (count > 1)}"
-        rows += milliseconds(f"create {name}", made, f"{COMPANION_CREATES} in turn")
-        rows += milliseconds(f"delete {name}", deleted)
-    return rows
+async def measure_companions(place: Path) -> list[Section]:
+    """Sandboxes alone, and with companions whose check holds at once: what these add, but for their own programs."""
+    async with _daemon() as daemon:
+        sections = []
+        for reach in ("direct", "sidecar"):
+            folder = place / reach
+            folder.mkdir()
+            images = {"docker_image": daemon.image, "docker_sidecar_image": daemon.image}
+            here = {"default_backend": "docker", "docker_host": daemon.host, "docker_reach": reach, **images}
+            async with world.scripted(folder, here) as running:
+                # The first one pays for what is made once.
+                await (await running.ps.sandboxes.create()).delete()
+                rows = [row for count in (0, 1, 2) for row in await _beside(running, daemon.image, count)]
+            sections.append(Section(f"Companions: docker backend ({reach}), through gRPC", rows))
+        return sections
+
+
+async def _beside(running: world.World, image: str, count: int) -> list[Row]:
+    companions = [
+        Companion(
+            name=f"beside-{number}",
+            image=image,
+            entrypoint=["sleep", "1000"],
+            user="65534",
+            health_check=HealthCheck(argv=["true"]),
+        )
+        for number in range(count)
+    ]
+    made: list[float] = []
+    deleted: list[float] = []
+    for _ in range(COMPANION_CREATES):
+        sandbox = await timed(made, partial(running.ps.sandboxes.create, SandboxSpec(companions=companions)))
+        await timed(deleted, sandbox.delete)
+    return [
+        *milliseconds(f"create with {count}", made, f"{COMPANION_CREATES} in turn"),
+        *milliseconds(f"delete with {count}", deleted),
+    ]
 
 
 @asynccontextmanager

@@ -175,7 +175,8 @@ class _Services:
         where = f"services.{name}.environment"
         given = service.get("environment") or {}
         if isinstance(given, list):
-            given = dict((str(item).split("=", 1) if "=" in str(item) else (str(item), None)) for item in given)
+            pairs = (str(item).partition("=") for item in given)
+            given = {key: value if equals else None for key, equals, value in pairs}
         found = {}
         for key, value in _mapping(given, f"{self._file}: {where}").items():
             if name == self._main and _HARNESS.search(str(value)):
