@@ -12,7 +12,7 @@ from tests.support.docker import dockerd
 from tests.support.docker.backend import REACHES, backend, create, diff, run
 from tests.support.waiting import eventually_async
 
-from penstock_chassis.errors import FailedPrecondition
+from penstock_chassis.errors import FailedPrecondition, Unavailable
 from penstock_sandbox.backends.docker.companions import container_name
 from penstock_sandbox.domain.model import Companion, HealthCheck, Resources
 
@@ -105,6 +105,28 @@ ROOT = shell(
     # It may change owners and users, and nothing of the network.
     health_check=HealthCheck(("/bin/busybox", "grep", "00000000000004fb", "/dev/shm/status"), 0.05),
 )
+
+
+@pytest.mark.requirement("R49", "R50")
+@pytest.mark.parametrize("end", ["cancelled", "killed"])
+async def test_companions_that_wait_end_with_the_creation(tmp_path: Path, end: str) -> None:
+    """A caller that leaves, and a sandbox that is lost meanwhile, wait for no health."""
+    never = shell("web", "exec sleep 1000", health_check=HealthCheck(("/bin/busybox", "false")))
+    async with backend(tmp_path) as opened:
+        creating = asyncio.create_task(create(opened, companions=(never,)))
+
+        async def running() -> bool:
+            return any("-with-web" in one for one in dockerd.engine().remains())
+
+        await eventually_async(running, "the companion is there")
+        if end == "cancelled":
+            creating.cancel()
+        else:
+            (found,) = dockerd.engine().api.containers(filters={"label": ["penstock.kind=sandbox"]})
+            await asyncio.to_thread(dockerd.engine().api.kill, found["Id"])
+        with pytest.raises(asyncio.CancelledError if end == "cancelled" else Unavailable):
+            await creating
+        assert not [one for one in dockerd.engine().remains() if "-with-" in one]
 
 
 @pytest.mark.requirement("R58", "R87", "R90")

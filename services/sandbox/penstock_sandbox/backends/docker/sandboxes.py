@@ -56,10 +56,8 @@ class DockerSandbox:
     reached: Reached
     handle: GuestSandbox | None = None
     layers: tuple[str, ...] = ()
-    companions: tuple[str, ...] = ()
-    """The names of its companions' containers, once all are healthy."""
-    ended: bool = False
-    """Whether its end has begun."""
+    beside: asyncio.Task[tuple[str, ...]] | None = None
+    """Starts its companions; results in the names of their containers once all are healthy."""
     seal_as: str = ""
     sealed: ReadyImage | None = None
     seal_failure: Refused | PenstockError | None = None
@@ -72,6 +70,12 @@ class DockerSandbox:
     """Held while its changes are read."""
     written_since: float = -math.inf
     """When its last sync to disk began, on the event loop's clock."""
+
+    @property
+    def companions(self) -> tuple[str, ...]:
+        """The names of its companions' containers; none while they are started."""
+        started = self.beside
+        return started.result() if started and _succeeded(started) else ()
 
     async def destroy(self) -> None:
         """Ends it; harmless if it has ended."""
@@ -126,6 +130,8 @@ class DockerSandboxes:
             box.seen = seen
             box.died.set()
             box.lose("SANDBOX_VANISHED")
+            if box.beside is not None:
+                box.beside.cancel()  # they cannot become healthy
         elif (box := self._served(name)) is not None:
             box.lose("SIDECAR_ENDED")
         elif (box := next((one for one in self._live.values() if name in one.companions), None)) is not None:
@@ -218,9 +224,16 @@ class DockerSandboxes:
         try:
             await box.handle.open(spec.network)
             if companions:
-                box.companions = await self._companions.start(sandbox_id, made, companions, root=root)
-                if box.ended:
-                    await self._companions.remove(box.companions)  # whoever ended it did not know them
+                starting = self._companions.start(sandbox_id, made, companions, root=root)
+                box.beside = asyncio.create_task(starting, name=f"companions-{name}")
+                try:
+                    await box.beside
+                except asyncio.CancelledError:
+                    task = asyncio.current_task()
+                    if task is not None and task.cancelling():
+                        raise
+                    what = "the sandbox was lost during its creation"
+                    raise Unavailable(what, reason="CREATE_FAILED", retry_after_s=0.1) from None
         except BaseException as error:
             error_text = await reached.error_text() if isinstance(error, LinkLost) else ""
             await box.destroy()
@@ -272,9 +285,12 @@ class DockerSandboxes:
             if box.seal_as and box.sealed is None and box.seal_failure is None:
                 await self._seal(box, box.seal_as)
         finally:
-            box.ended = True
-            beside, box.companions = box.companions, ()
-            await asyncio.gather(self._reaper.container(box.name), box.reached.close(), self._companions.remove(beside))
+            beside, box.beside = box.beside, None
+            if beside is not None:
+                beside.cancel()
+                await asyncio.wait([beside])
+            names = beside.result() if beside is not None and _succeeded(beside) else ()
+            await asyncio.gather(self._reaper.container(box.name), box.reached.close(), self._companions.remove(names))
             self._live.pop(box.name, None)
             self._layers.release(box.layers)
 
@@ -309,6 +325,10 @@ async def _what_ended(box: DockerSandbox, reason: str) -> str:
         served = reason in ("ATTENDANT_ENDED", "SIDECAR_ENDED") and box.reached.within_limits
         return "ATTENDANT_KILLED" if served and not box.signalled else reason
     return "PROCESS_ENDED" if box.seen and not box.signalled else "SANDBOX_VANISHED"
+
+
+def _succeeded(task: asyncio.Task[tuple[str, ...]]) -> bool:
+    return task.done() and not task.cancelled() and task.exception() is None
 
 
 def _not_made(error: Refused) -> Internal:
