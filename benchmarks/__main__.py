@@ -35,6 +35,7 @@ from benchmarks.scale import busy, fairness
 
 BENCHMARKS: Final[Mapping[str, Callable[[Path], Coroutine[None, None, list[report.Section]]]]] = {
     "sandboxes": sandboxes.measure,
+    "companions": containers.measure_companions,
     "guests": guests.measure,
     "rollouts": rollouts.measure,
     "grading": grading.measure,
@@ -55,8 +56,8 @@ BENCHMARKS: Final[Mapping[str, Callable[[Path], Coroutine[None, None, list[repor
     "fairness": fairness.measure,
     "busy": busy.measure,
 }
-ONLY_BY_NAME: Final = frozenset({"replayed-agents", "turns"})
-"""What runs each built-in agent twenty times, and what trains a policy eighteen times."""
+ONLY_BY_NAME: Final = frozenset({"companions", "replayed-agents", "turns"})
+"""What needs a Docker daemon, what runs each built-in agent twenty times, what trains a policy eighteen times."""
 BACKENDS: Final[Mapping[str, Callable[[Path], Coroutine[None, None, list[report.Section]]]]] = {
     "local": sandboxes.measure,
     "docker": containers.measure,

@@ -13,15 +13,18 @@ import os
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 from benchmarks import bare_docker, peers, sandbox_service, world
-from benchmarks.report import Section
-from benchmarks.timing import beside
+from benchmarks.report import Row, Section
+from benchmarks.timing import beside, milliseconds, timed
+from penstock.client import Companion, HealthCheck, SandboxSpec
 
 SIZES: Final = sandbox_service.Sizes(creates=20, runs=200, burst=16, live=16, forks=((1, 10), (8, 3)))
 GVISOR_SIZES: Final = sandbox_service.Sizes(creates=8, runs=100, burst=8, live=8, forks=((1, 4), (8, 1)), tree_forks=8)
+COMPANION_CREATES: Final = 10
 DEFAULT_IMAGE: Final = "python:3.13-slim-bookworm"
 LOCAL: Final = "/var/run/docker.sock"
 
@@ -60,6 +63,45 @@ async def measure(place: Path) -> list[Section]:
                 rows = await sandbox_service.figures(running, sizes)
             sections.append(Section(f"Sandboxes: docker backend ({name}), through gRPC", beside(rows, others)))
         return sections
+
+
+async def measure_companions(place: Path) -> list[Section]:
+    """Sandboxes alone, and with companions whose check holds at once: what these add, but for their own programs."""
+    async with _daemon() as daemon:
+        sections = []
+        for reach in ("direct", "sidecar"):
+            folder = place / reach
+            folder.mkdir()
+            images = {"docker_image": daemon.image, "docker_sidecar_image": daemon.image}
+            here = {"default_backend": "docker", "docker_host": daemon.host, "docker_reach": reach, **images}
+            async with world.scripted(folder, here) as running:
+                # The first one pays for what is made once.
+                await (await running.ps.sandboxes.create()).delete()
+                rows = [row for count in (0, 1, 2) for row in await _beside(running, daemon.image, count)]
+            sections.append(Section(f"Companions: docker backend ({reach}), through gRPC", rows))
+        return sections
+
+
+async def _beside(running: world.World, image: str, count: int) -> list[Row]:
+    companions = [
+        Companion(
+            name=f"beside-{number}",
+            image=image,
+            entrypoint=["sleep", "1000"],
+            user="65534",
+            health_check=HealthCheck(argv=["true"]),
+        )
+        for number in range(count)
+    ]
+    made: list[float] = []
+    deleted: list[float] = []
+    for _ in range(COMPANION_CREATES):
+        sandbox = await timed(made, partial(running.ps.sandboxes.create, SandboxSpec(companions=companions)))
+        await timed(deleted, sandbox.delete)
+    return [
+        *milliseconds(f"create with {count}", made, f"{COMPANION_CREATES} in turn"),
+        *milliseconds(f"delete with {count}", deleted),
+    ]
 
 
 @asynccontextmanager

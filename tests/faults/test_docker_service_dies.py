@@ -33,8 +33,8 @@ async def variant(request: pytest.FixtureRequest) -> AsyncIterator[str]:
     assert engine.remains() == []
 
 
-async def _create(service: Running) -> Box:
-    request = ss.CreateSandboxRequest(request_id=secrets.token_hex(8), spec=sb.SandboxSpec())
+async def _create(service: Running, *companions: sb.Companion) -> Box:
+    request = ss.CreateSandboxRequest(request_id=secrets.token_hex(8), spec=sb.SandboxSpec(companions=companions))
     return Box(service, (await service.sandboxes.CreateSandbox(request, timeout=120)).sandbox)
 
 
@@ -82,7 +82,9 @@ async def test_a_killed_docker_service_leaves_nothing_with_the_daemon(variant: s
             )
             # It stays for as long as the one above stands on it, and is unknown all the same.
             await service.sandboxes.DeleteSnapshot(ss.DeleteSnapshotRequest(snapshot_id=deleted.snapshot_id))
-            first = await _create(service)
+            # With gVisor there are none.
+            beside = sb.Companion(name="beside", image=dockerd.TINY, entrypoint=["/bin/sleep", "4907"], user="65534")
+            first = await _create(service, *([] if variant == "docker-gvisor" else [beside]))
             await first.start("p", "sleep", "4905")
             burst = [asyncio.ensure_future(_create(service)) for _ in range(12 if variant == "docker-gvisor" else 20)]
             await burst[0]

@@ -24,6 +24,22 @@ fi
 SUM = "tr '\\n' ' ' </app/numbers.txt | awk '{ print $1 + $2 + $3 }' >/app/sum.txt\n"
 
 
+STORE = """
+import http.server as h
+class Store(h.BaseHTTPRequestHandler):
+    kept = b""
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(Store.kept)
+    def do_PUT(self):
+        Store.kept = self.rfile.read(int(self.headers["Content-Length"]))
+        self.do_GET()
+h.HTTPServer(("", 8000), Store).serve_forever()
+"""
+ASK_STORE = 'import urllib.request as r; r.urlopen("http://127.0.0.1:8000")'
+
+
 def write(folder: Path, files: dict[str, str]) -> Path:
     """Files by name; those that end in .sh may be executed."""
     for name, content in files.items():
@@ -59,6 +75,35 @@ def harbor(folder: Path, *, image: str = "debian:12", reward: str = "txt", more:
             ),
             "tests/data/expected": "6\n",
             "solution/solve.sh": "#!/bin/bash\n" + SUM,
+        },
+    )
+
+
+def stored(folder: Path, *, image: str) -> Path:
+    """A Harbor task with two containers: the number is to be put into a store, which is beside the agent."""
+    ask = (
+        "python3 -c 'import urllib.request as r; print(r.urlopen(r.Request(\"http://store:8000\"{})).read().decode())'"
+    )
+    put, got = ask.format(', b"6", method="PUT"'), ask.format("")
+    compose = {
+        "services": {
+            "main": {"build": ".", "depends_on": {"store": {"condition": "service_healthy"}}},
+            "store": {
+                "image": image,
+                "command": ["python3", "-c", STORE],
+                "healthcheck": {"test": ["CMD", "python3", "-c", ASK_STORE], "interval": "1s", "retries": 60},
+            },
+        }
+    }
+    return write(
+        harbor(folder, image=image, more=f'docker_image = "{image}"\n'),
+        {
+            "instruction.md": "Put the number 6 into the store at http://store:8000.\n",
+            "environment/docker-compose.yaml": json.dumps(compose),
+            "tests/test.sh": (
+                f'#!/bin/bash\nworth=0\n[ "$({got})" = 6 ] && worth=1\necho "$worth" > /logs/verifier/reward.txt\n'
+            ),
+            "solution/solve.sh": f"#!/bin/bash\n{put}\n",
         },
     )
 

@@ -36,6 +36,7 @@ _SPECS: dict[str, dict[str, Any]] = {
     "root": {"user": "root"},
     "own_kernel": {"own_kernel": True},
     "toolboxes": {"toolbox_ids": ["any"]},
+    "companions": {"companions": [sb.Companion(name="db", image="any")]},
 }
 """For each capability that a spec can ask for, a spec that does."""
 

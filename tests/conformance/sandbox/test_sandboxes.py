@@ -107,6 +107,10 @@ async def test_missing_capability_is_refused_before_any_work(service: Running, c
         "limit_inodes": {"resources": sb.Resources(inodes=10_000)},
         "root": {"user": "root"},
         "own_kernel": {"own_kernel": True},
+        "companions": {
+            # Of the one backend of the product that has them; others refuse before they look for an image.
+            "companions": [sb.Companion(name="db", image=dockerd.TINY, entrypoint=["/bin/sleep", "60"], user="65534")]
+        },
     }
     for capability, spec in wishes.items():
         spec["network"] = narrowest(capabilities)

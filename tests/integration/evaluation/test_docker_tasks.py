@@ -27,7 +27,8 @@ async def test_tasks_with_images_score_1_with_their_solution_and_0_without(
 ) -> None:
     """Issue 6, point 6: a Harbor task from its Dockerfile, records of three formats with the repository of their image.
 
-    Issue 12, point 6: SWE-smith's is broken by its patch, and R2E-Gym's tests are its own.
+    Issue 12, point 6: SWE-smith's is broken by its patch, and R2E-Gym's tests are its own. Of one with two
+    containers, the verifier sees what the agent put into the other.
     """
     engine = await asyncio.to_thread(dockerd.engine)
     monkeypatch.setenv("DOCKER_HOST", engine.host)
@@ -59,6 +60,9 @@ async def test_tasks_with_images_score_1_with_their_solution_and_0_without(
         (tmp_path / f"{form}.json").write_text(json.dumps(record))
         found += import_tasks(form, tmp_path / f"{form}.json", tmp_path / "tasks", choices)
 
+    store = foreign_tasks.stored(tmp_path / "beside" / "sum-stored", image=dockerd.BASE)
+    found += import_tasks("harbor", store, tmp_path / "tasks", choices)
+
     tasks = [with_image(Task.load(item.folder)) for item in found if item.folder is not None]
     for _ in range(2):
         await build_images([image, *tasks], told.append)
@@ -82,6 +86,7 @@ async def test_tasks_with_images_score_1_with_their_solution_and_0_without(
         ("kiwi__sums-1", 1.0, 0.0, True),
         ("kiwi__sums.0badc0de.lm_rewrite__1", 1.0, 0.0, True),
         ("sums-0123456789ab", 1.0, 0.0, True),
+        ("sum-stored", 1.0, 0.0, True),
     ], [proof.problems for proof in proofs]
 
 

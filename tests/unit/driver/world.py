@@ -88,6 +88,8 @@ class Directories:
         self.boxes: dict[str, Box] = {}
         self.snapshots: dict[str, Path] = {}
         self.wanted: list[SnapshotSpec] = []
+        self.looked_at: list[SandboxTerms] = []
+        """The terms of each sandbox that is no fork."""
         self.calls: list[str] = []
         self.repeatable: list[bool] = []
         self.allowlists: list[sandbox_pb2.Allowlist | None] = []
@@ -159,6 +161,7 @@ class Directories:
 
     async def create(self, terms: SandboxTerms, lease_s: float, labels: Mapping[str, str]) -> SandboxFacts:
         await self._called("create")
+        self.looked_at.append(terms)
         sandbox_id, box = self._new(labels)
         return SandboxFacts(sandbox_id, str(box.home), str(box.workdir), takes_files=self.takes_files)
 

@@ -71,8 +71,7 @@ def test_a_harbor_task_keeps_its_image_its_limits_and_its_resources(tmp_path: Pa
         ({}, "gpus = 1\n", "gpus"),
         ({}, "healthcheck = { command = 'x' }\n", "healthcheck"),
         ({}, "env = { KEY = '${SECRET}' }\n", "--env SECRET=VALUE"),
-        ({"environment/docker-compose.yaml": "services: {}\n"}, "", "several containers"),
-        ({"environment/compose.yml": "services: {}\n"}, "", "several containers"),
+        ({"environment/compose.yml": "services: {db: {build: db}}\n"}, "", "compose.yml: services.db.build"),
         ({}, "[steps]\nx = 1\n", "steps"),
         ({}, "os = 'windows'\n", "environment.os: windows"),
         ({}, "workdir = '/x'\ndocker_image = 'a:1'\n", "environment.workdir"),
@@ -159,7 +158,6 @@ def test_a_task_of_the_wrong_form_is_refused_and_ends_no_other(tmp_path: Path) -
     [
         ({"task.yaml": "instruction: x\nparser_name: swelancer\n"}, "parser_name swelancer"),
         ({"task.yaml": "instruction: x\nrun_tests_in_same_shell: true\n"}, "run_tests_in_same_shell"),
-        ({"docker-compose.yaml": "services: {client: {}, server: {}}\n"}, "2 services"),
         ({"task.yaml": "descriptions: []\n"}, "no instruction"),
     ],
 )

@@ -213,7 +213,7 @@ const isLong = (scalar: number) => [3, 4, 6, 16, 18].includes(scalar);
 
 function sandbox(value: unknown): MessageInitShape<typeof SandboxChoiceSchema> {
   const given = mapping(value, "sandbox", KEYS.sandbox);
-  for (const key of ["setup_network", "agent_network", "verifier_network"])
+  for (const key of ["setup_network", "agent_network", "verifier_network", "companions"])
     if (given[key] !== undefined) throw new TaskFileError(`sandbox.${key}`, "is not supported by the form: use `penstock rollout`");
   if (given["packages"] !== undefined) throw new TaskFileError("sandbox.packages", "a page cannot read files: use `penstock rollout`");
   return {

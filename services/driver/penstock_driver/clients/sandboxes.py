@@ -117,6 +117,7 @@ class GrpcSandboxes:
                 diff=backend.capabilities.diff,
                 toolboxes=backend.capabilities.toolboxes,
                 stdin=backend.capabilities.stdin_stream,
+                companions=backend.capabilities.companions,
                 limits=frozenset(
                     name
                     for name, held in (

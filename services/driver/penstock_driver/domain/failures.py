@@ -24,8 +24,10 @@ OF_THE_SANDBOX: Final = frozenset({"SANDBOX_LOST", "SANDBOX_NOT_READY", "SANDBOX
 """Reasons of errors that concern a whole sandbox, not a file in it."""
 _GONE: Final = frozenset({"SANDBOX_LOST", "SANDBOX_UNKNOWN"})
 """No agent causes the second: somebody deleted the sandbox, its lease is over, or its host lost its disk."""
-_OF_THE_TASK: Final = frozenset({"CAPABILITY_MISSING", "HOST_NOT_ALLOWED", "IMAGE_NOT_ALLOWED", "USER_RESERVED"})
-"""A task's demands on its sandbox that this backend, or this operator, does not meet."""
+_OF_THE_TASK: Final = frozenset(
+    {"CAPABILITY_MISSING", "COMPANION_FAILED", "HOST_NOT_ALLOWED", "IMAGE_NOT_ALLOWED", "USER_RESERVED"}
+)
+"""A task's demands on its sandbox that this backend or this operator does not meet, or a companion that fails."""
 _OF_THE_POLICY: Final = frozenset({"CONTEXT_EXCEEDED", "CALL_TOO_LARGE", "SESSION_MESSAGE_LIMIT"})
 """Reasons why a call failed that the conversation causes: a policy could fill it to avoid being graded."""
 _OF_THE_REQUEST: Final = frozenset(

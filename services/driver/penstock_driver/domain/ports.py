@@ -122,6 +122,7 @@ class SandboxTerms:
     own_kernel: bool = False
     setup_network: sandbox_pb2.NetworkPolicy | None = field(default=None, hash=False)
     """What setup may reach; None for nothing. Messages have no hash."""
+    companions: tuple[sandbox_pb2.Companion, ...] = field(default=(), hash=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +157,7 @@ class BackendFacts:
     """What allow-lists may name; empty where it has none."""
     limits: frozenset[str] = frozenset()
     """Names of the resources in SandboxTerms that it can limit."""
+    companions: bool = False
 
 
 @dataclass(frozen=True, slots=True)

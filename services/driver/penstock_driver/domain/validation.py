@@ -17,7 +17,7 @@ from packaging.markers import InvalidMarker, Marker
 
 from penstock.interception.v1 import interception_pb2, rollout_gate_service_pb2
 from penstock.sandbox.v1 import sandbox_pb2
-from penstock.values import hosts
+from penstock.values import companions, hosts
 from penstock.values.locks import LockProblem, npm_lock, python_lock
 from penstock_chassis import times
 from penstock_chassis.errors import Violation
@@ -113,6 +113,8 @@ def check_rollout(spec: RolloutSpec, found: Violations) -> None:
     _check_gate_terms(spec.gate_terms, where, found)
     _check_sandbox(spec.sandbox, where, found)
     _check_networks(spec, where, found)
+    if spec.sandbox.companions:
+        _check_grading_beside(spec, where, found)
     _check_packages(spec.packages, where, found)
     if not 1 <= spec.max_attempts <= MAX_ATTEMPTS:
         found.add(f"{where}max_attempts", f"expected 1 to {MAX_ATTEMPTS}")
@@ -279,6 +281,8 @@ def _check_sandbox(terms: SandboxTerms, where: str, found: Violations) -> None:
     if terms.setup_network is not None and terms.setup_network.HasField("allowlist"):
         _check_allowlist(terms.setup_network.allowlist, f"{where}sandbox.setup_network.allowlist", found)
     _check_resources(terms, f"{where}sandbox", found)
+    for place, problem in companions.problems(terms.companions):
+        found.add(f"{where}sandbox.companions{place}", problem)
 
 
 def _check_resources(terms: SandboxTerms, here: str, found: Violations) -> None:
@@ -311,6 +315,24 @@ def _check_networks(spec: RolloutSpec, where: str, found: Violations) -> None:
     verifier = spec.task.verifier
     if spec.verifier_network is not None and (verifier is None or verifier.fresh_fork is False):
         found.add(f"{where}sandbox.verifier_network", "needs a verifier that runs in a fresh fork")
+
+
+def _check_grading_beside(spec: RolloutSpec, where: str, found: Violations) -> None:
+    """Check that a rollout with companions needs no fork after its agent: what the agent did to them is in none."""
+    problem = "needs a fork, which would not have what the agent did to sandbox.companions"
+    verifier = spec.task.verifier
+    if spec.keep_end_state:
+        found.add(f"{where}keep_end_state", f"{problem}: leave it unset")
+    if verifier is None:
+        return
+    if verifier.fresh_fork:
+        found.add(f"{where}task.verifier.fresh_fork", f"{problem}: leave it unset")
+    if verifier.changes_below:
+        found.add(f"{where}task.verifier.changes_below", f"{problem}: leave it empty")
+    if verifier.has_own_sandbox:
+        found.add(f"{where}task.verifier.{'image' if verifier.sandbox.image else 'resources'}", problem)
+    if spec.verifier_network is not None:
+        found.add(f"{where}sandbox.verifier_network", problem)
 
 
 def _check_packages(packages: Packages, where: str, found: Violations) -> None:

@@ -182,7 +182,7 @@ class Environments:
 
         The check command must name them before the snapshot is made, from which all other sandboxes are forked.
         """
-        facts = await self._sandboxes.create(terms, 60.0, {})
+        facts = await self._sandboxes.create(replace(terms, companions=()), 60.0, {})
         await self._sandboxes.delete(facts.sandbox_id)
         return facts
 

@@ -82,7 +82,9 @@ def check_backend(spec: RolloutSpec, backends: Sequence[BackendFacts]) -> Rollou
         _check_capabilities(backend, verifier.sandbox, {})
     _check_hosts(backend, _listed(spec.sandbox), spec.agent_network, spec.verifier_network)
     if verifier and verifier.fresh_fork is None:
-        spec = replace(spec, task=replace(spec.task, verifier=replace(verifier, fresh_fork=backend.diff)))
+        # What the agent did to its companions is in no fork.
+        forks = backend.diff and not spec.sandbox.companions
+        spec = replace(spec, task=replace(spec.task, verifier=replace(verifier, fresh_fork=forks)))
     return replace(spec, sandbox=replace(spec.sandbox, backend=backend.name), reports_changes=backend.diff)
 
 
@@ -106,6 +108,10 @@ def _check_capabilities(backend: BackendFacts, terms: SandboxTerms, needed: Mapp
     missing += [
         f"a limit of {name}" for name in LIMITED if getattr(terms, name) is not None and name not in backend.limits
     ]
+    if terms.companions and not backend.companions:
+        missing.append("companions")
+    limited = {field.name for one in terms.companions for field, _ in one.resources.ListFields()}
+    missing += [f"a limit of {name} of companions" for name in sorted(limited - backend.limits)]
     if missing:
         raise FailedPrecondition(
             f"backend {backend.name} lacks capabilities that are needed: {', '.join(missing)}",

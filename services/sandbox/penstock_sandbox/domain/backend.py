@@ -386,6 +386,7 @@ class Backend(abc.ABC):
                 ("root", spec.user == "root", can.root),
                 ("toolboxes", bool(spec.toolbox_ids), can.toolboxes),
                 ("own_kernel", spec.own_kernel, can.own_kernel),
+                ("companions", bool(spec.companions), can.companions),
                 ("fork", bool(spec.snapshot_id), can.fork is not ForkKind.NONE),
                 (f"network {spec.network.kind.name}", True, self.allows(spec.network.kind)),
             )

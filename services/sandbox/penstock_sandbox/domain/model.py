@@ -98,6 +98,39 @@ class Resources:
 
 
 @dataclass(frozen=True, slots=True)
+class HealthCheck:
+    """How a companion shows that it is ready; no ``argv``: it is ready once it is started."""
+
+    argv: tuple[str, ...] = ()
+    interval_s: float = 30.0
+    timeout_s: float = 30.0
+    retries: int = 3
+    start_period_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Companion:
+    """A container beside a sandbox, in its network. Empty, and no ``health_check``: the image's own."""
+
+    name: str
+    image: str
+    aliases: tuple[str, ...] = ()
+    entrypoint: tuple[str, ...] = ()
+    command: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    user: str = ""
+    workdir: str = ""
+    health_check: HealthCheck | None = None
+    resources: Resources = Resources()
+    after: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The host names at which it is reached."""
+        return (self.name, *self.aliases)
+
+
+@dataclass(frozen=True, slots=True)
 class SandboxSpec:
     """Everything that a sandbox's creator chooses. At most one of ``image`` and ``snapshot_id`` is set."""
 
@@ -113,8 +146,9 @@ class SandboxSpec:
     labels: Mapping[str, str] = field(default_factory=dict)
     own_kernel: bool = False
     repeatable: bool = False
+    companions: tuple[Companion, ...] = ()
     to_be_sealed: bool = field(default=False, compare=False)
-    """Whether it will become a snapshot: some backends must then record the state of its files at the start."""
+    """Whether it will become a snapshot: it has no companions, and some backends must record the state of its files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +239,7 @@ class Capabilities:
     own_kernel: bool = False
     system_read_only: bool = False
     repeatable: frozenset[RepeatablePart] = frozenset()
+    companions: bool = False
 
     @property
     def limit_disk(self) -> bool:

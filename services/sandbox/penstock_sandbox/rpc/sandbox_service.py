@@ -154,7 +154,7 @@ class SandboxServicer(sandbox_service_pb2_grpc.SandboxServiceServicer):
         if not 1 <= request.count <= _MOST_CHILDREN:
             raise invalid_field("count", f"must be 1 to {_MOST_CHILDREN}")
         spec = request.spec
-        taken = ("backend", "base", "resources", "toolbox_ids", "user", "own_kernel")
+        taken = ("backend", "base", "resources", "toolbox_ids", "user", "own_kernel", "companions")
         if any(field.name in taken for field, _ in spec.ListFields()):
             raise invalid_field("spec", f"{', '.join(taken)} come from the source and must be unset")
         asked, wait_s = convert.spec_from(spec), _may_wait(context)

@@ -253,14 +253,22 @@ class Sandboxes:
         lease = spec.lease_s if spec.lease_s is not None else self._limits.default_lease_s
         self._policy.check_values(spec, lease)
         backend.refuse_unsupported(spec)
+        for companion in spec.companions:
+            backend.refuse_unsupported(SandboxSpec(resources=companion.resources))
         self._policy.check_network(spec.network)
-        return backend, dataclasses.replace(
+        complete = dataclasses.replace(
             spec,
             backend=name,
             lease_s=lease,
             resources=self._policy.with_defaults(backend, spec.resources),
             network=self._policy.with_trust(spec.network),
+            companions=tuple(
+                dataclasses.replace(one, resources=self._policy.with_defaults(backend, one.resources))
+                for one in spec.companions
+            ),
         )
+        self._policy.check_together(complete)
+        return backend, complete
 
     def refuse_unforkable(self, spec: SandboxSpec) -> None:
         """Raises for a spec that cannot become a snapshot: as ``check`` does, and CAPABILITY_MISSING (fork)."""

@@ -11,7 +11,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from penstock.values import hosts
+from penstock.sandbox.v1 import sandbox_pb2
+from penstock.values import companions, hosts, to_proto
 from penstock_chassis.errors import FailedPrecondition, Violation
 from penstock_chassis.validation import invalid
 from penstock_sandbox.domain.backend import Backend
@@ -99,7 +100,19 @@ class Policy:
         for name, value in spec.env.items():
             if not name or "=" in name or "\0" in name or "\0" in value:
                 problems.append(Violation("spec.env", "a name is empty or has '=', or a name or value has a NUL byte"))
-        limits = spec.resources
+        problems += self._resource_problems(spec.resources, "spec")
+        described = [to_proto(companion, sandbox_pb2.Companion) for companion in spec.companions]
+        problems += [Violation(f"spec.companions{place}", why) for place, why in companions.problems(described)]
+        for index, companion in enumerate(spec.companions):
+            problems += self._resource_problems(companion.resources, f"spec.companions[{index}]")
+        if spec.image and spec.snapshot_id:
+            problems.append(Violation("spec.base", "set an image or a snapshot, not both"))
+        problems += network_problems(spec.network)
+        if problems:
+            raise invalid(problems)
+
+    def _resource_problems(self, limits: Resources, where: str) -> list[Violation]:
+        problems = []
         for field, amount, least in (
             ("cpu", limits.cpu, 0.01),
             ("memory_bytes", limits.memory_bytes, LEAST_MEMORY_BYTES),
@@ -109,14 +122,30 @@ class Policy:
         ):
             most: float | None = getattr(self.limits.max_resources, field)
             if amount is not None and not amount >= least:
-                problems.append(Violation(f"spec.resources.{field}", f"must be at least {least}"))
+                problems.append(Violation(f"{where}.resources.{field}", f"must be at least {least}"))
             elif amount is not None and most is not None and amount > most:
                 problems.append(
-                    Violation(f"spec.resources.{field}", f"must be at most {most}, the operator's max_{field}")
+                    Violation(f"{where}.resources.{field}", f"must be at most {most}, the operator's max_{field}")
                 )
-        if spec.image and spec.snapshot_id:
-            problems.append(Violation("spec.base", "set an image or a snapshot, not both"))
-        problems += network_problems(spec.network)
+        return problems
+
+    def check_together(self, spec: SandboxSpec) -> None:
+        """Raises InvalidArgument if a complete spec's sandbox and companions exceed the operator's maximum together."""
+        if not spec.companions:
+            return
+        problems = []
+        for field in dataclasses.fields(Resources):
+            most: float | None = getattr(self.limits.max_resources, field.name)
+            parts = [spec.resources, *(companion.resources for companion in spec.companions)]
+            total = sum(amount for part in parts if (amount := getattr(part, field.name)) is not None)
+            if most is not None and total > most:
+                problems.append(
+                    Violation(
+                        "spec.companions",
+                        f"with the sandbox's they have {field.name} {total:g}, and the operator's max_{field.name} is "
+                        f"{most:g}: give each its share in resources",
+                    )
+                )
         if problems:
             raise invalid(problems)
 

@@ -374,6 +374,10 @@ def key_of(spec: SnapshotSpec) -> str:
         (
             (sandbox.backend, sandbox.image, sandbox.snapshot_id, sandbox.resources, sandbox.network),
             (sorted(sandbox.env.items()), sandbox.toolbox_ids, sandbox.user),
+            [
+                (dataclasses.replace(companion, env={}), sorted(companion.env.items()))
+                for companion in sandbox.companions
+            ],
             [_file_key(file) for file in spec.files],
             [_command_key(command) for command in spec.setup],
         )

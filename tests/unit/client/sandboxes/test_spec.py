@@ -6,7 +6,7 @@ from dataclasses import fields
 
 import pytest
 
-from penstock.client import OneEndpoint, Resources, SandboxSpec
+from penstock.client import Companion, HealthCheck, OneEndpoint, Resources, SandboxSpec
 from penstock.client.wire import sandboxes
 
 SAID = SandboxSpec(
@@ -21,6 +21,7 @@ SAID = SandboxSpec(
     own_kernel=True,
     repeatable=True,
     toolbox_ids=["t"],
+    companions=[Companion(name="db", image="postgres", health_check=HealthCheck(argv=["ready"], timeout=1.5))],
 )
 
 
@@ -31,6 +32,9 @@ def test_all_sandbox_fields_are_sent() -> None:
     assert (asked.backend, asked.base.image, asked.user, asked.own_kernel) == ("local", "debian", "worker", True)
     assert (asked.resources.pids, asked.network.one_endpoint.local_port) == (7, 8080)
     assert (dict(asked.env), dict(asked.labels), asked.lease.ToMilliseconds()) == ({"A": "b"}, {"owner": "me"}, 1500)
+    (beside,) = asked.companions
+    check = beside.health_check
+    assert (beside.name, check.argv, check.timeout.ToMilliseconds()) == ("db", ["ready"], 1500)
     assert sandboxes.spec(SandboxSpec(snapshot_id="s")).base.snapshot_id == "s"
     assert {field.name for field in fields(SandboxSpec)} == {field.name for field, _ in asked.ListFields()} - {
         "base"

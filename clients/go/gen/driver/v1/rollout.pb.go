@@ -1081,8 +1081,12 @@ type SandboxChoice struct {
 	// What the verifier may reach, after the agent's sandbox is dead, from a fresh fork: it needs Verifier.fresh_fork.
 	// Otherwise as agent_network, with a recording of its own.
 	VerifierNetwork *v1.Allowlist `protobuf:"bytes,10,opt,name=verifier_network,json=verifierNetwork,proto3" json:"verifier_network,omitempty"`
-	unknownFields   protoimpl.UnknownFields
-	sizeCache       protoimpl.SizeCache
+	// Containers beside the agent's sandbox, as in SandboxSpec.companions. None runs while the task's setup does. What the agent
+	// does to them is in no fork, so the rollout is graded in the agent's sandbox: Verifier.fresh_fork, keep_end_state and what
+	// needs a fresh fork are refused. A backend without companions refuses them (CAPABILITY_MISSING).
+	Companions    []*v1.Companion `protobuf:"bytes,11,rep,name=companions,proto3" json:"companions,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *SandboxChoice) Reset() {
@@ -1181,6 +1185,13 @@ func (x *SandboxChoice) GetAgentNetwork() *v1.Allowlist {
 func (x *SandboxChoice) GetVerifierNetwork() *v1.Allowlist {
 	if x != nil {
 		return x.VerifierNetwork
+	}
+	return nil
+}
+
+func (x *SandboxChoice) GetCompanions() []*v1.Companion {
+	if x != nil {
+		return x.Companions
 	}
 	return nil
 }
@@ -4048,7 +4059,7 @@ var file_penstock_driver_v1_rollout_proto_rawDesc = string([]byte{
 	0x6f, 0x72, 0x74, 0x22, 0x34, 0x0a, 0x08, 0x50, 0x61, 0x63, 0x6b, 0x61, 0x67, 0x65, 0x73, 0x12,
 	0x16, 0x0a, 0x06, 0x70, 0x79, 0x74, 0x68, 0x6f, 0x6e, 0x18, 0x01, 0x20, 0x01, 0x28, 0x09, 0x52,
 	0x06, 0x70, 0x79, 0x74, 0x68, 0x6f, 0x6e, 0x12, 0x10, 0x0a, 0x03, 0x6e, 0x70, 0x6d, 0x18, 0x02,
-	0x20, 0x01, 0x28, 0x09, 0x52, 0x03, 0x6e, 0x70, 0x6d, 0x22, 0xf7, 0x03, 0x0a, 0x0d, 0x53, 0x61,
+	0x20, 0x01, 0x28, 0x09, 0x52, 0x03, 0x6e, 0x70, 0x6d, 0x22, 0xb7, 0x04, 0x0a, 0x0d, 0x53, 0x61,
 	0x6e, 0x64, 0x62, 0x6f, 0x78, 0x43, 0x68, 0x6f, 0x69, 0x63, 0x65, 0x12, 0x18, 0x0a, 0x07, 0x62,
 	0x61, 0x63, 0x6b, 0x65, 0x6e, 0x64, 0x18, 0x01, 0x20, 0x01, 0x28, 0x09, 0x52, 0x07, 0x62, 0x61,
 	0x63, 0x6b, 0x65, 0x6e, 0x64, 0x12, 0x14, 0x0a, 0x05, 0x69, 0x6d, 0x61, 0x67, 0x65, 0x18, 0x02,
@@ -4079,7 +4090,11 @@ var file_penstock_driver_v1_rollout_proto_rawDesc = string([]byte{
 	0x01, 0x28, 0x0b, 0x32, 0x1e, 0x2e, 0x70, 0x65, 0x6e, 0x73, 0x74, 0x6f, 0x63, 0x6b, 0x2e, 0x73,
 	0x61, 0x6e, 0x64, 0x62, 0x6f, 0x78, 0x2e, 0x76, 0x31, 0x2e, 0x41, 0x6c, 0x6c, 0x6f, 0x77, 0x6c,
 	0x69, 0x73, 0x74, 0x52, 0x0f, 0x76, 0x65, 0x72, 0x69, 0x66, 0x69, 0x65, 0x72, 0x4e, 0x65, 0x74,
-	0x77, 0x6f, 0x72, 0x6b, 0x42, 0x0d, 0x0a, 0x0b, 0x5f, 0x72, 0x65, 0x70, 0x65, 0x61, 0x74, 0x61,
+	0x77, 0x6f, 0x72, 0x6b, 0x12, 0x3e, 0x0a, 0x0a, 0x63, 0x6f, 0x6d, 0x70, 0x61, 0x6e, 0x69, 0x6f,
+	0x6e, 0x73, 0x18, 0x0b, 0x20, 0x03, 0x28, 0x0b, 0x32, 0x1e, 0x2e, 0x70, 0x65, 0x6e, 0x73, 0x74,
+	0x6f, 0x63, 0x6b, 0x2e, 0x73, 0x61, 0x6e, 0x64, 0x62, 0x6f, 0x78, 0x2e, 0x76, 0x31, 0x2e, 0x43,
+	0x6f, 0x6d, 0x70, 0x61, 0x6e, 0x69, 0x6f, 0x6e, 0x52, 0x0a, 0x63, 0x6f, 0x6d, 0x70, 0x61, 0x6e,
+	0x69, 0x6f, 0x6e, 0x73, 0x42, 0x0d, 0x0a, 0x0b, 0x5f, 0x72, 0x65, 0x70, 0x65, 0x61, 0x74, 0x61,
 	0x62, 0x6c, 0x65, 0x22, 0xd2, 0x01, 0x0a, 0x06, 0x4c, 0x69, 0x6d, 0x69, 0x74, 0x73, 0x12, 0x33,
 	0x0a, 0x07, 0x70, 0x72, 0x65, 0x70, 0x61, 0x72, 0x65, 0x18, 0x01, 0x20, 0x01, 0x28, 0x0b, 0x32,
 	0x19, 0x2e, 0x67, 0x6f, 0x6f, 0x67, 0x6c, 0x65, 0x2e, 0x70, 0x72, 0x6f, 0x74, 0x6f, 0x62, 0x75,
@@ -4754,21 +4769,22 @@ var file_penstock_driver_v1_rollout_proto_goTypes = []any{
 	(*v1.Resources)(nil),                // 54: penstock.sandbox.v1.Resources
 	(*v1.NetworkPolicy)(nil),            // 55: penstock.sandbox.v1.NetworkPolicy
 	(*v1.Allowlist)(nil),                // 56: penstock.sandbox.v1.Allowlist
-	(v11.Mode)(0),                       // 57: penstock.interception.v1.Mode
-	(*v11.ModelSource)(nil),             // 58: penstock.interception.v1.ModelSource
-	(*v11.Budgets)(nil),                 // 59: penstock.interception.v1.Budgets
-	(*v11.PolicyVersionConstraint)(nil), // 60: penstock.interception.v1.PolicyVersionConstraint
-	(*v12.Sampling)(nil),                // 61: penstock.chat.v1.Sampling
-	(*v11.RunBudgets)(nil),              // 62: penstock.interception.v1.RunBudgets
-	(*v11.TokenTerms)(nil),              // 63: penstock.interception.v1.TokenTerms
-	(*v11.RolloutModel)(nil),            // 64: penstock.interception.v1.RolloutModel
-	(*v1.Exit)(nil),                     // 65: penstock.sandbox.v1.Exit
-	(*v13.Reward)(nil),                  // 66: penstock.trajectory.v1.Reward
-	(*timestamppb.Timestamp)(nil),       // 67: google.protobuf.Timestamp
-	(v1.ForkKind)(0),                    // 68: penstock.sandbox.v1.ForkKind
-	(*v13.BranchPoint)(nil),             // 69: penstock.trajectory.v1.BranchPoint
-	(AgentEventKind)(0),                 // 70: penstock.driver.v1.AgentEventKind
-	(*v13.Call)(nil),                    // 71: penstock.trajectory.v1.Call
+	(*v1.Companion)(nil),                // 57: penstock.sandbox.v1.Companion
+	(v11.Mode)(0),                       // 58: penstock.interception.v1.Mode
+	(*v11.ModelSource)(nil),             // 59: penstock.interception.v1.ModelSource
+	(*v11.Budgets)(nil),                 // 60: penstock.interception.v1.Budgets
+	(*v11.PolicyVersionConstraint)(nil), // 61: penstock.interception.v1.PolicyVersionConstraint
+	(*v12.Sampling)(nil),                // 62: penstock.chat.v1.Sampling
+	(*v11.RunBudgets)(nil),              // 63: penstock.interception.v1.RunBudgets
+	(*v11.TokenTerms)(nil),              // 64: penstock.interception.v1.TokenTerms
+	(*v11.RolloutModel)(nil),            // 65: penstock.interception.v1.RolloutModel
+	(*v1.Exit)(nil),                     // 66: penstock.sandbox.v1.Exit
+	(*v13.Reward)(nil),                  // 67: penstock.trajectory.v1.Reward
+	(*timestamppb.Timestamp)(nil),       // 68: google.protobuf.Timestamp
+	(v1.ForkKind)(0),                    // 69: penstock.sandbox.v1.ForkKind
+	(*v13.BranchPoint)(nil),             // 70: penstock.trajectory.v1.BranchPoint
+	(AgentEventKind)(0),                 // 71: penstock.driver.v1.AgentEventKind
+	(*v13.Call)(nil),                    // 72: penstock.trajectory.v1.Call
 }
 var file_penstock_driver_v1_rollout_proto_depIdxs = []int32{
 	50,  // 0: penstock.driver.v1.Task.files:type_name -> penstock.sandbox.v1.SeedFile
@@ -4791,104 +4807,105 @@ var file_penstock_driver_v1_rollout_proto_depIdxs = []int32{
 	12,  // 17: penstock.driver.v1.SandboxChoice.packages:type_name -> penstock.driver.v1.Packages
 	56,  // 18: penstock.driver.v1.SandboxChoice.agent_network:type_name -> penstock.sandbox.v1.Allowlist
 	56,  // 19: penstock.driver.v1.SandboxChoice.verifier_network:type_name -> penstock.sandbox.v1.Allowlist
-	53,  // 20: penstock.driver.v1.Limits.prepare:type_name -> google.protobuf.Duration
-	53,  // 21: penstock.driver.v1.Limits.setup:type_name -> google.protobuf.Duration
-	53,  // 22: penstock.driver.v1.Limits.agent:type_name -> google.protobuf.Duration
-	53,  // 23: penstock.driver.v1.Limits.verify:type_name -> google.protobuf.Duration
-	5,   // 24: penstock.driver.v1.RolloutSpec.task:type_name -> penstock.driver.v1.Task
-	10,  // 25: penstock.driver.v1.RolloutSpec.agent:type_name -> penstock.driver.v1.AgentChoice
-	57,  // 26: penstock.driver.v1.RolloutSpec.mode:type_name -> penstock.interception.v1.Mode
-	58,  // 27: penstock.driver.v1.RolloutSpec.source:type_name -> penstock.interception.v1.ModelSource
-	13,  // 28: penstock.driver.v1.RolloutSpec.sandbox:type_name -> penstock.driver.v1.SandboxChoice
-	14,  // 29: penstock.driver.v1.RolloutSpec.limits:type_name -> penstock.driver.v1.Limits
-	59,  // 30: penstock.driver.v1.RolloutSpec.budgets:type_name -> penstock.interception.v1.Budgets
-	60,  // 31: penstock.driver.v1.RolloutSpec.policy:type_name -> penstock.interception.v1.PolicyVersionConstraint
-	46,  // 32: penstock.driver.v1.RolloutSpec.labels:type_name -> penstock.driver.v1.RolloutSpec.LabelsEntry
-	61,  // 33: penstock.driver.v1.RolloutSpec.sampling_override:type_name -> penstock.chat.v1.Sampling
-	62,  // 34: penstock.driver.v1.RolloutSpec.run_budgets:type_name -> penstock.interception.v1.RunBudgets
-	63,  // 35: penstock.driver.v1.RolloutSpec.token_terms:type_name -> penstock.interception.v1.TokenTerms
-	64,  // 36: penstock.driver.v1.RolloutSpec.models:type_name -> penstock.interception.v1.RolloutModel
-	0,   // 37: penstock.driver.v1.RolloutSpec.replay:type_name -> penstock.driver.v1.Replay
-	2,   // 38: penstock.driver.v1.Failure.cause:type_name -> penstock.driver.v1.FailureCause
-	1,   // 39: penstock.driver.v1.Failure.phase:type_name -> penstock.driver.v1.Phase
-	3,   // 40: penstock.driver.v1.Failure.caused_by:type_name -> penstock.driver.v1.Party
-	65,  // 41: penstock.driver.v1.AgentExit.exit:type_name -> penstock.sandbox.v1.Exit
-	16,  // 42: penstock.driver.v1.Outcome.failure:type_name -> penstock.driver.v1.Failure
-	66,  // 43: penstock.driver.v1.Outcome.reward:type_name -> penstock.trajectory.v1.Reward
-	17,  // 44: penstock.driver.v1.Outcome.agent_exit:type_name -> penstock.driver.v1.AgentExit
-	20,  // 45: penstock.driver.v1.Outcome.grading:type_name -> penstock.driver.v1.Grading
-	67,  // 46: penstock.driver.v1.Grade.time:type_name -> google.protobuf.Timestamp
-	66,  // 47: penstock.driver.v1.Grade.reward:type_name -> penstock.trajectory.v1.Reward
-	16,  // 48: penstock.driver.v1.Grade.failure:type_name -> penstock.driver.v1.Failure
-	20,  // 49: penstock.driver.v1.Grade.grading:type_name -> penstock.driver.v1.Grading
-	4,   // 50: penstock.driver.v1.Grading.place:type_name -> penstock.driver.v1.GradingPlace
-	47,  // 51: penstock.driver.v1.Grading.commands:type_name -> penstock.driver.v1.Grading.Command
-	48,  // 52: penstock.driver.v1.Grading.changes:type_name -> penstock.driver.v1.Grading.Changes
-	15,  // 53: penstock.driver.v1.Rollout.spec:type_name -> penstock.driver.v1.RolloutSpec
-	1,   // 54: penstock.driver.v1.Rollout.phase:type_name -> penstock.driver.v1.Phase
-	18,  // 55: penstock.driver.v1.Rollout.outcome:type_name -> penstock.driver.v1.Outcome
-	67,  // 56: penstock.driver.v1.Rollout.create_time:type_name -> google.protobuf.Timestamp
-	67,  // 57: penstock.driver.v1.Rollout.end_time:type_name -> google.protobuf.Timestamp
-	28,  // 58: penstock.driver.v1.Rollout.phase_times:type_name -> penstock.driver.v1.PhaseTime
-	68,  // 59: penstock.driver.v1.Rollout.fork_kind:type_name -> penstock.sandbox.v1.ForkKind
-	25,  // 60: penstock.driver.v1.Rollout.home:type_name -> penstock.driver.v1.Home
-	24,  // 61: penstock.driver.v1.Rollout.forked_from:type_name -> penstock.driver.v1.ForkOrigin
-	23,  // 62: penstock.driver.v1.Rollout.export:type_name -> penstock.driver.v1.Export
-	69,  // 63: penstock.driver.v1.Rollout.branched_from:type_name -> penstock.trajectory.v1.BranchPoint
-	22,  // 64: penstock.driver.v1.Rollout.pause:type_name -> penstock.driver.v1.Pause
-	19,  // 65: penstock.driver.v1.Rollout.grades:type_name -> penstock.driver.v1.Grade
-	67,  // 66: penstock.driver.v1.Pause.start_time:type_name -> google.protobuf.Timestamp
-	67,  // 67: penstock.driver.v1.Pause.end_time:type_name -> google.protobuf.Timestamp
-	67,  // 68: penstock.driver.v1.Export.time:type_name -> google.protobuf.Timestamp
-	49,  // 69: penstock.driver.v1.RolloutSummary.labels:type_name -> penstock.driver.v1.RolloutSummary.LabelsEntry
-	1,   // 70: penstock.driver.v1.RolloutSummary.phase:type_name -> penstock.driver.v1.Phase
-	67,  // 71: penstock.driver.v1.RolloutSummary.create_time:type_name -> google.protobuf.Timestamp
-	67,  // 72: penstock.driver.v1.RolloutSummary.end_time:type_name -> google.protobuf.Timestamp
-	16,  // 73: penstock.driver.v1.RolloutSummary.failure:type_name -> penstock.driver.v1.Failure
-	66,  // 74: penstock.driver.v1.RolloutSummary.reward:type_name -> penstock.trajectory.v1.Reward
-	27,  // 75: penstock.driver.v1.RolloutSummary.calls:type_name -> penstock.driver.v1.CallSums
-	25,  // 76: penstock.driver.v1.RolloutSummary.home:type_name -> penstock.driver.v1.Home
-	23,  // 77: penstock.driver.v1.RolloutSummary.export:type_name -> penstock.driver.v1.Export
-	1,   // 78: penstock.driver.v1.PhaseTime.phase:type_name -> penstock.driver.v1.Phase
-	53,  // 79: penstock.driver.v1.PhaseTime.duration:type_name -> google.protobuf.Duration
-	53,  // 80: penstock.driver.v1.StragglerPolicy.grace:type_name -> google.protobuf.Duration
-	15,  // 81: penstock.driver.v1.Group.spec:type_name -> penstock.driver.v1.RolloutSpec
-	29,  // 82: penstock.driver.v1.Group.stragglers:type_name -> penstock.driver.v1.StragglerPolicy
-	67,  // 83: penstock.driver.v1.Group.create_time:type_name -> google.protobuf.Timestamp
-	67,  // 84: penstock.driver.v1.Group.end_time:type_name -> google.protobuf.Timestamp
-	69,  // 85: penstock.driver.v1.Group.branched_from:type_name -> penstock.trajectory.v1.BranchPoint
-	67,  // 86: penstock.driver.v1.RolloutEvent.time:type_name -> google.protobuf.Timestamp
-	34,  // 87: penstock.driver.v1.RolloutEvent.phase_changed:type_name -> penstock.driver.v1.PhaseChanged
-	36,  // 88: penstock.driver.v1.RolloutEvent.command_finished:type_name -> penstock.driver.v1.CommandFinished
-	37,  // 89: penstock.driver.v1.RolloutEvent.agent_event:type_name -> penstock.driver.v1.AgentEvent
-	38,  // 90: penstock.driver.v1.RolloutEvent.call_finished:type_name -> penstock.driver.v1.CallFinished
-	39,  // 91: penstock.driver.v1.RolloutEvent.artifact:type_name -> penstock.driver.v1.ArtifactCollected
-	40,  // 92: penstock.driver.v1.RolloutEvent.progress:type_name -> penstock.driver.v1.Progress
-	18,  // 93: penstock.driver.v1.RolloutEvent.ended:type_name -> penstock.driver.v1.Outcome
-	17,  // 94: penstock.driver.v1.RolloutEvent.agent_exited:type_name -> penstock.driver.v1.AgentExit
-	35,  // 95: penstock.driver.v1.RolloutEvent.attempt_failed:type_name -> penstock.driver.v1.AttemptFailed
-	32,  // 96: penstock.driver.v1.RolloutEvent.paused:type_name -> penstock.driver.v1.RolloutPaused
-	33,  // 97: penstock.driver.v1.RolloutEvent.resumed:type_name -> penstock.driver.v1.RolloutResumed
-	53,  // 98: penstock.driver.v1.RolloutPaused.max_duration:type_name -> google.protobuf.Duration
-	53,  // 99: penstock.driver.v1.RolloutResumed.paused_time:type_name -> google.protobuf.Duration
-	1,   // 100: penstock.driver.v1.PhaseChanged.phase:type_name -> penstock.driver.v1.Phase
-	53,  // 101: penstock.driver.v1.PhaseChanged.previous_duration:type_name -> google.protobuf.Duration
-	16,  // 102: penstock.driver.v1.AttemptFailed.failure:type_name -> penstock.driver.v1.Failure
-	1,   // 103: penstock.driver.v1.CommandFinished.phase:type_name -> penstock.driver.v1.Phase
-	51,  // 104: penstock.driver.v1.CommandFinished.command:type_name -> penstock.sandbox.v1.Command
-	65,  // 105: penstock.driver.v1.CommandFinished.exit:type_name -> penstock.sandbox.v1.Exit
-	70,  // 106: penstock.driver.v1.AgentEvent.kind:type_name -> penstock.driver.v1.AgentEventKind
-	52,  // 107: penstock.driver.v1.AgentEvent.data:type_name -> google.protobuf.Struct
-	71,  // 108: penstock.driver.v1.CallFinished.call:type_name -> penstock.trajectory.v1.Call
-	7,   // 109: penstock.driver.v1.Verifier.ComponentRangesEntry.value:type_name -> penstock.driver.v1.RewardRange
-	44,  // 110: penstock.driver.v1.McpServer.Stdio.env:type_name -> penstock.driver.v1.McpServer.Stdio.EnvEntry
-	45,  // 111: penstock.driver.v1.McpServer.Stdio.secret_env:type_name -> penstock.driver.v1.McpServer.Stdio.SecretEnvEntry
-	65,  // 112: penstock.driver.v1.Grading.Command.exit:type_name -> penstock.sandbox.v1.Exit
-	113, // [113:113] is the sub-list for method output_type
-	113, // [113:113] is the sub-list for method input_type
-	113, // [113:113] is the sub-list for extension type_name
-	113, // [113:113] is the sub-list for extension extendee
-	0,   // [0:113] is the sub-list for field type_name
+	57,  // 20: penstock.driver.v1.SandboxChoice.companions:type_name -> penstock.sandbox.v1.Companion
+	53,  // 21: penstock.driver.v1.Limits.prepare:type_name -> google.protobuf.Duration
+	53,  // 22: penstock.driver.v1.Limits.setup:type_name -> google.protobuf.Duration
+	53,  // 23: penstock.driver.v1.Limits.agent:type_name -> google.protobuf.Duration
+	53,  // 24: penstock.driver.v1.Limits.verify:type_name -> google.protobuf.Duration
+	5,   // 25: penstock.driver.v1.RolloutSpec.task:type_name -> penstock.driver.v1.Task
+	10,  // 26: penstock.driver.v1.RolloutSpec.agent:type_name -> penstock.driver.v1.AgentChoice
+	58,  // 27: penstock.driver.v1.RolloutSpec.mode:type_name -> penstock.interception.v1.Mode
+	59,  // 28: penstock.driver.v1.RolloutSpec.source:type_name -> penstock.interception.v1.ModelSource
+	13,  // 29: penstock.driver.v1.RolloutSpec.sandbox:type_name -> penstock.driver.v1.SandboxChoice
+	14,  // 30: penstock.driver.v1.RolloutSpec.limits:type_name -> penstock.driver.v1.Limits
+	60,  // 31: penstock.driver.v1.RolloutSpec.budgets:type_name -> penstock.interception.v1.Budgets
+	61,  // 32: penstock.driver.v1.RolloutSpec.policy:type_name -> penstock.interception.v1.PolicyVersionConstraint
+	46,  // 33: penstock.driver.v1.RolloutSpec.labels:type_name -> penstock.driver.v1.RolloutSpec.LabelsEntry
+	62,  // 34: penstock.driver.v1.RolloutSpec.sampling_override:type_name -> penstock.chat.v1.Sampling
+	63,  // 35: penstock.driver.v1.RolloutSpec.run_budgets:type_name -> penstock.interception.v1.RunBudgets
+	64,  // 36: penstock.driver.v1.RolloutSpec.token_terms:type_name -> penstock.interception.v1.TokenTerms
+	65,  // 37: penstock.driver.v1.RolloutSpec.models:type_name -> penstock.interception.v1.RolloutModel
+	0,   // 38: penstock.driver.v1.RolloutSpec.replay:type_name -> penstock.driver.v1.Replay
+	2,   // 39: penstock.driver.v1.Failure.cause:type_name -> penstock.driver.v1.FailureCause
+	1,   // 40: penstock.driver.v1.Failure.phase:type_name -> penstock.driver.v1.Phase
+	3,   // 41: penstock.driver.v1.Failure.caused_by:type_name -> penstock.driver.v1.Party
+	66,  // 42: penstock.driver.v1.AgentExit.exit:type_name -> penstock.sandbox.v1.Exit
+	16,  // 43: penstock.driver.v1.Outcome.failure:type_name -> penstock.driver.v1.Failure
+	67,  // 44: penstock.driver.v1.Outcome.reward:type_name -> penstock.trajectory.v1.Reward
+	17,  // 45: penstock.driver.v1.Outcome.agent_exit:type_name -> penstock.driver.v1.AgentExit
+	20,  // 46: penstock.driver.v1.Outcome.grading:type_name -> penstock.driver.v1.Grading
+	68,  // 47: penstock.driver.v1.Grade.time:type_name -> google.protobuf.Timestamp
+	67,  // 48: penstock.driver.v1.Grade.reward:type_name -> penstock.trajectory.v1.Reward
+	16,  // 49: penstock.driver.v1.Grade.failure:type_name -> penstock.driver.v1.Failure
+	20,  // 50: penstock.driver.v1.Grade.grading:type_name -> penstock.driver.v1.Grading
+	4,   // 51: penstock.driver.v1.Grading.place:type_name -> penstock.driver.v1.GradingPlace
+	47,  // 52: penstock.driver.v1.Grading.commands:type_name -> penstock.driver.v1.Grading.Command
+	48,  // 53: penstock.driver.v1.Grading.changes:type_name -> penstock.driver.v1.Grading.Changes
+	15,  // 54: penstock.driver.v1.Rollout.spec:type_name -> penstock.driver.v1.RolloutSpec
+	1,   // 55: penstock.driver.v1.Rollout.phase:type_name -> penstock.driver.v1.Phase
+	18,  // 56: penstock.driver.v1.Rollout.outcome:type_name -> penstock.driver.v1.Outcome
+	68,  // 57: penstock.driver.v1.Rollout.create_time:type_name -> google.protobuf.Timestamp
+	68,  // 58: penstock.driver.v1.Rollout.end_time:type_name -> google.protobuf.Timestamp
+	28,  // 59: penstock.driver.v1.Rollout.phase_times:type_name -> penstock.driver.v1.PhaseTime
+	69,  // 60: penstock.driver.v1.Rollout.fork_kind:type_name -> penstock.sandbox.v1.ForkKind
+	25,  // 61: penstock.driver.v1.Rollout.home:type_name -> penstock.driver.v1.Home
+	24,  // 62: penstock.driver.v1.Rollout.forked_from:type_name -> penstock.driver.v1.ForkOrigin
+	23,  // 63: penstock.driver.v1.Rollout.export:type_name -> penstock.driver.v1.Export
+	70,  // 64: penstock.driver.v1.Rollout.branched_from:type_name -> penstock.trajectory.v1.BranchPoint
+	22,  // 65: penstock.driver.v1.Rollout.pause:type_name -> penstock.driver.v1.Pause
+	19,  // 66: penstock.driver.v1.Rollout.grades:type_name -> penstock.driver.v1.Grade
+	68,  // 67: penstock.driver.v1.Pause.start_time:type_name -> google.protobuf.Timestamp
+	68,  // 68: penstock.driver.v1.Pause.end_time:type_name -> google.protobuf.Timestamp
+	68,  // 69: penstock.driver.v1.Export.time:type_name -> google.protobuf.Timestamp
+	49,  // 70: penstock.driver.v1.RolloutSummary.labels:type_name -> penstock.driver.v1.RolloutSummary.LabelsEntry
+	1,   // 71: penstock.driver.v1.RolloutSummary.phase:type_name -> penstock.driver.v1.Phase
+	68,  // 72: penstock.driver.v1.RolloutSummary.create_time:type_name -> google.protobuf.Timestamp
+	68,  // 73: penstock.driver.v1.RolloutSummary.end_time:type_name -> google.protobuf.Timestamp
+	16,  // 74: penstock.driver.v1.RolloutSummary.failure:type_name -> penstock.driver.v1.Failure
+	67,  // 75: penstock.driver.v1.RolloutSummary.reward:type_name -> penstock.trajectory.v1.Reward
+	27,  // 76: penstock.driver.v1.RolloutSummary.calls:type_name -> penstock.driver.v1.CallSums
+	25,  // 77: penstock.driver.v1.RolloutSummary.home:type_name -> penstock.driver.v1.Home
+	23,  // 78: penstock.driver.v1.RolloutSummary.export:type_name -> penstock.driver.v1.Export
+	1,   // 79: penstock.driver.v1.PhaseTime.phase:type_name -> penstock.driver.v1.Phase
+	53,  // 80: penstock.driver.v1.PhaseTime.duration:type_name -> google.protobuf.Duration
+	53,  // 81: penstock.driver.v1.StragglerPolicy.grace:type_name -> google.protobuf.Duration
+	15,  // 82: penstock.driver.v1.Group.spec:type_name -> penstock.driver.v1.RolloutSpec
+	29,  // 83: penstock.driver.v1.Group.stragglers:type_name -> penstock.driver.v1.StragglerPolicy
+	68,  // 84: penstock.driver.v1.Group.create_time:type_name -> google.protobuf.Timestamp
+	68,  // 85: penstock.driver.v1.Group.end_time:type_name -> google.protobuf.Timestamp
+	70,  // 86: penstock.driver.v1.Group.branched_from:type_name -> penstock.trajectory.v1.BranchPoint
+	68,  // 87: penstock.driver.v1.RolloutEvent.time:type_name -> google.protobuf.Timestamp
+	34,  // 88: penstock.driver.v1.RolloutEvent.phase_changed:type_name -> penstock.driver.v1.PhaseChanged
+	36,  // 89: penstock.driver.v1.RolloutEvent.command_finished:type_name -> penstock.driver.v1.CommandFinished
+	37,  // 90: penstock.driver.v1.RolloutEvent.agent_event:type_name -> penstock.driver.v1.AgentEvent
+	38,  // 91: penstock.driver.v1.RolloutEvent.call_finished:type_name -> penstock.driver.v1.CallFinished
+	39,  // 92: penstock.driver.v1.RolloutEvent.artifact:type_name -> penstock.driver.v1.ArtifactCollected
+	40,  // 93: penstock.driver.v1.RolloutEvent.progress:type_name -> penstock.driver.v1.Progress
+	18,  // 94: penstock.driver.v1.RolloutEvent.ended:type_name -> penstock.driver.v1.Outcome
+	17,  // 95: penstock.driver.v1.RolloutEvent.agent_exited:type_name -> penstock.driver.v1.AgentExit
+	35,  // 96: penstock.driver.v1.RolloutEvent.attempt_failed:type_name -> penstock.driver.v1.AttemptFailed
+	32,  // 97: penstock.driver.v1.RolloutEvent.paused:type_name -> penstock.driver.v1.RolloutPaused
+	33,  // 98: penstock.driver.v1.RolloutEvent.resumed:type_name -> penstock.driver.v1.RolloutResumed
+	53,  // 99: penstock.driver.v1.RolloutPaused.max_duration:type_name -> google.protobuf.Duration
+	53,  // 100: penstock.driver.v1.RolloutResumed.paused_time:type_name -> google.protobuf.Duration
+	1,   // 101: penstock.driver.v1.PhaseChanged.phase:type_name -> penstock.driver.v1.Phase
+	53,  // 102: penstock.driver.v1.PhaseChanged.previous_duration:type_name -> google.protobuf.Duration
+	16,  // 103: penstock.driver.v1.AttemptFailed.failure:type_name -> penstock.driver.v1.Failure
+	1,   // 104: penstock.driver.v1.CommandFinished.phase:type_name -> penstock.driver.v1.Phase
+	51,  // 105: penstock.driver.v1.CommandFinished.command:type_name -> penstock.sandbox.v1.Command
+	66,  // 106: penstock.driver.v1.CommandFinished.exit:type_name -> penstock.sandbox.v1.Exit
+	71,  // 107: penstock.driver.v1.AgentEvent.kind:type_name -> penstock.driver.v1.AgentEventKind
+	52,  // 108: penstock.driver.v1.AgentEvent.data:type_name -> google.protobuf.Struct
+	72,  // 109: penstock.driver.v1.CallFinished.call:type_name -> penstock.trajectory.v1.Call
+	7,   // 110: penstock.driver.v1.Verifier.ComponentRangesEntry.value:type_name -> penstock.driver.v1.RewardRange
+	44,  // 111: penstock.driver.v1.McpServer.Stdio.env:type_name -> penstock.driver.v1.McpServer.Stdio.EnvEntry
+	45,  // 112: penstock.driver.v1.McpServer.Stdio.secret_env:type_name -> penstock.driver.v1.McpServer.Stdio.SecretEnvEntry
+	66,  // 113: penstock.driver.v1.Grading.Command.exit:type_name -> penstock.sandbox.v1.Exit
+	114, // [114:114] is the sub-list for method output_type
+	114, // [114:114] is the sub-list for method input_type
+	114, // [114:114] is the sub-list for extension type_name
+	114, // [114:114] is the sub-list for extension extendee
+	0,   // [0:114] is the sub-list for field type_name
 }
 
 func init() { file_penstock_driver_v1_rollout_proto_init() }

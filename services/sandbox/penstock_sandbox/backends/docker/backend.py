@@ -26,6 +26,7 @@ from penstock_sandbox.backends.docker.access.started_inside import Inside
 from penstock_sandbox.backends.docker.access.ways import Direct, Reach, Sidecar
 from penstock_sandbox.backends.docker.cleanup.exits import Deaths
 from penstock_sandbox.backends.docker.cleanup.reaper import Owner, Reaper
+from penstock_sandbox.backends.docker.companions import Companions
 from penstock_sandbox.backends.docker.engine.daemon import Daemon
 from penstock_sandbox.backends.docker.engine.errors import Missing, Refused
 from penstock_sandbox.backends.docker.images.additions import USER
@@ -97,11 +98,12 @@ class DockerBackend(Backend):
                 "default_backend, which pulls the image at its start",
                 reason="BACKEND_UNAVAILABLE",
             )
-        boxes = DockerSandboxes(options, daemon, owner, reaper, layers)
+        companions = Companions(options, daemon, owner, reaper, images)
+        boxes = DockerSandboxes(options, daemon, owner, reaper, layers, companions)
         deaths = Deaths(daemon, owner, _epoch(str(info["SystemTime"])), boxes.died, boxes.signalled, boxes.names)
         self._stack.push_async_callback(deaths.aclose)
         self._prepared, self._images, self._layers = prepared, images, layers
-        self._mounts, self._boxes = mounts, boxes
+        self._mounts, self._boxes, self._companions = mounts, boxes, companions
         self._daemon, self._reaper = daemon, reaper
         self._stack.push_async_callback(self._close_reach)
         self._stack.push_async_callback(boxes.aclose)
@@ -138,6 +140,11 @@ class DockerBackend(Backend):
         on_lost: Callable[[str], None],
     ) -> SandboxHandle:
         layers: tuple[str, ...] = ()
+        # A sandbox that becomes a snapshot has none: what its setup did to them would be lost.
+        beside = () if spec.to_be_sealed else spec.companions
+        for companion in beside:
+            self._check_allowed(companion.image)
+        planned = await self._companions.plan(beside, root=self.capabilities.root)
         if spec.snapshot_id:
             image, layers = self._layers.stack(spec.snapshot_id)
             _check_user(spec.user, image)
@@ -162,7 +169,9 @@ class DockerBackend(Backend):
                 raise Internal(f"toolboxes cannot be mounted: {error.what}", reason="CREATE_FAILED") from error
             raise
         path = [folder for toolbox in toolboxes for folder in toolbox.path]
-        return await self._boxes.make(sandbox_id, image, spec, mounts, on_lost, path, layers)
+        return await self._boxes.make(
+            sandbox_id, image, spec, mounts, on_lost, path, layers, planned, root=self.capabilities.root
+        )
 
     def _check_allowed(self, image: str) -> None:
         if image != self._options.image and not any(

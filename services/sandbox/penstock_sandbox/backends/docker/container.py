@@ -16,7 +16,9 @@ from penstock_sandbox.backends.docker.engine.errors import Json
 from penstock_sandbox.backends.docker.images import pause_program
 from penstock_sandbox.backends.docker.images.additions import USER, WORKDIR, unwanted
 from penstock_sandbox.backends.docker.images.prepared_images import ReadyImage
-from penstock_sandbox.domain.model import NetworkKind, Resources
+from penstock_sandbox.domain.model import Companion, NetworkKind, Resources
+
+HOSTNAME = "sandbox"
 
 # What a sidecar needs: to enter the sandbox's namespaces, and to become its user there.
 _SIDECAR_CAPABILITIES = (
@@ -36,6 +38,9 @@ _SIDECAR_CAPABILITIES = (
 # What a guest agent in the sandbox needs: to become its user, and to end that user's processes.
 _INHABITANT_CAPABILITIES = ("KILL", "SETGID", "SETPCAP", "SETUID")
 
+# What entry points of images need that begin as root: to prepare their directories, and to become and end another user.
+_COMPANION_CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "NET_BIND_SERVICE", "SETGID", "SETUID")
+
 
 def sandbox(
     image: ReadyImage,
@@ -47,8 +52,9 @@ def sandbox(
     tmp_bytes: int,
     read_only: bool,
     runtime: str,
+    own_names: Sequence[str] = (),
 ) -> tuple[Json, Json]:
-    """Returns a sandbox's container settings and their host part."""
+    """Returns a sandbox's container settings and their host part. ``own_names`` lead to its own 127.0.0.1."""
     settings: Json = {
         "image": image.name,
         # A bare name removes the image's variable.
@@ -56,7 +62,7 @@ def sandbox(
         "entrypoint": [pause_program.PATH],
         "command": [],
         "user": f"{pause_program.USER_ID}:{pause_program.USER_ID}",
-        "hostname": "sandbox",
+        "hostname": HOSTNAME,
         "working_dir": "/",
         "labels": dict(labels),
         "healthcheck": {"test": ["NONE"]},
@@ -90,6 +96,8 @@ def sandbox(
         # Otherwise the daemon copies the host's resolver into the container.
         host["dns"] = ["127.0.0.1"]
         host["dns_search"] = ["."]
+    if own_names:
+        host["extra_hosts"] = dict.fromkeys(own_names, "127.0.0.1")
     if not read_only and resources.disk_bytes is not None:
         host["storage_opt"] = {"size": str(resources.disk_bytes)}
     if runtime:
@@ -138,6 +146,50 @@ def sidecar(
         "tmpfs": {"/run": "rw,noexec,nosuid,nodev,mode=700,size=16777216"},
         "read_only": True,
     }
+    return settings, host
+
+
+def companion(
+    image: str,
+    spec: Companion,
+    labels: Mapping[str, str],
+    sandbox_container: str,
+    *,
+    as_root: bool,
+    shm_bytes: int,
+    runtime: str,
+) -> tuple[Json, Json]:
+    """Returns a companion of a sandbox: the image's own program, in the network of the sandbox and no other of its
+    namespaces. Its environment passes through the daemon.
+    """
+    settings: Json = {
+        "image": image,
+        "environment": dict(spec.env),
+        # Given an empty one, the daemon takes the image's; with another entry point, the image's command is not used.
+        "entrypoint": list(spec.entrypoint) or None,
+        "command": list(spec.command) or None,
+        "user": spec.user or None,
+        "working_dir": spec.workdir or None,
+        "labels": dict(labels),
+        "healthcheck": {"test": ["NONE"]},
+        "stop_signal": "SIGKILL",
+    }
+    host: Json = {
+        **_hardening(),
+        **_limits(spec.resources),
+        "network_mode": f"container:{sandbox_container}",
+        "ipc_mode": "private",
+        "shm_size": shm_bytes,
+        # Of the last lines, which a failed creation shows.
+        "log_driver": "json-file",
+        "log_options": {"max-size": "64k", "max-file": "1"},
+    }
+    if as_root:
+        host["cap_add"] = list(_COMPANION_CAPABILITIES)
+    if spec.resources.disk_bytes is not None:
+        host["storage_opt"] = {"size": str(spec.resources.disk_bytes)}
+    if runtime:
+        host["runtime"] = runtime
     return settings, host
 
 

@@ -20,6 +20,8 @@ from penstock_chassis.errors import FailedPrecondition, Internal, InvalidArgumen
 from penstock_sandbox.backends.docker import container
 from penstock_sandbox.backends.docker.access.ways import SIDECAR_SUFFIX, Reach, Reached, Started
 from penstock_sandbox.backends.docker.cleanup.reaper import SANDBOX, SNAPSHOT, Owner, Reaper
+from penstock_sandbox.backends.docker.companions import Companions, Planned
+from penstock_sandbox.backends.docker.container import HOSTNAME
 from penstock_sandbox.backends.docker.engine.daemon import Daemon
 from penstock_sandbox.backends.docker.engine.errors import Json, Missing, Refused
 from penstock_sandbox.backends.docker.images import changes
@@ -54,6 +56,8 @@ class DockerSandbox:
     reached: Reached
     handle: GuestSandbox | None = None
     layers: tuple[str, ...] = ()
+    beside: asyncio.Task[tuple[str, ...]] | None = None
+    """Starts its companions; results in the names of their containers once all are healthy."""
     seal_as: str = ""
     sealed: ReadyImage | None = None
     seal_failure: Refused | PenstockError | None = None
@@ -66,6 +70,12 @@ class DockerSandbox:
     """Held while its changes are read."""
     written_since: float = -math.inf
     """When its last sync to disk began, on the event loop's clock."""
+
+    @property
+    def companions(self) -> tuple[str, ...]:
+        """The names of its companions' containers; none while they are started."""
+        started = self.beside
+        return started.result() if started and _succeeded(started) else ()
 
     async def destroy(self) -> None:
         """Ends it; harmless if it has ended."""
@@ -81,8 +91,17 @@ class DockerSandbox:
 class DockerSandboxes:
     """The live sandboxes of one daemon. ``reach`` is the access to them; None: creates are not possible now."""
 
-    def __init__(self, options: DockerOptions, daemon: Daemon, owner: Owner, reaper: Reaper, layers: Layers) -> None:
+    def __init__(
+        self,
+        options: DockerOptions,
+        daemon: Daemon,
+        owner: Owner,
+        reaper: Reaper,
+        layers: Layers,
+        companions: Companions,
+    ) -> None:
         self._options = options
+        self._companions = companions
         self._daemon = daemon
         self._owner = owner
         self._reaper = reaper
@@ -111,8 +130,12 @@ class DockerSandboxes:
             box.seen = seen
             box.died.set()
             box.lose("SANDBOX_VANISHED")
+            if box.beside is not None:
+                box.beside.cancel()  # they cannot become healthy
         elif (box := self._served(name)) is not None:
             box.lose("SIDECAR_ENDED")
+        elif (box := next((one for one in self._live.values() if name in one.companions), None)) is not None:
+            _log.warning("a companion ended; its sandbox lives on", sandbox=box.name, companion=name)
 
     def signalled(self, name: str) -> None:
         """Handles that someone signalled a container through the daemon."""
@@ -133,8 +156,13 @@ class DockerSandboxes:
         on_lost: Callable[[str], None],
         path: Sequence[str] = (),
         layers: tuple[str, ...] = (),
+        companions: Sequence[Planned] = (),
+        *,
+        root: bool = False,
     ) -> GuestSandbox:
-        """Makes a container, its guest agent and its link. References to ``layers`` are held until its end."""
+        """Makes a container, its guest agent, its link and its companions, which may be ``root``. References to
+        ``layers`` are held until its end.
+        """
         name = f"penstock-{sandbox_id}" if sandbox_id != TRIAL else f"penstock-trial-{self._owner.run}"
         labels = {
             **self._owner.labels("sandbox"),
@@ -150,6 +178,7 @@ class DockerSandboxes:
             tmp_bytes=self._options.tmp_bytes,
             read_only=self._options.read_only,
             runtime=self._options.runtime,
+            own_names=[HOSTNAME, *(name for one in companions for name in one.spec.names)] if companions else (),
         )
         try:
             if self.reach is None:
@@ -194,6 +223,17 @@ class DockerSandboxes:
         )
         try:
             await box.handle.open(spec.network)
+            if companions:
+                starting = self._companions.start(sandbox_id, made, companions, root=root)
+                box.beside = asyncio.create_task(starting, name=f"companions-{name}")
+                try:
+                    await box.beside
+                except asyncio.CancelledError:
+                    task = asyncio.current_task()
+                    if task is not None and task.cancelling():
+                        raise
+                    what = "the sandbox was lost during its creation"
+                    raise Unavailable(what, reason="CREATE_FAILED", retry_after_s=0.1) from None
         except BaseException as error:
             error_text = await reached.error_text() if isinstance(error, LinkLost) else ""
             await box.destroy()
@@ -245,7 +285,12 @@ class DockerSandboxes:
             if box.seal_as and box.sealed is None and box.seal_failure is None:
                 await self._seal(box, box.seal_as)
         finally:
-            await asyncio.gather(self._reaper.container(box.name), box.reached.close())
+            beside, box.beside = box.beside, None
+            if beside is not None:
+                beside.cancel()
+                await asyncio.wait([beside])
+            names = beside.result() if beside is not None and _succeeded(beside) else ()
+            await asyncio.gather(self._reaper.container(box.name), box.reached.close(), self._companions.remove(names))
             self._live.pop(box.name, None)
             self._layers.release(box.layers)
 
@@ -280,6 +325,10 @@ async def _what_ended(box: DockerSandbox, reason: str) -> str:
         served = reason in ("ATTENDANT_ENDED", "SIDECAR_ENDED") and box.reached.within_limits
         return "ATTENDANT_KILLED" if served and not box.signalled else reason
     return "PROCESS_ENDED" if box.seen and not box.signalled else "SANDBOX_VANISHED"
+
+
+def _succeeded(task: asyncio.Task[tuple[str, ...]]) -> bool:
+    return task.done() and not task.cancelled() and task.exception() is None
 
 
 def _not_made(error: Refused) -> Internal:

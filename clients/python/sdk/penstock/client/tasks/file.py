@@ -35,7 +35,8 @@ from penstock.client.tasks.field_types import (
     is_file_path,
 )
 from penstock.client.tasks.named_files import Beside, CannotRead
-from penstock.client.tasks.rollout_keys import ResourcesTable, RolloutKeys
+from penstock.client.tasks.rollout_keys import RolloutKeys
+from penstock.client.tasks.sandbox_keys import ResourcesTable
 from penstock.client.tasks.spec import Command, SeedFile
 from penstock.client.tasks.strict_model import Place, Strict
 
@@ -208,6 +209,8 @@ class TaskFile(RolloutKeys):
         sandbox, build = value.get("sandbox"), value.get("build")
         if build is not None and (value.get("image") or (isinstance(sandbox, Mapping) and sandbox.get("image"))):
             yield ("build",), "set image or build"
+        if isinstance(sandbox, Mapping) and sandbox.get("companions"):
+            yield from _needs_fork(value)
         if beside is None:
             return
         if isinstance(named := value.get("instruction_file"), str):
@@ -222,6 +225,19 @@ class TaskFile(RolloutKeys):
                 beside.read(f"{build}/Dockerfile")
             except CannotRead as error:
                 yield ("build",), f"has no usable Dockerfile: {error}"
+
+
+def _needs_fork(value: Mapping[str, Any]) -> Iterator[tuple[Place, str]]:
+    """Yields what a task with companions cannot have: what the agent did to them is in no fork."""
+    problem = "needs a fork, which would not have what the agent did to sandbox.companions"
+    if value.get("keep_end_state"):
+        yield ("keep_end_state",), problem
+    if value["sandbox"].get("verifier_network"):
+        yield ("sandbox", "verifier_network"), problem
+    verifier = value.get("verifier")
+    for name in ("fresh_fork", "changes_below", "image", "resources"):
+        if isinstance(verifier, Mapping) and verifier.get(name):
+            yield ("verifier", name), problem
 
 
 def task_file_of(folder: Path) -> Path | None:

@@ -4,12 +4,11 @@ The keys are those of the client's classes (`SandboxChoice`, `Limits`, `Budgets`
 texts such as `2GiB`.
 """
 
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BeforeValidator, Field, WithJsonSchema
+from pydantic import Field
 
 from penstock.client.tasks.field_types import (
     MAX_SERVERS,
@@ -27,6 +26,7 @@ from penstock.client.tasks.field_types import (
     not_json,
 )
 from penstock.client.tasks.named_files import Beside, CannotRead
+from penstock.client.tasks.sandbox_keys import CompanionTables, ResourcesTable, Size, SmallSize
 from penstock.client.tasks.spec import (
     Allowlist,
     Budgets,
@@ -36,30 +36,10 @@ from penstock.client.tasks.spec import (
     Network,
     OpenNetwork,
     Packages,
-    Resources,
     SandboxChoice,
 )
 from penstock.client.tasks.strict_model import Place, Strict
 from penstock.values.locks import MAX_LOCK_BYTES, LockProblem, npm_lock, python_lock
-
-_UNITS: Final = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30}
-
-
-def _size(value: Any) -> Any:
-    if not isinstance(value, str):
-        return value
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?)?B?", value.strip().upper())
-    if found is None:
-        raise ValueError("must be a number of bytes, or a text such as 512MiB or 2GB")
-    return int(float(found[1]) * _UNITS[found[2] or ""])
-
-
-_SIZE_SCHEMA: Final = WithJsonSchema(
-    {"anyOf": [{"type": "integer", "minimum": 1}, {"type": "string", "pattern": "^[0-9.]+ *[KMG]?i?B?$"}]}
-)
-Size = Annotated[LargeCount, BeforeValidator(_size), _SIZE_SCHEMA]
-_SmallSize = Annotated[Count, BeforeValidator(_size), _SIZE_SCHEMA]
-
 
 _LOCKS: Final[Mapping[str, Callable[[str], object]]] = {"python": python_lock, "npm": npm_lock}
 
@@ -69,26 +49,6 @@ def _lock(beside: Beside, name: str) -> str:
         return beside.read(name, MAX_LOCK_BYTES)[0].decode("utf-8")
     except UnicodeDecodeError:
         raise CannotRead(f"{name} is not text in UTF-8") from None
-
-
-class ResourcesTable(Strict):
-    """`sandbox.resources`."""
-
-    cpu: Annotated[float | None, Field(gt=0, strict=False, allow_inf_nan=False)] = None
-    memory_bytes: Size | None = None
-    pids: Count | None = None
-    disk_bytes: Size | None = None
-    inodes: LargeCount | None = None
-
-    def made(self) -> Resources:
-        """Returns the value."""
-        return Resources(
-            cpu=self.cpu,
-            memory_bytes=self.memory_bytes,
-            pids=self.pids,
-            disk_bytes=self.disk_bytes,
-            inodes=self.inodes,
-        )
 
 
 class AllowlistTable(Strict):
@@ -153,6 +113,9 @@ class SandboxTable(Strict):
     own_kernel: bool = False
     repeatable: bool | None = None
     packages: PackagesTable | None = None
+    companions: CompanionTables = Field(
+        default_factory=list, description="Containers beside it, such as a database; reached by their names."
+    )
 
     def made(self, image: str, beside: Beside) -> SandboxChoice:
         """Returns the value; `image` comes from the short key. Raises CannotRead for a lock."""
@@ -172,6 +135,7 @@ class SandboxTable(Strict):
             packages=None if self.packages is None else self.packages.made(beside),
             agent_network=None if self.agent_network is None else self.agent_network.made(),
             verifier_network=None if self.verifier_network is None else self.verifier_network.made(),
+            companions=tuple(companion.made() for companion in self.companions),
         )
 
 
@@ -226,7 +190,7 @@ class BudgetsTable(Strict):
     max_total_tokens: LargeCount | None = None
     max_tokens_per_call: Count | None = None
     max_request_bytes: Size | None = None
-    max_request_bytes_per_call: _SmallSize | None = None
+    max_request_bytes_per_call: SmallSize | None = None
     call_timeout: Seconds | None = None
     wall_time: Seconds | None = None
     call_rate: CallRateTable | None = None

@@ -192,6 +192,43 @@ class Packages:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HealthCheck:
+    """How a companion shows that it is ready: `argv` runs in it and exits with 0. Empty `argv` = no check.
+
+    It runs at once and then again, at most a second after a failure. The companion has failed if it is not healthy
+    after `start_period` + `retries` * (`interval` + `timeout`) seconds, at most 10 minutes.
+    """
+
+    argv: Sequence[str] = ()
+    interval: float = 30.0
+    timeout: float = 30.0
+    retries: int = 3
+    start_period: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Companion:
+    """A container beside a sandbox, such as a database, which programs in the sandbox reach at its `name`.
+
+    It shares the sandbox's network, so no two of them can listen on the same port, and has files of its own, which no
+    snapshot, fork or diff has. Empty fields and None are the image's own. `env` is not for secrets. `after` are names
+    of companions before it in the list that must be healthy first; `aliases` are further names of it.
+    """
+
+    name: str
+    image: str
+    aliases: Sequence[str] = ()
+    entrypoint: Sequence[str] = ()
+    command: Sequence[str] = ()
+    env: Mapping[str, str] = field(default_factory=lambda: _EMPTY)
+    user: str = ""
+    workdir: str = ""
+    health_check: HealthCheck | None = None
+    resources: Resources | None = None
+    after: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxChoice:
     """A rollout's choices about its sandbox, within the operator's policy.
 
@@ -203,6 +240,9 @@ class SandboxChoice:
     `setup_network`, `agent_network` and `verifier_network` are what each phase may reach, the agent beside its model;
     None = nothing. The verifier's needs a fresh fork (`Verifier.fresh_fork`). Without a `recording` of their own, the
     agents of a group share one, and its verifiers another.
+
+    `companions` run beside the agent's sandbox, not during setup. What the agent does to them is in no fork, so such a
+    rollout is graded in the agent's sandbox.
     """
 
     backend: str = ""
@@ -215,6 +255,7 @@ class SandboxChoice:
     packages: Packages | None = None
     agent_network: Allowlist | None = None
     verifier_network: Allowlist | None = None
+    companions: Sequence[Companion] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

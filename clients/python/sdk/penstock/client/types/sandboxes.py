@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 
-from penstock.client.tasks.spec import Network, Resources
+from penstock.client.tasks.spec import Companion, Network, Resources
 from penstock.client.types.results import Exit
 
 
@@ -26,6 +26,7 @@ class SandboxSpec:
         own_kernel: refuse it rather than run it on the kernel of the backend's machine (gVisor, virtual machines).
         repeatable: give its programs the same as in any other sandbox of its kind, as far as the backend can
             (`Backend.repeatable`), never refused.
+        companions: containers beside it, which are healthy before it is ready. Those of a snapshot are its forks'.
     """
 
     backend: str = ""
@@ -40,6 +41,7 @@ class SandboxSpec:
     own_kernel: bool = False
     repeatable: bool = False
     toolbox_ids: Sequence[str] = ()
+    companions: Sequence[Companion] = ()
 
 
 _SHOWN_BYTES = 200

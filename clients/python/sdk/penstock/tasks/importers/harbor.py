@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from penstock.client.errors import InvalidArgument
 from penstock.client.tasks.rollout_keys import McpServerTable
-from penstock.tasks.importers import harbor_registry
+from penstock.tasks.importers import compose, harbor_registry
 from penstock.tasks.importers.common import (
     GRADER_FOLDER,
     Choices,
@@ -46,7 +46,6 @@ _ENVIRONMENT: Final = (
     "allow_internet", "network_mode", "allowed_hosts", "env", "os", "workdir", "mcp_servers",
 )  # fmt: skip
 _MEBI: Final = 1 << 20
-_COMPOSE: Final = ("docker-compose.yaml", "docker-compose.yml", "compose.yaml", "compose.yml")
 
 
 def import_all(source: Path, destination: Path, choices: Choices) -> Iterator[Imported]:
@@ -84,6 +83,9 @@ def fill(folder: Folder, source: Path, choices: Choices) -> None:
     env = substituted(environment.get("env", {}), choices.env, "environment.env")
     if env:
         folder.content["env"] = {**folder.content.get("env", {}), **env}
+    for file in [source / "environment" / name for name in compose.NAMES]:
+        if file.exists():
+            compose.put_companions(folder, file, "main", choices)
     if servers := list(_servers(environment, choices)):
         folder.content["mcp_servers"] = servers
     if choices.resources:
@@ -142,9 +144,6 @@ def _config(source: Path) -> dict[str, Any]:
         raise Refused("environment.gpus: sandboxes have no GPUs")
     if str(environment.get("os", "linux")).lower() != "linux":
         raise Refused(f"environment.os: {environment['os']}: sandboxes have Linux")
-    for name in _COMPOSE:
-        if (source / "environment" / name).exists():
-            raise Refused(f"environment/{name}: several containers are not supported")
     return config
 
 

@@ -20,6 +20,7 @@ from penstock.tasks.importers.common import (
     manifest,
     yaml_of,
 )
+from penstock.tasks.importers.compose import put_companions
 from penstock.tasks.importers.dockerfile import put_environment
 
 _TEST_SECONDS: Final = 60.0
@@ -47,9 +48,11 @@ def _fill(folder: Folder, source: Path, choices: Choices) -> None:
         raise Refused("run_tests_in_same_shell: the agent's shell is dead when the tests run")
     if not (source / "run-tests.sh").is_file():
         raise Refused("it has no run-tests.sh")
-    _check_compose(source / "docker-compose.yaml")
     folder.content["instruction"] = config["instruction"]
     workdir = _put_environment(folder, source, choices)
+    file = source / "docker-compose.yaml"
+    if file.is_file() and len((yaml_of(file) or {}).get("services") or {}) > 1:
+        put_companions(folder, file, "client", choices)
     test_seconds = float(config.get("max_test_timeout_sec", _TEST_SECONDS))
     folder.content["limits"] = {
         "agent": float(config.get("max_agent_timeout_sec", _AGENT_SECONDS)),
@@ -126,11 +129,3 @@ def _put_solution(folder: Folder, source: Path, workdir: str) -> None:
         "files": [{"path": "/oracle/solution.sh", "from": "solution.sh"}],
         "commands": [command],
     }
-
-
-def _check_compose(file: Path) -> None:
-    if not file.is_file():
-        return
-    services = (yaml_of(file) or {}).get("services") or {}
-    if len(services) > 1:
-        raise Refused(f"docker-compose.yaml has {len(services)} services: several containers are not supported")

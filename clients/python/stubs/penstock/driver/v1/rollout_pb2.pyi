@@ -708,6 +708,7 @@ class SandboxChoice(_message.Message):
     PACKAGES_FIELD_NUMBER: _builtins.int
     AGENT_NETWORK_FIELD_NUMBER: _builtins.int
     VERIFIER_NETWORK_FIELD_NUMBER: _builtins.int
+    COMPANIONS_FIELD_NUMBER: _builtins.int
     backend: _builtins.str
     """Empty = the sandbox service's default."""
     image: _builtins.str
@@ -747,6 +748,13 @@ class SandboxChoice(_message.Message):
         Otherwise as agent_network, with a recording of its own.
         """
 
+    @_builtins.property
+    def companions(self) -> _containers.RepeatedCompositeFieldContainer[_sandbox_pb2.Companion]:
+        """Containers beside the agent's sandbox, as in SandboxSpec.companions. None runs while the task's setup does. What the agent
+        does to them is in no fork, so the rollout is graded in the agent's sandbox: Verifier.fresh_fork, keep_end_state and what
+        needs a fresh fork are refused. A backend without companions refuses them (CAPABILITY_MISSING).
+        """
+
     def __init__(
         self,
         *,
@@ -760,10 +768,11 @@ class SandboxChoice(_message.Message):
         packages: Global___Packages | None = ...,
         agent_network: _sandbox_pb2.Allowlist | None = ...,
         verifier_network: _sandbox_pb2.Allowlist | None = ...,
+        companions: _abc.Iterable[_sandbox_pb2.Companion] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_repeatable", b"_repeatable", "agent_network", b"agent_network", "packages", b"packages", "repeatable", b"repeatable", "resources", b"resources", "setup_network", b"setup_network", "verifier_network", b"verifier_network"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_repeatable", b"_repeatable", "agent_network", b"agent_network", "backend", b"backend", "image", b"image", "own_kernel", b"own_kernel", "packages", b"packages", "repeatable", b"repeatable", "resources", b"resources", "setup_network", b"setup_network", "user", b"user", "verifier_network", b"verifier_network"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_repeatable", b"_repeatable", "agent_network", b"agent_network", "backend", b"backend", "companions", b"companions", "image", b"image", "own_kernel", b"own_kernel", "packages", b"packages", "repeatable", b"repeatable", "resources", b"resources", "setup_network", b"setup_network", "user", b"user", "verifier_network", b"verifier_network"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__repeatable: _TypeAlias = _typing.Literal["repeatable"]  # noqa: Y015
     _WhichOneofArgType__repeatable: _TypeAlias = _typing.Literal["_repeatable", b"_repeatable"]  # noqa: Y015

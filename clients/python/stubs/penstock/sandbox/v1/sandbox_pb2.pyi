@@ -431,6 +431,157 @@ class Base(_message.Message):
 Global___Base: _TypeAlias = Base  # noqa: Y015
 
 @_typing.final
+class HealthCheck(_message.Message):
+    """HealthCheck is how a companion shows that it is ready."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ARGV_FIELD_NUMBER: _builtins.int
+    INTERVAL_FIELD_NUMBER: _builtins.int
+    TIMEOUT_FIELD_NUMBER: _builtins.int
+    RETRIES_FIELD_NUMBER: _builtins.int
+    START_PERIOD_FIELD_NUMBER: _builtins.int
+    retries: _builtins.int
+    """Default 3, at most 1000."""
+    @_builtins.property
+    def argv(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Runs in the companion, as its user, and succeeds with exit code 0. Empty = no check."""
+
+    @_builtins.property
+    def interval(self) -> _duration_pb2.Duration:
+        """It runs at once, and again after each failure: after `interval`, but at most 1 s. A companion that is not healthy
+        after start_period + retries * (interval + timeout), at most 10 min, fails the creation.
+        Default 30 s.
+        """
+
+    @_builtins.property
+    def timeout(self) -> _duration_pb2.Duration:
+        """Of one run, which has failed by then. Default 30 s, at most 5 min."""
+
+    @_builtins.property
+    def start_period(self) -> _duration_pb2.Duration:
+        """Default 0."""
+
+    def __init__(
+        self,
+        *,
+        argv: _abc.Iterable[_builtins.str] | None = ...,
+        interval: _duration_pb2.Duration | None = ...,
+        timeout: _duration_pb2.Duration | None = ...,
+        retries: _builtins.int | None = ...,
+        start_period: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_retries", b"_retries", "interval", b"interval", "retries", b"retries", "start_period", b"start_period", "timeout", b"timeout"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_retries", b"_retries", "argv", b"argv", "interval", b"interval", "retries", b"retries", "start_period", b"start_period", "timeout", b"timeout"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__retries: _TypeAlias = _typing.Literal["retries"]  # noqa: Y015
+    _WhichOneofArgType__retries: _TypeAlias = _typing.Literal["_retries", b"_retries"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__retries) -> _WhichOneofReturnType__retries | None: ...
+
+Global___HealthCheck: _TypeAlias = HealthCheck  # noqa: Y015
+
+@_typing.final
+class Companion(_message.Message):
+    """Companion is a container beside a sandbox, such as the database of a task. It shares the sandbox's network and nothing
+    else: programs in the sandbox and other companions reach it at its name, which is 127.0.0.1, and no two of them can listen
+    on the same port. It has files of its own, which no snapshot, diff or fork has, and is started from its image for each
+    sandbox. It reaches what the sandbox reaches. If it ends after the sandbox was READY, the sandbox lives on without it.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class EnvEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    NAME_FIELD_NUMBER: _builtins.int
+    ALIASES_FIELD_NUMBER: _builtins.int
+    IMAGE_FIELD_NUMBER: _builtins.int
+    ENTRYPOINT_FIELD_NUMBER: _builtins.int
+    COMMAND_FIELD_NUMBER: _builtins.int
+    ENV_FIELD_NUMBER: _builtins.int
+    USER_FIELD_NUMBER: _builtins.int
+    WORKDIR_FIELD_NUMBER: _builtins.int
+    HEALTH_CHECK_FIELD_NUMBER: _builtins.int
+    RESOURCES_FIELD_NUMBER: _builtins.int
+    AFTER_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Lower-case letters, digits and '-', at most 63; not "localhost" or "sandbox", the sandbox's own name."""
+    image: _builtins.str
+    """As Base.image; the operator's list of images applies."""
+    user: _builtins.str
+    """Empty = the image's. Root needs the capability root."""
+    workdir: _builtins.str
+    """Empty = the image's."""
+    @_builtins.property
+    def aliases(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Further names of it, as `name`, or with dots and '_' in it. At most 16."""
+
+    @_builtins.property
+    def entrypoint(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Empty = the image's."""
+
+    @_builtins.property
+    def command(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Arguments of the entry point. Empty = the image's, if `entrypoint` is empty too."""
+
+    @_builtins.property
+    def env(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Added to the image's. Not for secrets: the backend's daemon shows it. At most 256 variables."""
+
+    @_builtins.property
+    def health_check(self) -> Global___HealthCheck:
+        """Unset = the image's."""
+
+    @_builtins.property
+    def resources(self) -> Global___Resources:
+        """Unset fields = the operator's defaults for a sandbox. The operator's maximum is of a sandbox with its companions."""
+
+    @_builtins.property
+    def after(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of companions before it in the list that must be healthy before it is started."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        aliases: _abc.Iterable[_builtins.str] | None = ...,
+        image: _builtins.str = ...,
+        entrypoint: _abc.Iterable[_builtins.str] | None = ...,
+        command: _abc.Iterable[_builtins.str] | None = ...,
+        env: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        user: _builtins.str = ...,
+        workdir: _builtins.str = ...,
+        health_check: Global___HealthCheck | None = ...,
+        resources: Global___Resources | None = ...,
+        after: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["health_check", b"health_check", "resources", b"resources"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "aliases", b"aliases", "command", b"command", "entrypoint", b"entrypoint", "env", b"env", "health_check", b"health_check", "image", b"image", "name", b"name", "resources", b"resources", "user", b"user", "workdir", b"workdir"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Companion: _TypeAlias = Companion  # noqa: Y015
+
+@_typing.final
 class SandboxSpec(_message.Message):
     """SandboxSpec is what the creator of a sandbox chooses."""
 
@@ -487,6 +638,7 @@ class SandboxSpec(_message.Message):
     LABELS_FIELD_NUMBER: _builtins.int
     OWN_KERNEL_FIELD_NUMBER: _builtins.int
     REPEATABLE_FIELD_NUMBER: _builtins.int
+    COMPANIONS_FIELD_NUMBER: _builtins.int
     backend: _builtins.str
     """Backend name; empty = the operator's default."""
     user: _builtins.str
@@ -529,6 +681,12 @@ class SandboxSpec(_message.Message):
         "owner") is the owner whose quota counts this sandbox.
         """
 
+    @_builtins.property
+    def companions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Companion]:
+        """Containers beside the sandbox, at most 8. It is READY once all are healthy; one that ends or is not healthy in time fails
+        the creation (COMPANION_FAILED). Of a snapshot, those of its forks: none runs while it is prepared. A declared capability.
+        """
+
     def __init__(
         self,
         *,
@@ -543,10 +701,11 @@ class SandboxSpec(_message.Message):
         labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         own_kernel: _builtins.bool = ...,
         repeatable: _builtins.bool = ...,
+        companions: _abc.Iterable[Global___Companion] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "lease", b"lease", "network", b"network", "resources", b"resources"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "base", b"base", "env", b"env", "labels", b"labels", "lease", b"lease", "network", b"network", "own_kernel", b"own_kernel", "repeatable", b"repeatable", "resources", b"resources", "toolbox_ids", b"toolbox_ids", "user", b"user"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "base", b"base", "companions", b"companions", "env", b"env", "labels", b"labels", "lease", b"lease", "network", b"network", "own_kernel", b"own_kernel", "repeatable", b"repeatable", "resources", b"resources", "toolbox_ids", b"toolbox_ids", "user", b"user"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -681,6 +840,7 @@ class Capabilities(_message.Message):
     DISK_LIMIT_FIELD_NUMBER: _builtins.int
     LIMIT_INODES_FIELD_NUMBER: _builtins.int
     REPEATABLE_FIELD_NUMBER: _builtins.int
+    COMPANIONS_FIELD_NUMBER: _builtins.int
     fork: Global___ForkKind.ValueType
     pty: _builtins.bool
     stdin_stream: _builtins.bool
@@ -713,6 +873,8 @@ class Capabilities(_message.Message):
     disk_limit: Global___DiskLimit.ValueType
     """How disk_bytes, and inodes if limit_inodes is set, are enforced."""
     limit_inodes: _builtins.bool
+    companions: _builtins.bool
+    """Whether a sandbox may have companions."""
     @_builtins.property
     def networks(self) -> _containers.RepeatedScalarFieldContainer[Global___NetworkKind.ValueType]: ...
     @_builtins.property
@@ -742,10 +904,11 @@ class Capabilities(_message.Message):
         disk_limit: Global___DiskLimit.ValueType = ...,
         limit_inodes: _builtins.bool = ...,
         repeatable: _abc.Iterable[Global___RepeatablePart.ValueType] | None = ...,
+        companions: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["diff", b"diff", "disk_limit", b"disk_limit", "fork", b"fork", "kill_tree", b"kill_tree", "limit_cpu", b"limit_cpu", "limit_disk", b"limit_disk", "limit_inodes", b"limit_inodes", "limit_memory", b"limit_memory", "limit_pids", b"limit_pids", "live_fork", b"live_fork", "networks", b"networks", "open_egress", b"open_egress", "own_kernel", b"own_kernel", "pause", b"pause", "pty", b"pty", "repeatable", b"repeatable", "root", b"root", "stdin_stream", b"stdin_stream", "system_read_only", b"system_read_only", "toolboxes", b"toolboxes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["companions", b"companions", "diff", b"diff", "disk_limit", b"disk_limit", "fork", b"fork", "kill_tree", b"kill_tree", "limit_cpu", b"limit_cpu", "limit_disk", b"limit_disk", "limit_inodes", b"limit_inodes", "limit_memory", b"limit_memory", "limit_pids", b"limit_pids", "live_fork", b"live_fork", "networks", b"networks", "open_egress", b"open_egress", "own_kernel", b"own_kernel", "pause", b"pause", "pty", b"pty", "repeatable", b"repeatable", "root", b"root", "stdin_stream", b"stdin_stream", "system_read_only", b"system_read_only", "toolboxes", b"toolboxes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -51,7 +51,7 @@ class SandboxServiceStub:
     Idempotent by request_id for an hour: a repeat with the same spec returns the same sandbox; with another spec it fails
     with ALREADY_EXISTS (REQUEST_ID_REUSED). After the sandbox's deletion or the end of its lease, it creates another one.
     Errors: FAILED_PRECONDITION (CAPABILITY_MISSING: the backend lacks a capability that the spec needs;
-    UPSTREAM_NOT_ALLOWED; BACKEND_UNAVAILABLE), NOT_FOUND (SNAPSHOT_UNKNOWN, TOOLBOX_UNKNOWN), RESOURCE_EXHAUSTED
+    UPSTREAM_NOT_ALLOWED; BACKEND_UNAVAILABLE; COMPANION_FAILED), NOT_FOUND (SNAPSHOT_UNKNOWN, TOOLBOX_UNKNOWN), RESOURCE_EXHAUSTED
     (SANDBOX_LIMIT, OWNER_LIMIT: no place became free in time, or too many calls wait; with RetryInfo), ABORTED
     (DELETED_MEANWHILE). A failed or cancelled call leaves nothing behind.
     """
@@ -177,7 +177,7 @@ class SandboxServiceAsyncStub(SandboxServiceStub):
     Idempotent by request_id for an hour: a repeat with the same spec returns the same sandbox; with another spec it fails
     with ALREADY_EXISTS (REQUEST_ID_REUSED). After the sandbox's deletion or the end of its lease, it creates another one.
     Errors: FAILED_PRECONDITION (CAPABILITY_MISSING: the backend lacks a capability that the spec needs;
-    UPSTREAM_NOT_ALLOWED; BACKEND_UNAVAILABLE), NOT_FOUND (SNAPSHOT_UNKNOWN, TOOLBOX_UNKNOWN), RESOURCE_EXHAUSTED
+    UPSTREAM_NOT_ALLOWED; BACKEND_UNAVAILABLE; COMPANION_FAILED), NOT_FOUND (SNAPSHOT_UNKNOWN, TOOLBOX_UNKNOWN), RESOURCE_EXHAUSTED
     (SANDBOX_LIMIT, OWNER_LIMIT: no place became free in time, or too many calls wait; with RetryInfo), ABORTED
     (DELETED_MEANWHILE). A failed or cancelled call leaves nothing behind.
     """
@@ -306,7 +306,7 @@ class SandboxServiceServicer(metaclass=_abc_1.ABCMeta):
         Idempotent by request_id for an hour: a repeat with the same spec returns the same sandbox; with another spec it fails
         with ALREADY_EXISTS (REQUEST_ID_REUSED). After the sandbox's deletion or the end of its lease, it creates another one.
         Errors: FAILED_PRECONDITION (CAPABILITY_MISSING: the backend lacks a capability that the spec needs;
-        UPSTREAM_NOT_ALLOWED; BACKEND_UNAVAILABLE), NOT_FOUND (SNAPSHOT_UNKNOWN, TOOLBOX_UNKNOWN), RESOURCE_EXHAUSTED
+        UPSTREAM_NOT_ALLOWED; BACKEND_UNAVAILABLE; COMPANION_FAILED), NOT_FOUND (SNAPSHOT_UNKNOWN, TOOLBOX_UNKNOWN), RESOURCE_EXHAUSTED
         (SANDBOX_LIMIT, OWNER_LIMIT: no place became free in time, or too many calls wait; with RetryInfo), ABORTED
         (DELETED_MEANWHILE). A failed or cancelled call leaves nothing behind.
         """

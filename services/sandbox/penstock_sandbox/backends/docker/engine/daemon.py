@@ -190,7 +190,7 @@ class Daemon:
             limits["ulimits"] = [self._types.Ulimit(**limit) for limit in limits.get("ulimits", ())]
             limits["mounts"] = [self._types.Mount(**mount) for mount in limits.get("mounts", ())]
             if (log := limits.pop("log_driver", None)) is not None:
-                limits["log_config"] = self._types.LogConfig(type=log)
+                limits["log_config"] = self._types.LogConfig(type=log, config=limits.pop("log_options", {}))
             config = self._api.create_host_config(**limits)
             made: Json = self._api.create_container(name=name, host_config=config, **settings)
             return str(made["Id"])
@@ -245,6 +245,11 @@ class Daemon:
     async def containers(self, label: str, *, running: bool = False) -> list[Json]:
         """Returns containers with a label, stopped ones included unless ``running``."""
         return await self._call(lambda: self._api.containers(all=not running, filters={"label": [label]}))
+
+    async def last_output(self, container: str, lines: int, most_bytes: int) -> str:
+        """Returns the last lines of both outputs of a container with a log. Raises Missing."""
+        whole = await self._call(lambda: self._api.logs(container, stdout=True, stderr=True, tail=lines))
+        return bytes(whole[-most_bytes:]).decode(errors="replace").strip()
 
     async def stats(self, container: str) -> Json:
         """Returns one sample of a container's statistics."""

@@ -61,6 +61,10 @@ class Images:
         found = await self._pulled(image)
         return str(found["Id"]), str(found["Architecture"])
 
+    async def inspected(self, image: str) -> Json:
+        """Returns an image's full description, pulled if necessary; raises as ``ready`` does."""
+        return await self._pulled(image)
+
     # Pulling -----------------------------------------------------------------------------------------------------
 
     async def _pulled(self, image: str) -> Json:

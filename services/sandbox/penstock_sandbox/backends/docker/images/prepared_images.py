@@ -182,7 +182,7 @@ class Prepared:
     async def _make(self, image: str, base: Json, name: str, program: bytes, user: str) -> None:
         container = await self._unstarted(base["Id"])
         try:
-            passwd, group = [await self._text(container, path) for path in ("/etc/passwd", "/etc/group")]
+            passwd, group = [await text_in(self._daemon, container, path) for path in ("/etc/passwd", "/etc/group")]
             shell = "/bin/bash" if await self._daemon.has(container, "/bin/bash") else "/bin/sh"
             files = [
                 # A tmpfs over a directory gets its mode.
@@ -272,16 +272,18 @@ class Prepared:
         blank = dict.fromkeys(self._owner.labels(""), "")
         await self._daemon.commit(container, repository, tag, {**blank, **labels})
 
-    async def _text(self, container: str, path: str) -> str:
-        try:
-            whole = await self._daemon.fetch(container, path, _ACCOUNTS_LIMIT)
-        except Missing:
-            return ""
-        with tarfile.open(fileobj=io.BytesIO(whole)) as archive:
-            for member in archive:
-                if (file := archive.extractfile(member) if member.isreg() else None) is not None:
-                    return file.read().decode(errors="surrogateescape")
+
+async def text_in(daemon: Daemon, container: str, path: str) -> str:
+    """Returns a small file of a container; empty if there is none."""
+    try:
+        whole = await daemon.fetch(container, path, _ACCOUNTS_LIMIT)
+    except Missing:
         return ""
+    with tarfile.open(fileobj=io.BytesIO(whole)) as archive:
+        for member in archive:
+            if (file := archive.extractfile(member) if member.isreg() else None) is not None:
+                return file.read().decode(errors="surrogateescape")
+    return ""
 
 
 def _known(image: str, user: str, account: Account | None) -> Account:

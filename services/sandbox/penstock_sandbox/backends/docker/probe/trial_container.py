@@ -197,6 +197,8 @@ class Trial:
             kill_tree=True,
             own_kernel=reach.own_kernel,
             repeatable=_REPEATABLE,
+            # A kernel of its own has a network of its own, which no other container can join.
+            companions=writable and not reach.own_kernel,
         )
 
     async def _holds_root(self) -> bool:

@@ -15,7 +15,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file penstock/sandbox/v1/sandbox.proto.
  */
 export const file_penstock_sandbox_v1_sandbox: GenFile = /*@__PURE__*/
-  fileDesc("CiFwZW5zdG9jay9zYW5kYm94L3YxL3NhbmRib3gucHJvdG8SE3BlbnN0b2NrLnNhbmRib3gudjEi6gEKDU5ldHdvcmtQb2xpY3kSLgoEbm9uZRgBIAEoCzIeLnBlbnN0b2NrLnNhbmRib3gudjEuTm9OZXR3b3JrSAASOAoMb25lX2VuZHBvaW50GAIgASgLMiAucGVuc3RvY2suc2FuZGJveC52MS5PbmVFbmRwb2ludEgAEjMKCWFsbG93bGlzdBgDIAEoCzIeLnBlbnN0b2NrLnNhbmRib3gudjEuQWxsb3dsaXN0SAASMAoEb3BlbhgEIAEoCzIgLnBlbnN0b2NrLnNhbmRib3gudjEuT3Blbk5ldHdvcmtIAEIICgZwb2xpY3kiCwoJTm9OZXR3b3JrIjMKC09uZUVuZHBvaW50EhIKCmxvY2FsX3BvcnQYASABKAUSEAoIdXBzdHJlYW0YAiABKAkitQEKCUFsbG93bGlzdBINCgVob3N0cxgBIAMoCRINCgVwb3J0cxgCIAMoBRIUCgxkZW5pZWRfaG9zdHMYAyADKAkSEgoKcHJveHlfcG9ydBgEIAEoBRI2CgxvbmVfZW5kcG9pbnQYBSABKAsyIC5wZW5zdG9jay5zYW5kYm94LnYxLk9uZUVuZHBvaW50EhEKCXJlY29yZGluZxgGIAEoCRIVCg1yZWNvcmRlZF9vbmx5GAcgASgIIg0KC09wZW5OZXR3b3JrIrUBCglSZXNvdXJjZXMSEAoDY3B1GAEgASgBSACIAQESGQoMbWVtb3J5X2J5dGVzGAIgASgDSAGIAQESEQoEcGlkcxgDIAEoBUgCiAEBEhcKCmRpc2tfYnl0ZXMYBCABKANIA4gBARITCgZpbm9kZXMYBSABKANIBIgBAUIGCgRfY3B1Qg8KDV9tZW1vcnlfYnl0ZXNCBwoFX3BpZHNCDQoLX2Rpc2tfYnl0ZXNCCQoHX2lub2RlcyI2CgRCYXNlEg8KBWltYWdlGAEgASgJSAASFQoLc25hcHNob3RfaWQYAiABKAlIAEIGCgRiYXNlIvUDCgtTYW5kYm94U3BlYxIPCgdiYWNrZW5kGAEgASgJEicKBGJhc2UYAiABKAsyGS5wZW5zdG9jay5zYW5kYm94LnYxLkJhc2USMQoJcmVzb3VyY2VzGAMgASgLMh4ucGVuc3RvY2suc2FuZGJveC52MS5SZXNvdXJjZXMSMwoHbmV0d29yaxgEIAEoCzIiLnBlbnN0b2NrLnNhbmRib3gudjEuTmV0d29ya1BvbGljeRI2CgNlbnYYBSADKAsyKS5wZW5zdG9jay5zYW5kYm94LnYxLlNhbmRib3hTcGVjLkVudkVudHJ5EhMKC3Rvb2xib3hfaWRzGAYgAygJEgwKBHVzZXIYByABKAkSKAoFbGVhc2UYCCABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SPAoGbGFiZWxzGAkgAygLMiwucGVuc3RvY2suc2FuZGJveC52MS5TYW5kYm94U3BlYy5MYWJlbHNFbnRyeRISCgpvd25fa2VybmVsGAogASgIEhIKCnJlcGVhdGFibGUYCyABKAgaKgoIRW52RW50cnkSCwoDa2V5GAEgASgJEg0KBXZhbHVlGAIgASgJOgI4ARotCgtMYWJlbHNFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAk6AjgBIuQCCgdTYW5kYm94EhIKCnNhbmRib3hfaWQYASABKAkSMAoFc3RhdGUYAiABKA4yIS5wZW5zdG9jay5zYW5kYm94LnYxLlNhbmRib3hTdGF0ZRIuCgRzcGVjGAMgASgLMiAucGVuc3RvY2suc2FuZGJveC52MS5TYW5kYm94U3BlYxIvCgtjcmVhdGVfdGltZRgEIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASLwoLZXhwaXJlX3RpbWUYBSABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEgwKBGhvbWUYBiABKAkSDwoHd29ya2RpchgHIAEoCRITCgtsb3N0X3JlYXNvbhgIIAEoCRIUCgxlbmRlZF9pbnNpZGUYCSABKAgSEQoJbmFtZXNwYWNlGAogASgJEg8KB3NlcnZpY2UYCyABKAkSEwoLdGFrZXNfZmlsZXMYDCABKAgiaAoJRGF0YVBsYW5lEg8KB2FkZHJlc3MYASABKAkSEwoFdG9rZW4YAiABKAlCBKi7GAESNQoRdG9rZW5fZXhwaXJlX3RpbWUYAyABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wIo0ECgxDYXBhYmlsaXRpZXMSMgoIbmV0d29ya3MYASADKA4yIC5wZW5zdG9jay5zYW5kYm94LnYxLk5ldHdvcmtLaW5kEisKBGZvcmsYAiABKA4yHS5wZW5zdG9jay5zYW5kYm94LnYxLkZvcmtLaW5kEgsKA3B0eRgDIAEoCBIUCgxzdGRpbl9zdHJlYW0YBCABKAgSEQoJbGltaXRfY3B1GAUgASgIEhQKDGxpbWl0X21lbW9yeRgGIAEoCBISCgpsaW1pdF9waWRzGAcgASgIEhIKCmxpbWl0X2Rpc2sYCCABKAgSDAoEcm9vdBgJIAEoCBINCgVwYXVzZRgKIAEoCBIMCgRkaWZmGAsgASgIEhEKCXRvb2xib3hlcxgMIAEoCBIRCglraWxsX3RyZWUYDSABKAgSEQoJbGl2ZV9mb3JrGA4gASgIEhMKC29wZW5fZWdyZXNzGA8gASgIEhIKCm93bl9rZXJuZWwYECABKAgSGAoQc3lzdGVtX3JlYWRfb25seRgRIAEoCBIyCgpkaXNrX2xpbWl0GBIgASgOMh4ucGVuc3RvY2suc2FuZGJveC52MS5EaXNrTGltaXQSFAoMbGltaXRfaW5vZGVzGBMgASgIEjcKCnJlcGVhdGFibGUYFCADKA4yIy5wZW5zdG9jay5zYW5kYm94LnYxLlJlcGVhdGFibGVQYXJ0IoUECgdCYWNrZW5kEgwKBG5hbWUYASABKAkSEQoJYXZhaWxhYmxlGAIgASgIEhoKEnVuYXZhaWxhYmxlX3JlYXNvbhgDIAEoCRI3CgxjYXBhYmlsaXRpZXMYBCABKAsyIS5wZW5zdG9jay5zYW5kYm94LnYxLkNhcGFiaWxpdGllcxISCgppc19kZWZhdWx0GAUgASgIEhUKDW1heF9zYW5kYm94ZXMYBiABKAUSMAoNZGVmYXVsdF9sZWFzZRgHIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIsCgltYXhfbGVhc2UYCCABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SOQoRZGVmYXVsdF9yZXNvdXJjZXMYCSABKAsyHi5wZW5zdG9jay5zYW5kYm94LnYxLlJlc291cmNlcxIvCgxtYXhfbGlmZXRpbWUYCiABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SJAoXbWF4X3NhbmRib3hlc19wZXJfb3duZXIYCyABKAVIAIgBARI1Cg1tYXhfcmVzb3VyY2VzGAwgASgLMh4ucGVuc3RvY2suc2FuZGJveC52MS5SZXNvdXJjZXMSFAoMZWdyZXNzX2hvc3RzGA0gAygJQhoKGF9tYXhfc2FuZGJveGVzX3Blcl9vd25lciqvAQoMU2FuZGJveFN0YXRlEh0KGVNBTkRCT1hfU1RBVEVfVU5TUEVDSUZJRUQQABIaChZTQU5EQk9YX1NUQVRFX0NSRUFUSU5HEAESFwoTU0FOREJPWF9TVEFURV9SRUFEWRACEhgKFFNBTkRCT1hfU1RBVEVfUEFVU0VEEAMSFgoSU0FOREJPWF9TVEFURV9MT1NUEAQSGQoVU0FOREJPWF9TVEFURV9ERUxFVEVEEAUqlgEKCEZvcmtLaW5kEhkKFUZPUktfS0lORF9VTlNQRUNJRklFRBAAEhIKDkZPUktfS0lORF9OT05FEAESFAoQRk9SS19LSU5EX1JFUExBWRACEhgKFEZPUktfS0lORF9GSUxFU1lTVEVNEAMSFAoQRk9SS19LSU5EX01FTU9SWRAEEhUKEUZPUktfS0lORF9BUkNISVZFEAUqaQoJRGlza0xpbWl0EhoKFkRJU0tfTElNSVRfVU5TUEVDSUZJRUQQABITCg9ESVNLX0xJTUlUX05PTkUQARIWChJESVNLX0xJTUlUX1dBVENIRUQQAhITCg9ESVNLX0xJTUlUX0hBUkQQAyqsAQoOUmVwZWF0YWJsZVBhcnQSHwobUkVQRUFUQUJMRV9QQVJUX1VOU1BFQ0lGSUVEEAASHAoYUkVQRUFUQUJMRV9QQVJUX0hPU1ROQU1FEAESHgoaUkVQRUFUQUJMRV9QQVJUX01BQ0hJTkVfSUQQAhIfChtSRVBFQVRBQkxFX1BBUlRfUFJPQ0VTU19JRFMQAxIaChZSRVBFQVRBQkxFX1BBUlRfQ0xPQ0tTEAQqlAEKC05ldHdvcmtLaW5kEhwKGE5FVFdPUktfS0lORF9VTlNQRUNJRklFRBAAEhUKEU5FVFdPUktfS0lORF9OT05FEAESHQoZTkVUV09SS19LSU5EX09ORV9FTkRQT0lOVBACEhoKFk5FVFdPUktfS0lORF9BTExPV0xJU1QQAxIVChFORVRXT1JLX0tJTkRfT1BFThAEQp0BChNwZW5zdG9jay5zYW5kYm94LnYxQgxTYW5kYm94UHJvdG9QAVoycGVuc3RvY2suZXhhbXBsZS9wZW5zdG9jay9nZW4vc2FuZGJveC92MTtzYW5kYm94djGqAhNQZW5zdG9jay5TYW5kYm94LlYxygITUGVuc3RvY2tcU2FuZGJveFxWMeoCFVBlbnN0b2NrOjpTYW5kYm94OjpWMWIGcHJvdG8z", [file_google_protobuf_duration, file_google_protobuf_timestamp, file_penstock_options_v1_options]);
+  fileDesc("CiFwZW5zdG9jay9zYW5kYm94L3YxL3NhbmRib3gucHJvdG8SE3BlbnN0b2NrLnNhbmRib3gudjEi6gEKDU5ldHdvcmtQb2xpY3kSLgoEbm9uZRgBIAEoCzIeLnBlbnN0b2NrLnNhbmRib3gudjEuTm9OZXR3b3JrSAASOAoMb25lX2VuZHBvaW50GAIgASgLMiAucGVuc3RvY2suc2FuZGJveC52MS5PbmVFbmRwb2ludEgAEjMKCWFsbG93bGlzdBgDIAEoCzIeLnBlbnN0b2NrLnNhbmRib3gudjEuQWxsb3dsaXN0SAASMAoEb3BlbhgEIAEoCzIgLnBlbnN0b2NrLnNhbmRib3gudjEuT3Blbk5ldHdvcmtIAEIICgZwb2xpY3kiCwoJTm9OZXR3b3JrIjMKC09uZUVuZHBvaW50EhIKCmxvY2FsX3BvcnQYASABKAUSEAoIdXBzdHJlYW0YAiABKAkitQEKCUFsbG93bGlzdBINCgVob3N0cxgBIAMoCRINCgVwb3J0cxgCIAMoBRIUCgxkZW5pZWRfaG9zdHMYAyADKAkSEgoKcHJveHlfcG9ydBgEIAEoBRI2CgxvbmVfZW5kcG9pbnQYBSABKAsyIC5wZW5zdG9jay5zYW5kYm94LnYxLk9uZUVuZHBvaW50EhEKCXJlY29yZGluZxgGIAEoCRIVCg1yZWNvcmRlZF9vbmx5GAcgASgIIg0KC09wZW5OZXR3b3JrIrUBCglSZXNvdXJjZXMSEAoDY3B1GAEgASgBSACIAQESGQoMbWVtb3J5X2J5dGVzGAIgASgDSAGIAQESEQoEcGlkcxgDIAEoBUgCiAEBEhcKCmRpc2tfYnl0ZXMYBCABKANIA4gBARITCgZpbm9kZXMYBSABKANIBIgBAUIGCgRfY3B1Qg8KDV9tZW1vcnlfYnl0ZXNCBwoFX3BpZHNCDQoLX2Rpc2tfYnl0ZXNCCQoHX2lub2RlcyI2CgRCYXNlEg8KBWltYWdlGAEgASgJSAASFQoLc25hcHNob3RfaWQYAiABKAlIAEIGCgRiYXNlIscBCgtIZWFsdGhDaGVjaxIMCgRhcmd2GAEgAygJEisKCGludGVydmFsGAIgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEioKB3RpbWVvdXQYAyABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SFAoHcmV0cmllcxgEIAEoBUgAiAEBEi8KDHN0YXJ0X3BlcmlvZBgFIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbkIKCghfcmV0cmllcyLZAgoJQ29tcGFuaW9uEgwKBG5hbWUYASABKAkSDwoHYWxpYXNlcxgCIAMoCRINCgVpbWFnZRgDIAEoCRISCgplbnRyeXBvaW50GAQgAygJEg8KB2NvbW1hbmQYBSADKAkSNAoDZW52GAYgAygLMicucGVuc3RvY2suc2FuZGJveC52MS5Db21wYW5pb24uRW52RW50cnkSDAoEdXNlchgHIAEoCRIPCgd3b3JrZGlyGAggASgJEjYKDGhlYWx0aF9jaGVjaxgJIAEoCzIgLnBlbnN0b2NrLnNhbmRib3gudjEuSGVhbHRoQ2hlY2sSMQoJcmVzb3VyY2VzGAogASgLMh4ucGVuc3RvY2suc2FuZGJveC52MS5SZXNvdXJjZXMSDQoFYWZ0ZXIYCyADKAkaKgoIRW52RW50cnkSCwoDa2V5GAEgASgJEg0KBXZhbHVlGAIgASgJOgI4ASKpBAoLU2FuZGJveFNwZWMSDwoHYmFja2VuZBgBIAEoCRInCgRiYXNlGAIgASgLMhkucGVuc3RvY2suc2FuZGJveC52MS5CYXNlEjEKCXJlc291cmNlcxgDIAEoCzIeLnBlbnN0b2NrLnNhbmRib3gudjEuUmVzb3VyY2VzEjMKB25ldHdvcmsYBCABKAsyIi5wZW5zdG9jay5zYW5kYm94LnYxLk5ldHdvcmtQb2xpY3kSNgoDZW52GAUgAygLMikucGVuc3RvY2suc2FuZGJveC52MS5TYW5kYm94U3BlYy5FbnZFbnRyeRITCgt0b29sYm94X2lkcxgGIAMoCRIMCgR1c2VyGAcgASgJEigKBWxlYXNlGAggASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEjwKBmxhYmVscxgJIAMoCzIsLnBlbnN0b2NrLnNhbmRib3gudjEuU2FuZGJveFNwZWMuTGFiZWxzRW50cnkSEgoKb3duX2tlcm5lbBgKIAEoCBISCgpyZXBlYXRhYmxlGAsgASgIEjIKCmNvbXBhbmlvbnMYDCADKAsyHi5wZW5zdG9jay5zYW5kYm94LnYxLkNvbXBhbmlvbhoqCghFbnZFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAk6AjgBGi0KC0xhYmVsc0VudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoCToCOAEi5AIKB1NhbmRib3gSEgoKc2FuZGJveF9pZBgBIAEoCRIwCgVzdGF0ZRgCIAEoDjIhLnBlbnN0b2NrLnNhbmRib3gudjEuU2FuZGJveFN0YXRlEi4KBHNwZWMYAyABKAsyIC5wZW5zdG9jay5zYW5kYm94LnYxLlNhbmRib3hTcGVjEi8KC2NyZWF0ZV90aW1lGAQgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBIvCgtleHBpcmVfdGltZRgFIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASDAoEaG9tZRgGIAEoCRIPCgd3b3JrZGlyGAcgASgJEhMKC2xvc3RfcmVhc29uGAggASgJEhQKDGVuZGVkX2luc2lkZRgJIAEoCBIRCgluYW1lc3BhY2UYCiABKAkSDwoHc2VydmljZRgLIAEoCRITCgt0YWtlc19maWxlcxgMIAEoCCJoCglEYXRhUGxhbmUSDwoHYWRkcmVzcxgBIAEoCRITCgV0b2tlbhgCIAEoCUIEqLsYARI1ChF0b2tlbl9leHBpcmVfdGltZRgDIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXAioQQKDENhcGFiaWxpdGllcxIyCghuZXR3b3JrcxgBIAMoDjIgLnBlbnN0b2NrLnNhbmRib3gudjEuTmV0d29ya0tpbmQSKwoEZm9yaxgCIAEoDjIdLnBlbnN0b2NrLnNhbmRib3gudjEuRm9ya0tpbmQSCwoDcHR5GAMgASgIEhQKDHN0ZGluX3N0cmVhbRgEIAEoCBIRCglsaW1pdF9jcHUYBSABKAgSFAoMbGltaXRfbWVtb3J5GAYgASgIEhIKCmxpbWl0X3BpZHMYByABKAgSEgoKbGltaXRfZGlzaxgIIAEoCBIMCgRyb290GAkgASgIEg0KBXBhdXNlGAogASgIEgwKBGRpZmYYCyABKAgSEQoJdG9vbGJveGVzGAwgASgIEhEKCWtpbGxfdHJlZRgNIAEoCBIRCglsaXZlX2ZvcmsYDiABKAgSEwoLb3Blbl9lZ3Jlc3MYDyABKAgSEgoKb3duX2tlcm5lbBgQIAEoCBIYChBzeXN0ZW1fcmVhZF9vbmx5GBEgASgIEjIKCmRpc2tfbGltaXQYEiABKA4yHi5wZW5zdG9jay5zYW5kYm94LnYxLkRpc2tMaW1pdBIUCgxsaW1pdF9pbm9kZXMYEyABKAgSNwoKcmVwZWF0YWJsZRgUIAMoDjIjLnBlbnN0b2NrLnNhbmRib3gudjEuUmVwZWF0YWJsZVBhcnQSEgoKY29tcGFuaW9ucxgVIAEoCCKFBAoHQmFja2VuZBIMCgRuYW1lGAEgASgJEhEKCWF2YWlsYWJsZRgCIAEoCBIaChJ1bmF2YWlsYWJsZV9yZWFzb24YAyABKAkSNwoMY2FwYWJpbGl0aWVzGAQgASgLMiEucGVuc3RvY2suc2FuZGJveC52MS5DYXBhYmlsaXRpZXMSEgoKaXNfZGVmYXVsdBgFIAEoCBIVCg1tYXhfc2FuZGJveGVzGAYgASgFEjAKDWRlZmF1bHRfbGVhc2UYByABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SLAoJbWF4X2xlYXNlGAggASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEjkKEWRlZmF1bHRfcmVzb3VyY2VzGAkgASgLMh4ucGVuc3RvY2suc2FuZGJveC52MS5SZXNvdXJjZXMSLwoMbWF4X2xpZmV0aW1lGAogASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEiQKF21heF9zYW5kYm94ZXNfcGVyX293bmVyGAsgASgFSACIAQESNQoNbWF4X3Jlc291cmNlcxgMIAEoCzIeLnBlbnN0b2NrLnNhbmRib3gudjEuUmVzb3VyY2VzEhQKDGVncmVzc19ob3N0cxgNIAMoCUIaChhfbWF4X3NhbmRib3hlc19wZXJfb3duZXIqrwEKDFNhbmRib3hTdGF0ZRIdChlTQU5EQk9YX1NUQVRFX1VOU1BFQ0lGSUVEEAASGgoWU0FOREJPWF9TVEFURV9DUkVBVElORxABEhcKE1NBTkRCT1hfU1RBVEVfUkVBRFkQAhIYChRTQU5EQk9YX1NUQVRFX1BBVVNFRBADEhYKElNBTkRCT1hfU1RBVEVfTE9TVBAEEhkKFVNBTkRCT1hfU1RBVEVfREVMRVRFRBAFKpYBCghGb3JrS2luZBIZChVGT1JLX0tJTkRfVU5TUEVDSUZJRUQQABISCg5GT1JLX0tJTkRfTk9ORRABEhQKEEZPUktfS0lORF9SRVBMQVkQAhIYChRGT1JLX0tJTkRfRklMRVNZU1RFTRADEhQKEEZPUktfS0lORF9NRU1PUlkQBBIVChFGT1JLX0tJTkRfQVJDSElWRRAFKmkKCURpc2tMaW1pdBIaChZESVNLX0xJTUlUX1VOU1BFQ0lGSUVEEAASEwoPRElTS19MSU1JVF9OT05FEAESFgoSRElTS19MSU1JVF9XQVRDSEVEEAISEwoPRElTS19MSU1JVF9IQVJEEAMqrAEKDlJlcGVhdGFibGVQYXJ0Eh8KG1JFUEVBVEFCTEVfUEFSVF9VTlNQRUNJRklFRBAAEhwKGFJFUEVBVEFCTEVfUEFSVF9IT1NUTkFNRRABEh4KGlJFUEVBVEFCTEVfUEFSVF9NQUNISU5FX0lEEAISHwobUkVQRUFUQUJMRV9QQVJUX1BST0NFU1NfSURTEAMSGgoWUkVQRUFUQUJMRV9QQVJUX0NMT0NLUxAEKpQBCgtOZXR3b3JrS2luZBIcChhORVRXT1JLX0tJTkRfVU5TUEVDSUZJRUQQABIVChFORVRXT1JLX0tJTkRfTk9ORRABEh0KGU5FVFdPUktfS0lORF9PTkVfRU5EUE9JTlQQAhIaChZORVRXT1JLX0tJTkRfQUxMT1dMSVNUEAMSFQoRTkVUV09SS19LSU5EX09QRU4QBEKdAQoTcGVuc3RvY2suc2FuZGJveC52MUIMU2FuZGJveFByb3RvUAFaMnBlbnN0b2NrLmV4YW1wbGUvcGVuc3RvY2svZ2VuL3NhbmRib3gvdjE7c2FuZGJveHYxqgITUGVuc3RvY2suU2FuZGJveC5WMcoCE1BlbnN0b2NrXFNhbmRib3hcVjHqAhVQZW5zdG9jazo6U2FuZGJveDo6VjFiBnByb3RvMw", [file_google_protobuf_duration, file_google_protobuf_timestamp, file_penstock_options_v1_options]);
 
 /**
  * NetworkPolicy limits what a sandbox may reach. Order: NONE < ONE_ENDPOINT < ALLOWLIST < OPEN. Within ALLOWLIST, fewer
@@ -281,6 +281,151 @@ export const BaseSchema: GenMessage<Base> = /*@__PURE__*/
   messageDesc(file_penstock_sandbox_v1_sandbox, 6);
 
 /**
+ * HealthCheck is how a companion shows that it is ready.
+ *
+ * @generated from message penstock.sandbox.v1.HealthCheck
+ */
+export type HealthCheck = Message<"penstock.sandbox.v1.HealthCheck"> & {
+  /**
+   * Runs in the companion, as its user, and succeeds with exit code 0. Empty = no check.
+   *
+   * @generated from field: repeated string argv = 1;
+   */
+  argv: string[];
+
+  /**
+   * It runs at once, and again after each failure: after `interval`, but at most 1 s. A companion that is not healthy
+   * after start_period + retries * (interval + timeout), at most 10 min, fails the creation.
+   * Default 30 s.
+   *
+   * @generated from field: google.protobuf.Duration interval = 2;
+   */
+  interval?: Duration | undefined;
+
+  /**
+   * Of one run, which has failed by then. Default 30 s, at most 5 min.
+   *
+   * @generated from field: google.protobuf.Duration timeout = 3;
+   */
+  timeout?: Duration | undefined;
+
+  /**
+   * Default 3, at most 1000.
+   *
+   * @generated from field: optional int32 retries = 4;
+   */
+  retries?: number | undefined;
+
+  /**
+   * Default 0.
+   *
+   * @generated from field: google.protobuf.Duration start_period = 5;
+   */
+  startPeriod?: Duration | undefined;
+};
+
+/**
+ * Describes the message penstock.sandbox.v1.HealthCheck.
+ * Use `create(HealthCheckSchema)` to create a new message.
+ */
+export const HealthCheckSchema: GenMessage<HealthCheck> = /*@__PURE__*/
+  messageDesc(file_penstock_sandbox_v1_sandbox, 7);
+
+/**
+ * Companion is a container beside a sandbox, such as the database of a task. It shares the sandbox's network and nothing
+ * else: programs in the sandbox and other companions reach it at its name, which is 127.0.0.1, and no two of them can listen
+ * on the same port. It has files of its own, which no snapshot, diff or fork has, and is started from its image for each
+ * sandbox. It reaches what the sandbox reaches. If it ends after the sandbox was READY, the sandbox lives on without it.
+ *
+ * @generated from message penstock.sandbox.v1.Companion
+ */
+export type Companion = Message<"penstock.sandbox.v1.Companion"> & {
+  /**
+   * Lower-case letters, digits and '-', at most 63; not "localhost" or "sandbox", the sandbox's own name.
+   *
+   * @generated from field: string name = 1;
+   */
+  name: string;
+
+  /**
+   * Further names of it, as `name`, or with dots and '_' in it. At most 16.
+   *
+   * @generated from field: repeated string aliases = 2;
+   */
+  aliases: string[];
+
+  /**
+   * As Base.image; the operator's list of images applies.
+   *
+   * @generated from field: string image = 3;
+   */
+  image: string;
+
+  /**
+   * Empty = the image's.
+   *
+   * @generated from field: repeated string entrypoint = 4;
+   */
+  entrypoint: string[];
+
+  /**
+   * Arguments of the entry point. Empty = the image's, if `entrypoint` is empty too.
+   *
+   * @generated from field: repeated string command = 5;
+   */
+  command: string[];
+
+  /**
+   * Added to the image's. Not for secrets: the backend's daemon shows it. At most 256 variables.
+   *
+   * @generated from field: map<string, string> env = 6;
+   */
+  env: { [key: string]: string };
+
+  /**
+   * Empty = the image's. Root needs the capability root.
+   *
+   * @generated from field: string user = 7;
+   */
+  user: string;
+
+  /**
+   * Empty = the image's.
+   *
+   * @generated from field: string workdir = 8;
+   */
+  workdir: string;
+
+  /**
+   * Unset = the image's.
+   *
+   * @generated from field: penstock.sandbox.v1.HealthCheck health_check = 9;
+   */
+  healthCheck?: HealthCheck | undefined;
+
+  /**
+   * Unset fields = the operator's defaults for a sandbox. The operator's maximum is of a sandbox with its companions.
+   *
+   * @generated from field: penstock.sandbox.v1.Resources resources = 10;
+   */
+  resources?: Resources | undefined;
+
+  /**
+   * Names of companions before it in the list that must be healthy before it is started.
+   *
+   * @generated from field: repeated string after = 11;
+   */
+  after: string[];
+};
+
+/**
+ * Describes the message penstock.sandbox.v1.Companion.
+ * Use `create(CompanionSchema)` to create a new message.
+ */
+export const CompanionSchema: GenMessage<Companion> = /*@__PURE__*/
+  messageDesc(file_penstock_sandbox_v1_sandbox, 8);
+
+/**
  * SandboxSpec is what the creator of a sandbox chooses.
  *
  * @generated from message penstock.sandbox.v1.SandboxSpec
@@ -364,6 +509,14 @@ export type SandboxSpec = Message<"penstock.sandbox.v1.SandboxSpec"> & {
    * @generated from field: bool repeatable = 11;
    */
   repeatable: boolean;
+
+  /**
+   * Containers beside the sandbox, at most 8. It is READY once all are healthy; one that ends or is not healthy in time fails
+   * the creation (COMPANION_FAILED). Of a snapshot, those of its forks: none runs while it is prepared. A declared capability.
+   *
+   * @generated from field: repeated penstock.sandbox.v1.Companion companions = 12;
+   */
+  companions: Companion[];
 };
 
 /**
@@ -371,7 +524,7 @@ export type SandboxSpec = Message<"penstock.sandbox.v1.SandboxSpec"> & {
  * Use `create(SandboxSpecSchema)` to create a new message.
  */
 export const SandboxSpecSchema: GenMessage<SandboxSpec> = /*@__PURE__*/
-  messageDesc(file_penstock_sandbox_v1_sandbox, 7);
+  messageDesc(file_penstock_sandbox_v1_sandbox, 9);
 
 /**
  * A sandbox.
@@ -462,7 +615,7 @@ export type Sandbox = Message<"penstock.sandbox.v1.Sandbox"> & {
  * Use `create(SandboxSchema)` to create a new message.
  */
 export const SandboxSchema: GenMessage<Sandbox> = /*@__PURE__*/
-  messageDesc(file_penstock_sandbox_v1_sandbox, 8);
+  messageDesc(file_penstock_sandbox_v1_sandbox, 10);
 
 /**
  * DataPlane is where one sandbox is served, if not at the address that answered: ProcessService, FileService, and the RPCs
@@ -498,7 +651,7 @@ export type DataPlane = Message<"penstock.sandbox.v1.DataPlane"> & {
  * Use `create(DataPlaneSchema)` to create a new message.
  */
 export const DataPlaneSchema: GenMessage<DataPlane> = /*@__PURE__*/
-  messageDesc(file_penstock_sandbox_v1_sandbox, 9);
+  messageDesc(file_penstock_sandbox_v1_sandbox, 11);
 
 /**
  * Capabilities are what a backend can do on this machine, probed at start.
@@ -626,6 +779,13 @@ export type Capabilities = Message<"penstock.sandbox.v1.Capabilities"> & {
    * @generated from field: repeated penstock.sandbox.v1.RepeatablePart repeatable = 20;
    */
   repeatable: RepeatablePart[];
+
+  /**
+   * Whether a sandbox may have companions.
+   *
+   * @generated from field: bool companions = 21;
+   */
+  companions: boolean;
 };
 
 /**
@@ -633,7 +793,7 @@ export type Capabilities = Message<"penstock.sandbox.v1.Capabilities"> & {
  * Use `create(CapabilitiesSchema)` to create a new message.
  */
 export const CapabilitiesSchema: GenMessage<Capabilities> = /*@__PURE__*/
-  messageDesc(file_penstock_sandbox_v1_sandbox, 10);
+  messageDesc(file_penstock_sandbox_v1_sandbox, 12);
 
 /**
  * Backend is a backend of this service.
@@ -724,7 +884,7 @@ export type Backend = Message<"penstock.sandbox.v1.Backend"> & {
  * Use `create(BackendSchema)` to create a new message.
  */
 export const BackendSchema: GenMessage<Backend> = /*@__PURE__*/
-  messageDesc(file_penstock_sandbox_v1_sandbox, 11);
+  messageDesc(file_penstock_sandbox_v1_sandbox, 13);
 
 /**
  * SandboxState is CREATING -> READY <-> PAUSED -> DELETED. From any of them it becomes LOST if the backend loses the

@@ -1,0 +1,257 @@
+"""Companions: containers beside a sandbox's, in its network, such as the database of a task.
+
+Purpose: they join the network namespace of the sandbox's container, so the sandbox's policy holds for them too and no
+network is made; the hosts file of that container, which the daemon gives them too, has their names.
+
+Invariants
+- Nothing of a companion is in the sandbox but its listeners: files, processes and limits are its own.
+- A failed or cancelled start removes all of them.
+- They begin after the sandbox's own listeners, which therefore keep their ports.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Final
+
+from penstock_chassis.errors import FailedPrecondition
+from penstock_sandbox.backends.docker import container
+from penstock_sandbox.backends.docker.cleanup.reaper import SANDBOX, Owner, Reaper
+from penstock_sandbox.backends.docker.engine.daemon import Daemon
+from penstock_sandbox.backends.docker.engine.errors import Json, Missing, Refused
+from penstock_sandbox.backends.docker.images.images import Images
+from penstock_sandbox.backends.docker.images.prepared_images import text_in
+from penstock_sandbox.backends.docker.options import DockerOptions
+from penstock_sandbox.domain.model import Companion, HealthCheck
+
+_ROOT: Final = frozenset({"", "root", "0"})
+# The longest pause between two runs of a health check.
+_PAUSE_S: Final = 1.0
+# For all companions of a sandbox together.
+_MOST_S: Final = 600.0
+_LAST_LINES: Final = 20
+_LAST_BYTES: Final = 2000
+_SHOWN_OUTPUT: Final = 500
+_NO_CHECK: Final = HealthCheck()
+_ACCOUNTS: Final = "/etc/passwd"
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A companion whose image is there: the image's id, the account that it runs as, and its check."""
+
+    spec: Companion
+    image: str
+    user: str
+    check: HealthCheck
+
+
+class Companions:
+    """Starts the companions of one daemon's sandboxes."""
+
+    def __init__(self, options: DockerOptions, daemon: Daemon, owner: Owner, reaper: Reaper, images: Images) -> None:
+        self._options = options
+        self._daemon = daemon
+        self._owner = owner
+        self._reaper = reaper
+        self._images = images
+
+    async def plan(self, companions: Sequence[Companion], *, root: bool) -> tuple[Planned, ...]:
+        """Pulls their images. ``root``: whether they may run as root.
+
+        Raises as ``Images.ready``, and FailedPrecondition (CAPABILITY_MISSING).
+        """
+        found = []
+        for spec in companions:
+            image = await self._images.inspected(spec.image)
+            config = image.get("Config") or {}
+            user = spec.user or str(config.get("User") or "")
+            if not root and _name(user) in _ROOT:
+                raise _no_root(spec)
+            found.append(Planned(spec, str(image["Id"]), user, spec.health_check or declared_check(config)))
+        return tuple(found)
+
+    async def start(self, sandbox_id: str, sandbox: str, planned: Sequence[Planned], *, root: bool) -> tuple[str, ...]:
+        """Starts them in their order; returns the names of their containers when all are healthy.
+
+        ``sandbox`` is the id of the sandbox's container. Raises FailedPrecondition (COMPANION_FAILED,
+        CAPABILITY_MISSING).
+        """
+        names = tuple(container_name(sandbox_id, one.spec.name) for one in planned)
+        tasks: dict[str, asyncio.Task[None]] = {}
+        for one, name in zip(planned, names, strict=True):
+            before = [tasks[other] for other in one.spec.after]
+            start = self._start(sandbox_id, sandbox, one, name, before, root=root)
+            tasks[one.spec.name] = asyncio.create_task(start, name=f"start-{name}")
+        try:
+            async with asyncio.timeout(_MOST_S):
+                for done in asyncio.as_completed(tasks.values()):
+                    await done
+            for one, name in zip(planned, names, strict=True):
+                await self._check_runs(one, name)
+        except BaseException as error:
+            late = ", ".join(name for name, task in tasks.items() if not task.done())
+            for task in tasks.values():
+                task.cancel()
+            await asyncio.gather(*tasks.values(), return_exceptions=True)
+            await self.remove(names)
+            if isinstance(error, TimeoutError):
+                raise _failed(late, f"not healthy after {_MOST_S:g} s") from error
+            raise
+        return names
+
+    async def remove(self, names: Sequence[str]) -> None:
+        """Removes containers of companions, those that are not there included."""
+        await asyncio.gather(*map(self._reaper.container, names))
+
+    async def _start(
+        self,
+        sandbox_id: str,
+        sandbox: str,
+        one: Planned,
+        name: str,
+        before: Sequence[asyncio.Task[None]],
+        *,
+        root: bool,
+    ) -> None:
+        if before:
+            await asyncio.wait(before)
+            if any(task.exception() is not None for task in before):
+                return  # the caller raises that one
+        labels = {**self._owner.labels("companion"), SANDBOX: sandbox_id}
+        settings, host = container.companion(
+            one.image,
+            one.spec,
+            labels,
+            sandbox,
+            as_root=_name(one.user) in _ROOT,
+            shm_bytes=self._options.tmp_bytes,
+            runtime=self._options.runtime,
+        )
+        try:
+            made = await self._daemon.create(name, settings, host)
+            if not root and await self.may_be_root(made, one.user):
+                raise _no_root(one.spec)
+            await self._daemon.start(made)
+            if one.check.argv:
+                await self._until_healthy(one, made)
+        except Refused as error:
+            raise _failed(one.spec.name, f"it cannot be started: {error.what}") from error
+
+    async def may_be_root(self, made: str, user: str) -> bool:
+        """Whether the daemon may find root for a user. It looks for the name first, a number's too, and takes what is
+        no id for 0.
+        """
+        name = user.partition(":")[0]
+        text = await text_in(self._daemon, made, _ACCOUNTS)
+        if not text and await self._daemon.has(made, _ACCOUNTS):
+            return True  # no plain file: the daemon may read another one
+        lines = [line.strip().split(":") for line in text.splitlines()]
+        ids = [fields[2] if len(fields) > 2 else "" for fields in lines if fields[0] == name] or [name]
+        return not all(one.isascii() and one.isdigit() and int(one) > 0 for one in ids)
+
+    # Health ------------------------------------------------------------------------------------------------------
+
+    async def _until_healthy(self, one: Planned, made: str) -> None:
+        check, loop = one.check, asyncio.get_running_loop()
+        patience_s = check.start_period_s + check.retries * (check.interval_s + check.timeout_s)
+        until = loop.time() + patience_s
+        while True:
+            problem = await self._probe(made, check)
+            if problem is None:
+                return
+            await self._check_runs(one, made)
+            if loop.time() >= until:
+                what = f"it is not healthy after {patience_s:g} s; its check: {problem or 'failed'}"
+                raise _failed(one.spec.name, what, await self._last_output(made))
+            await asyncio.sleep(min(check.interval_s, _PAUSE_S))
+
+    async def _probe(self, made: str, check: HealthCheck) -> str | None:
+        """Runs a health check; returns None for success, else the end of its output."""
+        output = b""
+        try:
+            async with asyncio.timeout(check.timeout_s), AsyncExitStack() as stack:
+                execution = await self._daemon.execute(made, check.argv)
+                pipes = await stack.enter_async_context(self._daemon.command(execution))
+                async for piece in pipes.output():
+                    output = (output + piece)[-_SHOWN_OUTPUT:]
+                output += pipes.errors[-_SHOWN_OUTPUT:]
+                code = await self._daemon.exit_code(execution)
+        except TimeoutError:
+            return f"it takes longer than {check.timeout_s:g} s"
+        except Missing:
+            raise
+        except Refused as error:
+            return error.what
+        return None if code == 0 else f"exit code {code}: {output.decode(errors='replace').strip()}"
+
+    async def _check_runs(self, one: Planned, made: str) -> None:
+        try:
+            state = (await self._daemon.inspect(made))["State"]
+            if not state["Running"]:
+                why = " for its memory limit" if state["OOMKilled"] else ""
+                what = f"it ended with exit code {state['ExitCode']}{why}"
+                raise _failed(one.spec.name, what, await self._last_output(made))
+        except Refused as error:
+            raise _failed(one.spec.name, f"it is gone: {error.what}") from error
+
+    async def _last_output(self, made: str) -> str:
+        try:
+            return await self._daemon.last_output(made, _LAST_LINES, _LAST_BYTES)
+        except Refused as error:
+            return f"(its output cannot be read: {error.what})"
+
+
+def container_name(sandbox_id: str, companion: str) -> str:
+    """Returns the name of a companion's container."""
+    return f"penstock-{sandbox_id}-with-{companion}"
+
+
+def declared_check(config: Json) -> HealthCheck:
+    """Returns the check that an image declares."""
+    declared = config.get("Healthcheck") or {}
+    kind, *words = declared.get("Test") or ["NONE"]
+    match kind:
+        case "CMD" if words:
+            argv = tuple(words)
+        case "CMD-SHELL" if words:
+            argv = (*(config.get("Shell") or ("/bin/sh", "-c")), words[0])
+        case _:
+            return _NO_CHECK
+    return HealthCheck(
+        argv,
+        _seconds(declared, "Interval") or _NO_CHECK.interval_s,
+        _seconds(declared, "Timeout") or _NO_CHECK.timeout_s,
+        int(declared.get("Retries") or _NO_CHECK.retries),
+        _seconds(declared, "StartPeriod"),
+    )
+
+
+def _seconds(declared: Json, name: str) -> float:
+    return int(declared.get(name) or 0) / 1e9
+
+
+def _name(user: str) -> str:
+    """Returns the account of USER[:GROUP]; an id without leading zeros."""
+    name = user.partition(":")[0]
+    return str(int(name)) if name.isascii() and name.isdigit() else name
+
+
+def _no_root(spec: Companion) -> FailedPrecondition:
+    return FailedPrecondition(
+        f"the companion {spec.name} may be root, or a user that its image does not list: name one that it lists, or "
+        "the operator must set docker_allow_root",
+        reason="CAPABILITY_MISSING",
+        metadata={"backend": "docker", "capabilities": "root", "companion": spec.name},
+    )
+
+
+def _failed(name: str, what: str, output: str = "") -> FailedPrecondition:
+    return FailedPrecondition(
+        f"the companion {name} failed: {what}" + (f"; its last lines:\n{output}" if output else ""),
+        reason="COMPANION_FAILED",
+        metadata={"companion": name},
+    )

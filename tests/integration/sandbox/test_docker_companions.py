@@ -1,0 +1,175 @@
+"""Companions on a real engine: what they share with their sandbox, how they start and fail, and when they go."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.docker import dockerd
+from tests.support.docker.backend import REACHES, backend, create, diff, run
+from tests.support.waiting import eventually_async
+
+from penstock_chassis.errors import FailedPrecondition, Unavailable
+from penstock_sandbox.backends.docker.companions import container_name
+from penstock_sandbox.domain.model import Companion, HealthCheck, Resources
+
+pytestmark = pytest.mark.asyncio
+
+SERVE = """
+mkdir /dev/shm/www && cd /dev/shm/www && echo "$GREETING" > index.html || exit 1
+busybox cat /proc/net/dev > devices
+busybox grep -E "^(Cap|NoNewPrivs|Uid)" /proc/self/status > status
+exec busybox httpd -f -p 8080 -h .
+"""
+HEALTHY = HealthCheck(("/bin/busybox", "wget", "-q", "-O", "/dev/null", "http://127.0.0.1:8080/"), interval_s=0.05)
+FETCH = "import sys, urllib.request\nprint(urllib.request.urlopen(sys.argv[1]).read().decode(), end='')"
+
+
+def shell(name: str, program: str, **fields: Any) -> Companion:
+    """A companion that runs a program of the shell, as nobody."""
+    start = {"entrypoint": ("/bin/sh", "-c"), "command": (program,), "user": "65534"}
+    return Companion(name, dockerd.TINY, **{**start, **fields})
+
+
+def web(**fields: Any) -> Companion:
+    """A web server."""
+    return shell("web", SERVE, **{"env": {"GREETING": "hello"}, "health_check": HEALTHY, **fields})
+
+
+@pytest.mark.requirement("R13", "R54", "R55")
+@pytest.mark.parametrize("reach", REACHES)
+async def test_companions_share_the_network_of_their_sandbox_and_nothing_else(tmp_path: Path, reach: str) -> None:
+    """Reached by their names. They have no interface but loopback, no privilege, and files and processes apart."""
+    limits = Resources(memory_bytes=64 << 20, pids=50, cpu=0.5)
+    server = web(aliases=("my_web", "store.example"), resources=limits)
+    # It ends, and the creation fails, unless the server is healthy by now.
+    second = shell("second", "busybox wget -q -O /dev/null http://127.0.0.1:8080/ && exec sleep 1000", after=("web",))
+    async with backend(tmp_path, reach) as opened:
+        assert opened.capabilities.companions
+        handle = await create(opened, companions=(server, second))
+        for name in ("web", "my_web", "store.example", "second", "sandbox"):
+            code, text = await run(handle, "python3", "-c", FETCH, f"http://{name}:8080/")
+            assert (code, text) == (0, "hello\n"), name
+        code, text = await run(handle, "python3", "-c", FETCH, "http://web:8080/devices")
+        assert [line.split(":")[0].strip() for line in text.splitlines() if ":" in line] == ["lo"]
+        code, text = await run(handle, "python3", "-c", FETCH, "http://web:8080/status")
+        seen = dict(line.split(":\t") for line in text.splitlines())
+        assert {seen[name] for name in seen if name.startswith("Cap")} == {"0" * 16}
+        assert (seen["NoNewPrivs"], set(seen["Uid"].split())) == ("1", {"65534"})
+        code, text = await run(handle, "sh", "-c", "cat /proc/[0-9]*/cmdline | tr '\\0' ' '; ls /dev/shm; touch mine")
+        assert code == 0 and "httpd" not in text and "www" not in text
+        changed, deleted = await diff(handle)
+        assert "workspace/mine" in changed and not [path for path in changed if "www" in path] and not deleted
+        api = dockerd.engine().api
+        (found,) = [one for one in api.containers() if one["Names"][0].endswith("-with-web")]
+        host = api.inspect_container(found["Id"])["HostConfig"]
+        assert (host["Memory"], host["PidsLimit"], host["NanoCpus"]) == (64 << 20, 50, 500_000_000)
+        assert (host["CapDrop"], host["CapAdd"], host["Binds"]) == (["ALL"], None, None)
+        await handle.destroy()
+
+
+FAILURES = [
+    (web(command=("echo broken >&2; exit 3",)), "COMPANION_FAILED", "exit code 3; its last lines:\nbroken"),
+    (
+        shell("web", "yes | busybox head -n 5000; exec sleep 1000", health_check=HealthCheck(("/no",), 0.01, 0.1, 1)),
+        "COMPANION_FAILED",
+        "it is not healthy after 0.11 s",
+    ),
+    (web(entrypoint=("/absent",)), "COMPANION_FAILED", "it cannot be started"),
+    (web(user=""), "CAPABILITY_MISSING", "may be root"),
+    (web(user="00:65534"), "CAPABILITY_MISSING", "may be root"),
+    (web(user="nobody"), "CAPABILITY_MISSING", "a user that its image does not list"),
+    (Companion("db", "penstock-test/other:1"), "IMAGE_NOT_ALLOWED", "penstock-test/other:1"),
+]
+
+
+@pytest.mark.requirement("R43", "R49")
+async def test_a_companion_that_fails_fails_the_creation_and_leaves_nothing(tmp_path: Path) -> None:
+    """With the reason, and the end of what it wrote."""
+    async with backend(tmp_path, allowed_images=(dockerd.TINY,)) as opened:
+        for companion, reason, named in FAILURES:
+            with pytest.raises(FailedPrecondition) as failed:
+                await create(opened, companions=(shell("fine", "exec sleep 1000"), companion))
+            assert failed.value.reason == reason and named in failed.value.message
+            assert len(failed.value.message) < 3000
+            assert not [one for one in dockerd.engine().remains() if "-with-" in one]
+
+
+ROOT = shell(
+    "root",
+    "busybox chown 7:7 /bin/echo && busybox grep CapBnd /proc/self/status > /dev/shm/status && exec sleep 1000",
+    user="",
+    # It may change owners and users, and nothing of the network.
+    health_check=HealthCheck(("/bin/busybox", "grep", "00000000000004fb", "/dev/shm/status"), 0.05),
+)
+
+
+@pytest.mark.requirement("R49", "R50")
+@pytest.mark.parametrize("end", ["cancelled", "killed"])
+async def test_companions_that_wait_end_with_the_creation(tmp_path: Path, end: str) -> None:
+    """A caller that leaves, and a sandbox that is lost meanwhile, wait for no health."""
+    never = shell("web", "exec sleep 1000", health_check=HealthCheck(("/bin/busybox", "false")))
+    async with backend(tmp_path) as opened:
+        creating = asyncio.create_task(create(opened, companions=(never,)))
+
+        async def running() -> bool:
+            return any("-with-web" in one for one in dockerd.engine().remains())
+
+        await eventually_async(running, "the companion is there")
+        if end == "cancelled":
+            creating.cancel()
+        else:
+            (found,) = dockerd.engine().api.containers(filters={"label": ["penstock.kind=sandbox"]})
+            await asyncio.to_thread(dockerd.engine().api.kill, found["Id"])
+        with pytest.raises(asyncio.CancelledError if end == "cancelled" else Unavailable):
+            await creating
+        assert not [one for one in dockerd.engine().remains() if "-with-" in one]
+
+
+@pytest.mark.requirement("R58", "R87", "R90")
+async def test_forks_start_their_own_companions_and_outlive_them(tmp_path: Path) -> None:
+    """Setup has none, so nothing that it did to them can be lost; a companion that dies takes nobody with it.
+
+    Where the operator allows root, one may be root, with what entry points need and no more.
+    """
+    async with backend(tmp_path, allow_root=True) as opened:
+        prepared = await create(opened, companions=(web(),), to_be_sealed=True)
+        code, _ = await run(prepared, "sh", "-c", "echo kept > kept && getent hosts web")
+        assert code == 2, "the name is unknown"
+        layer = await opened.seal(prepared, f"ss-{secrets.token_hex(16)}")
+        forks = [await create(opened, companions=(web(), ROOT), snapshot_id=layer.id) for _ in range(2)]
+        for fork in forks:
+            code, text = await run(fork, "python3", "-c", FETCH, "http://web:8080/")
+            assert (code, text) == (0, "hello\n")
+        first, second = forks
+        api = dockerd.engine().api
+        await asyncio.to_thread(api.kill, container_name(_id(opened, first), "web"))
+
+        async def refused() -> bool:
+            code, text = await run(first, "sh", "-c", f"cat kept; exec python3 -c '{_TRY}'")
+            assert code == 0 and text.startswith("kept\n")
+            return text.endswith("refused\n")
+
+        await eventually_async(refused, "the dead companion's port is closed")
+        assert (await run(second, "python3", "-c", FETCH, "http://web:8080/"))[1] == "hello\n"
+        for fork in forks:
+            await fork.destroy()
+        await opened.remove_layer(layer.id)
+
+
+_TRY = """
+import socket
+try:
+    socket.create_connection(("web", 8080)).close()
+except ConnectionRefusedError:
+    print("refused")
+"""
+
+
+def _id(opened: Any, handle: Any) -> str:
+    box = opened._boxes.of(handle)
+    assert box is not None
+    return str(box.name.removeprefix("penstock-"))

@@ -1,0 +1,151 @@
+"""Compose files of other people's tasks: what becomes of their services, and what is refused by its name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.support import foreign_tasks
+
+from penstock.client import Companion, HealthCheck, Resources, Task
+from penstock.tasks.importers import Choices, Imported, import_tasks
+
+FILE = """
+x-common: ignored
+services:
+  client:
+    build: {context: ., dockerfile: Dockerfile}
+    image: ${T_BENCH_TASK_DOCKER_CLIENT_IMAGE_NAME}
+    container_name: ${T_BENCH_TASK_DOCKER_CLIENT_CONTAINER_NAME}
+    command: [sh, -c, sleep infinity]
+    environment: [TEST_DIR=$T_BENCH_TEST_DIR, "DATABASE=postgres://my_db/app"]
+    volumes: ["${T_BENCH_TASK_LOGS_PATH}:${T_BENCH_CONTAINER_LOGS_PATH}"]
+    depends_on: {my_db: {condition: service_healthy}}
+  web:
+    image: nginx:${NGINX:-1.27}
+    entrypoint: /entry --fast
+    depends_on: [my_db, client]
+    deploy: {resources: {limits: {cpus: "0.5", memory: 256M}}}
+    ports: ["8080:80"]
+    working_dir: /srv
+    restart: always
+  my_db:
+    image: postgres:16
+    container_name: database
+    command: postgres -c 'fsync=off'
+    user: postgres
+    environment: {POSTGRES_PASSWORD: "pa$$word", POSTGRES_DB: null}
+    volumes: [data:/var/lib/postgresql/data]
+    networks: {default: {aliases: [store]}}
+    healthcheck: {test: [CMD-SHELL, "pg_isready -U $${POSTGRES_USER}"], interval: 1m30s, timeout: 500ms, retries: 7}
+    mem_limit: 1g
+    pids_limit: 100
+    expose: ["5432"]
+volumes: {data: {}}
+"""
+
+
+def imported(folder: Path, file: str, choices: Choices | None = None) -> Imported:
+    """A Terminal-Bench task with this compose file."""
+    foreign_tasks.terminal_bench(folder / "sum")
+    foreign_tasks.write(folder / "sum", {"docker-compose.yaml": file})
+    (found,) = import_tasks("terminal-bench", folder / "sum", folder / "out", choices or Choices())
+    return found
+
+
+@pytest.mark.requirement("R63")
+def test_services_beside_the_agents_become_companions(tmp_path: Path) -> None:
+    """Issue 12, point 6: in the order of their starts, with all that their entries say."""
+    found = imported(tmp_path, FILE, Choices(env={"POSTGRES_DB": "app"}))
+    assert found.folder is not None, found.problem
+    task = Task.load(found.folder)
+    assert task.sandbox is not None
+    assert task.sandbox.companions == (
+        Companion(
+            name="my-db",
+            image="postgres:16",
+            aliases=("my_db", "database", "store", "client"),
+            command=("postgres", "-c", "fsync=off"),
+            env={"POSTGRES_PASSWORD": "pa$word", "POSTGRES_DB": "app"},
+            user="postgres",
+            health_check=HealthCheck(
+                argv=("/bin/sh", "-c", "pg_isready -U ${POSTGRES_USER}"), interval=90.0, timeout=0.5, retries=7
+            ),
+            resources=Resources(memory_bytes=1 << 30, pids=100),
+        ),
+        Companion(
+            name="web",
+            image="nginx:1.27",
+            entrypoint=("/entry", "--fast"),
+            workdir="/srv",
+            resources=Resources(cpu=0.5, memory_bytes=256 << 20),
+            after=("my-db",),
+        ),
+    )
+    assert task.env == {"DATABASE": "postgres://my_db/app"}
+    assert task.verifier is not None and task.verifier.fresh_fork is False
+    assert [note for note in found.notes if note.startswith("restart:")]
+
+
+def test_a_harbor_task_may_leave_its_own_container_out(tmp_path: Path) -> None:
+    """Harbor merges the file with its own, which has it."""
+    foreign_tasks.harbor(tmp_path / "sum")
+    compose = "services:\n  cache:\n    image: redis\n    healthcheck: {disable: true}\n"
+    foreign_tasks.write(tmp_path / "sum", {"environment/docker-compose.yaml": compose})
+    (found,) = import_tasks("harbor", tmp_path / "sum", tmp_path / "out", Choices())
+    assert found.folder is not None, found.problem
+    task = Task.load(found.folder)
+    assert task.sandbox is not None
+    cache = Companion(name="cache", image="redis", aliases=("main",), health_check=HealthCheck())
+    assert task.sandbox.companions == (cache,)
+
+
+@pytest.mark.requirement("R63")
+@pytest.mark.parametrize(
+    ("service", "named"),
+    [
+        ("{build: ./db}", "services.db.build: only the agent's image is built"),
+        ("{}", "services.db.image: is required"),
+        ("{image: a, privileged: true}", "services.db: privileged"),
+        ("{image: a, volumes: ['./init.sql:/init.sql']}", "services.db.volumes: ./init.sql"),
+        ("{image: a, volumes: ['shared:/data']}\n  other: {image: b, volumes: ['shared:/data']}", "share no files"),
+        ("{image: a, networks: [front, back]}", "networks: back, front"),
+        ("{image: a, expose: [80]}\n  other: {image: b, ports: ['8080:80']}", "db listens on port 80 too"),
+        ("{image: a, depends_on: [other]}\n  other: {image: b, depends_on: [db]}", "depend on each other"),
+        ("{image: a, depends_on: {client: {condition: service_healthy}}}", "depends_on.client: service_healthy"),
+        ("{image: a, depends_on: {o: {condition: service_completed_successfully}}}", "service_completed_successfully"),
+        ("{image: 'a:$TAG'}", "needs the variable TAG"),
+        ("{image: 'a:${TAG:?no}'}", "${TAG:?no} is not supported"),
+        ("{image: a, healthcheck: {test: [SHELL, x]}}", "services.db.healthcheck.test"),
+        ("{image: a, healthcheck: {test: x, interval: soon}}", "soon is not a time"),
+        ("{image: a, healthcheck: {test: x, retries: 0}}", "retries"),
+        ("{image: a, mem_limit: much}", "much is not an amount"),
+    ],
+)
+def test_what_a_companion_cannot_keep_is_refused_by_name(tmp_path: Path, service: str, named: str) -> None:
+    """Nothing that would change what a task means is left out silently."""
+    assert named in imported(tmp_path, f"services:\n  client: {{build: .}}\n  db: {service}\n").problem
+
+
+@pytest.mark.requirement("R63")
+@pytest.mark.parametrize(
+    ("service", "named"),
+    [
+        ("{build: ./other}", "services.client.build: ./other"),
+        ("{build: {context: ., args: {A: b}}}", "services.client.build: args"),
+        ("{build: {context: ., dockerfile: Other}}", "only Dockerfile is read"),
+        ("{image: debian}", "services.client.image: debian"),
+        ("{build: ., command: service start}", "services.client.command: service start"),
+        ("{build: ., volumes: ['data:/data']}", "services.client.volumes: data"),
+        ("{build: ., cap_add: [SYS_ADMIN]}", "services.client: cap_add"),
+    ],
+)
+def test_what_is_beyond_the_agents_sandbox_is_refused_by_name(tmp_path: Path, service: str, named: str) -> None:
+    """As above."""
+    assert named in imported(tmp_path, f"services:\n  client: {service}\n  db: {{image: a}}\n").problem
+
+
+def test_companions_need_images(tmp_path: Path) -> None:
+    """Where files take the place of the image, nothing takes that of the companions."""
+    file = "services:\n  client: {build: .}\n  db: {image: a}\n"
+    assert "import it with images" in imported(tmp_path, file, Choices(image=False)).problem
