@@ -57,6 +57,15 @@ export interface Verifier {
   readonly image?: string;
   /** Of the sandbox in which it is graded, where they are not the agent's. */
   readonly resources?: Resources;
+  /** The user of the sandbox of its image. Default: the backend's ordinary user. */
+  readonly user?: string;
+  /**
+   * Absolute paths that it gets whole from the agent's sandbox, but for names that match `exclude`. There are no changes then but
+   * those below `changesBelow`.
+   */
+  readonly copies?: readonly (string | { readonly path: string; readonly exclude?: readonly string[] })[];
+  /** Run in the agent's sandbox before anything is read from it, whatever their ends. */
+  readonly collect?: readonly Command[];
 }
 
 /** Limits of a sandbox; default: the operator's. One that the backend cannot enforce is refused. */
@@ -207,6 +216,11 @@ function verifierOf(verifier: Verifier): MessageInitShape<typeof VerifierSchema>
     ),
     image: verifier.image ?? "",
     resources: verifier.resources && resourcesOf(verifier.resources),
+    user: verifier.user ?? "",
+    copies: (verifier.copies ?? []).map((copied) =>
+      typeof copied === "string" ? { path: copied } : { path: copied.path, exclude: [...(copied.exclude ?? [])] },
+    ),
+    collect: (verifier.collect ?? []).map(commandOf),
   };
 }
 

@@ -36,11 +36,21 @@ command: Final = writer(tasks.Command, process_service_pb2.Command, renamed={"ar
 seed_file: Final = writer(tasks.SeedFile, sandbox_service_pb2.SeedFile)
 """Converts a file to write."""
 
+
+def _image(value: tasks.Verifier) -> str:
+    if value.build is not None and not value.image:
+        raise InvalidArgument(
+            "The verifier has a Dockerfile: pass penstock.tasks.images.with_image(task)", reason="TASK_IMAGE"
+        )
+    return value.image
+
+
 verifier: Final = writer(
     tasks.Verifier,
     rollout_pb2.Verifier,
-    left_out=("reward", "range"),
+    left_out=("reward", "range", "build"),
     by={
+        "image": _image,
         "reward_file": lambda value: rollout_pb2.RewardFile() if value.reward is tasks.RewardFrom.FILE else None,
         "passed_share": lambda value: (
             None if value.reward is tasks.RewardFrom.FILE else rollout_pb2.RewardPassedShare()
