@@ -1,6 +1,7 @@
 /** What a rollout is made of: task, verifier, agent, sandbox, limits. Times are in milliseconds. */
 
 import { create, type JsonObject, type MessageInitShape } from "@bufbuild/protobuf";
+import type { Assays } from "./assays.js";
 import type { Sampling } from "./completions.js";
 import { InvalidArgument } from "./errors.js";
 import {
@@ -151,12 +152,14 @@ export interface RolloutOptions {
   readonly sampling?: Sampling;
   /** How often it may be tried in all, where a failure says nothing about the policy. Default 1. */
   readonly maxAttempts?: number;
+  /** Results of `penstock tasks assay`: a task without a passing one is refused (`ASSAY_REQUIRED`). */
+  readonly requireAssay?: Assays;
 }
 
-/** The proto of all that defines a rollout. */
+/** The proto of all that defines a rollout. Throws FailedPrecondition ASSAY_REQUIRED. */
 export function specOf(task: Task, agent: string, options: RolloutOptions): RolloutSpec {
   const { sandbox, limits, budgets, policy, source, runId, seed, sampling, maxAttempts } = options;
-  return create(RolloutSpecSchema, {
+  const spec = create(RolloutSpecSchema, {
     task: taskOf(task),
     agent: { name: agent, options: options.options ?? {}, skipPermissions: options.skipPermissions ?? false },
     mode: number(ModeSchema, options.mode ?? "interception_gate"),
@@ -185,6 +188,8 @@ export function specOf(task: Task, agent: string, options: RolloutOptions): Roll
     samplingOverride: sampling,
     maxAttempts,
   });
+  options.requireAssay?.require(spec);
+  return spec;
 }
 
 export function taskOf(task: Task): MessageInitShape<typeof TaskSchema> {
