@@ -200,7 +200,7 @@ export function taskOf(task: Task): MessageInitShape<typeof TaskSchema> {
     setup: (task.setup ?? []).map(commandOf),
     verifier: task.verifier && verifierOf(task.verifier),
     env: { ...task.env },
-    metadata: task.metadata ?? {},
+    metadata: Object.keys(task.metadata ?? {}).length > 0 ? task.metadata : undefined,
   };
 }
 

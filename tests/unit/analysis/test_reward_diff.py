@@ -79,7 +79,7 @@ def test_exported_rows_get_the_reward_of_a_further_grade_as_if_they_were_exporte
     first = list(rows(given))
     assert first and given.reward is not None
     graded = one(given.rollout_id, 1.0, v2=0.25, v3=None)
-    assert list(with_grade(first, [graded], "v2")) == list(rows(replace(given, reward=Reward(0.25, {}))))
+    assert list(with_grade(first, [graded], "v2")) == list(rows(replace(given, reward=Reward(0.25))))
     unrewarded = list(rows(replace(given, reward=None)))
     assert list(with_grade(first, [graded], "v3")) == list(with_grade(first, [], "v2")) == unrewarded
     assert list(with_grade(first, [graded], FIRST)) == first
