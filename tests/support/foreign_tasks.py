@@ -79,7 +79,8 @@ def harbor_separate(folder: Path, *, image: str) -> Path:
                 # Nothing else of the agent's sandbox is there, and of its own image what no artifact replaces.
                 '[ ! -e /app/numbers.txt ] && [ -e /opt/mine ] && [ "$(ls /opt/kept)" = six ] || exit 3\n'
                 'worth=0\nif [ "$(cat /app/sum.txt)$(cat /logs/artifacts/again)" = 66 ]; then worth=1; fi\n'
-                'printf \'{"reward": %s}\' "$worth" > /logs/verifier/reward.json; echo 0.5 > /logs/verifier/reward.txt\n'
+                "echo 0.5 > /logs/verifier/reward.txt\n"
+                'printf \'{"reward": %s}\' "$worth" > /logs/verifier/reward.json\n'
             ),
         },
     )

@@ -221,7 +221,7 @@ class Execution:
         """A file with one signed line, and its key beside it."""
         file = self.world.files["ca"].with_name(f"{secrets.token_hex(4)}.jsonl")
         key = existing_or_new_key(key_beside(file))
-        task = task_of(of)
+        task = task_of(dict(of))
         failed = ("NOTHING_REWARDED", "X") if verdict == "failed" else ()
         line = AssayLine(task_id=task.task_id, digest=digest(task), passed=not failed, failed=failed, backend="ü")
         signed = line.signed(key)

@@ -236,7 +236,8 @@ def test_the_dashboards_form_knows_the_keys_that_a_task_file_has() -> None:
     tables = {
         re.sub("(?<=.)(Table|File)$", "", name.strip("_")).lower(): found for name, found in schema["$defs"].items()
     }
-    tables["command"] = tables["command"]["anyOf"][0]
+    for short in ("command", "copiedpath"):
+        tables[short] = tables[short]["anyOf"][0]
     assert form["task"] == list(schema["properties"])
     for name in form.keys() - {"task"}:
         assert sorted(form[name]) == sorted(tables[name]["properties"]), name

@@ -31,7 +31,9 @@ def _items(field: FieldDescriptor, value: Any) -> list[bytes]:
 
 
 def _entries(field: FieldDescriptor, value: Any) -> list[bytes]:
-    of_key, of_value = (field.message_type.fields_by_number[number] for number in (1, 2))
+    entry = field.message_type
+    assert entry is not None
+    of_key, of_value = (entry.fields_by_number[number] for number in (1, 2))
     return sorted(
         _item(field.number, _item(1, _value(of_key, key)) + _item(2, _value(of_value, value[key]))) for key in value
     )
