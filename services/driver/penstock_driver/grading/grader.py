@@ -122,6 +122,9 @@ class Grader:
         reported, but for what becomes of the sandbox; RolloutFailed (AGENT).
         """
         for index, command in enumerate(self._verifier.collect):
+            if limit_s <= 0.0:
+                report(f"collect commands of the verifier from {index} on were not run: those before took all the time")
+                return
             process_id = f"collect-{index}-{secrets.token_hex(4)}"
             given_s = self._verifier.command_timeout_s if command.timeout_s is None else command.timeout_s
             bounded = replace(command, timeout_s=min(given_s, limit_s))
@@ -134,7 +137,7 @@ class Grader:
             if not result.exit.ok:
                 printed = (result.stderr or result.stdout)[-_MAX_REPORTED:].decode("utf-8", "replace").strip()
                 report(f"collect command {index} of the verifier failed: {describe(result.exit)}: {printed}")
-            limit_s = max(1.0, limit_s - result.exit.duration_s)
+            limit_s -= result.exit.duration_s
 
     async def take(self, sandbox: SandboxFacts) -> None:
         """Fetch the agent's changes. RolloutFailed (AGENT, CHANGES_TOO_LARGE)."""

@@ -182,6 +182,19 @@ async def test_a_fork_gets_whole_copies_of_what_was_collected_in_place_of_its_ow
     given.close()
 
 
+async def test_collect_commands_without_time_are_not_run(tmp_path: Path) -> None:
+    """Which is reported once, and no failure."""
+    sandboxes = Directories(tmp_path)
+    facts = await sandboxes.create(SandboxTerms(), 1.0, {})
+    verifier = copying(facts.home, collect=(_shell("touch late"), _shell("touch later")))
+    given = Grader(sandboxes, verifier, spool=None, max_bytes=1 << 20)
+    reported = list[str]()
+    await given.collect(facts, 0.0, reported.append)
+    assert len(reported) == 1 and "from 0 on were not run" in reported[0]
+    assert not sandboxes.boxes[facts.sandbox_id].ran and not Path(facts.workdir, "late").exists()
+    given.close()
+
+
 def _shell(line: str) -> Command:
     return Command(shell=line)
 
