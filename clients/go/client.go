@@ -45,6 +45,7 @@ type Client struct {
 	closing     sync.Once
 	cluster     *cluster
 	inference   inferencev1.InferenceServiceClient
+	assays      *Assays
 }
 
 type options struct {
@@ -54,6 +55,7 @@ type options struct {
 	tls       *TLS
 	namespace string
 	alone     bool
+	assays    *Assays
 	err       error
 }
 
@@ -126,7 +128,7 @@ func Connect(opts ...Option) (*Client, error) {
 	if err != nil {
 		return nil, err
 	}
-	c := &Client{services: map[string]*service{}, planes: dataPlanes{tls: found.tls}}
+	c := &Client{services: map[string]*service{}, planes: dataPlanes{tls: found.tls}, assays: said.assays}
 	for _, name := range services {
 		address := *found.addresses.of(name)
 		c.services[name] = &service{conn: nobody(name), peer: "the " + name + " service at " + address, token: found.token, address: address}

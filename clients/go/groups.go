@@ -58,6 +58,9 @@ func WithStragglerGrace(grace time.Duration) GroupOption {
 func (g *Groups) Create(
 	ctx context.Context, spec *driverv1.RolloutSpec, n int, opts ...GroupOption,
 ) (*Group, error) {
+	if err := g.client.assayed(spec); err != nil {
+		return nil, err
+	}
 	request := &driverv1.CreateGroupRequest{RequestId: requestID(), Spec: gated(spec), Size: int32(n)}
 	for _, option := range opts {
 		option(request)

@@ -56,6 +56,9 @@ func (r *Result) Samples() []Sample { return Samples(r.Trajectory) }
 // Errors: ErrInvalidArgument (Violations name the fields), ErrNotFound (AGENT_UNKNOWN), ErrUnavailable (Reason says which
 // service that it needs cannot be reached), and more in docs/errors.md.
 func (r *Rollouts) Create(ctx context.Context, spec *driverv1.RolloutSpec, id string) (*Rollout, error) {
+	if err := r.client.assayed(spec); err != nil {
+		return nil, err
+	}
 	request := &driverv1.CreateRolloutRequest{RequestId: requestID(), Spec: gated(spec), RolloutId: id}
 	at, answer, err := create(ctx, r.client.cluster, "driver", id, func(
 		ctx context.Context, at member, again func(*Error) bool,

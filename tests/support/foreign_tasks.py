@@ -108,6 +108,34 @@ def stored(folder: Path, *, image: str) -> Path:
     )
 
 
+def harbor_separate(folder: Path, *, image: str) -> Path:
+    """The same with a separate verifier, whose own image has the tests: it gets artifacts, and what a hook collects."""
+    harbor(folder, image=image, more="[verifier.environment]\nmemory_mb = 256\n" + _HOOK)
+    config = folder / "task.toml"
+    artifacts = 'artifacts = ["/app/sum.txt", { source = "/opt/kept", exclude = ["*.log"] }]\n'
+    config.write_text(artifacts + config.read_text())
+    return write(
+        folder,
+        {
+            "environment/Dockerfile": DOCKERFILE.format(image=image) + "RUN mkdir /opt/kept && echo 6 >/opt/kept/six\n",
+            "tests/Dockerfile": f"FROM {image}\nCOPY . /tests\nRUN mkdir /opt/kept && touch /opt/kept/own /opt/mine\n",
+            "tests/test.sh": (
+                "#!/bin/bash\n"
+                # Nothing else of the agent's sandbox is there, and of its own image what no artifact replaces.
+                '[ ! -e /app/numbers.txt ] && [ -e /opt/mine ] && [ "$(ls /opt/kept)" = six ] || exit 3\n'
+                'worth=0\nif [ "$(cat /app/sum.txt)$(cat /logs/artifacts/again)" = 66 ]; then worth=1; fi\n'
+                "echo 0.5 > /logs/verifier/reward.txt\n"
+                'printf \'{"reward": %s}\' "$worth" > /logs/verifier/reward.json\n'
+            ),
+        },
+    )
+
+
+_HOOK = (
+    "[[verifier.collect]]\ncommand = 'cat sum.txt > /logs/artifacts/again; touch /opt/kept/x.log'\ntimeout_sec = 20\n"
+)
+
+
 def terminal_bench(folder: Path) -> Path:
     """The same task in Terminal-Bench's first form."""
     return write(

@@ -1,5 +1,6 @@
 /** Penstock for TypeScript: start rollouts of coding agents, answer their model calls, collect token-exact trajectories. */
 
+export { Assays } from "./assays.js";
 export { type AnswerOptions, ModelCall } from "./calls.js";
 export { Completion, type CompletionOptions, type Sampling, type TopLogprobs } from "./completions.js";
 export {

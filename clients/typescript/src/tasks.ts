@@ -1,6 +1,7 @@
 /** What a rollout is made of: task, verifier, agent, sandbox, limits. Times are in milliseconds. */
 
 import { create, type JsonObject, type MessageInitShape } from "@bufbuild/protobuf";
+import type { Assays } from "./assays.js";
 import type { Sampling } from "./completions.js";
 import { InvalidArgument } from "./errors.js";
 import {
@@ -57,6 +58,15 @@ export interface Verifier {
   readonly image?: string;
   /** Of the sandbox in which it is graded, where they are not the agent's. */
   readonly resources?: Resources;
+  /** The user of the sandbox of its image. Default: the backend's ordinary user. */
+  readonly user?: string;
+  /**
+   * Absolute paths that it gets whole from the agent's sandbox, but for names that match `exclude`. There are no changes then but
+   * those below `changesBelow`.
+   */
+  readonly copies?: readonly (string | { readonly path: string; readonly exclude?: readonly string[] })[];
+  /** Run in the agent's sandbox before anything is read from it, whatever their ends. */
+  readonly collect?: readonly Command[];
 }
 
 /** Limits of a sandbox; default: the operator's. One that the backend cannot enforce is refused. */
@@ -142,12 +152,14 @@ export interface RolloutOptions {
   readonly sampling?: Sampling;
   /** How often it may be tried in all, where a failure says nothing about the policy. Default 1. */
   readonly maxAttempts?: number;
+  /** Results of `penstock tasks assay`: a task without a passing one is refused (`ASSAY_REQUIRED`). */
+  readonly requireAssay?: Assays;
 }
 
-/** The proto of all that defines a rollout. */
+/** The proto of all that defines a rollout. Throws FailedPrecondition ASSAY_REQUIRED. */
 export function specOf(task: Task, agent: string, options: RolloutOptions): RolloutSpec {
   const { sandbox, limits, budgets, policy, source, runId, seed, sampling, maxAttempts } = options;
-  return create(RolloutSpecSchema, {
+  const spec = create(RolloutSpecSchema, {
     task: taskOf(task),
     agent: { name: agent, options: options.options ?? {}, skipPermissions: options.skipPermissions ?? false },
     mode: number(ModeSchema, options.mode ?? "interception_gate"),
@@ -176,6 +188,8 @@ export function specOf(task: Task, agent: string, options: RolloutOptions): Roll
     samplingOverride: sampling,
     maxAttempts,
   });
+  options.requireAssay?.require(spec);
+  return spec;
 }
 
 export function taskOf(task: Task): MessageInitShape<typeof TaskSchema> {
@@ -186,7 +200,7 @@ export function taskOf(task: Task): MessageInitShape<typeof TaskSchema> {
     setup: (task.setup ?? []).map(commandOf),
     verifier: task.verifier && verifierOf(task.verifier),
     env: { ...task.env },
-    metadata: task.metadata ?? {},
+    metadata: Object.keys(task.metadata ?? {}).length > 0 ? task.metadata : undefined,
   };
 }
 
@@ -207,6 +221,11 @@ function verifierOf(verifier: Verifier): MessageInitShape<typeof VerifierSchema>
     ),
     image: verifier.image ?? "",
     resources: verifier.resources && resourcesOf(verifier.resources),
+    user: verifier.user ?? "",
+    copies: (verifier.copies ?? []).map((copied) =>
+      typeof copied === "string" ? { path: copied } : { path: copied.path, exclude: [...(copied.exclude ?? [])] },
+    ),
+    collect: (verifier.collect ?? []).map(commandOf),
   };
 }
 

@@ -22,6 +22,7 @@ import orjson
 from tests.conformance.clients.python_surface import COMMANDS
 
 from penstock.client import (
+    Assays,
     Budgets,
     Command,
     Completion,
@@ -115,7 +116,7 @@ def observed_call(call: ModelCall) -> Json:
     }
 
 
-def _task(spec: Json) -> Task:
+def task_of(spec: Json) -> Task:
     verify = spec.get("verify")
     return Task(
         task_id=spec["task_id"],
@@ -137,6 +138,10 @@ def _options(spec: Json) -> Json:
     if "min_policy_version" in spec:
         given["policy"] = PolicyConstraint(min_version=spec["min_policy_version"])
     return given
+
+
+def _assay(given: Json) -> Json:
+    return {"require_assay": Assays.load(given["assay"])} if "assay" in given else {}
 
 
 class Subject:
@@ -161,7 +166,7 @@ class Subject:
         """What the case that runs has of this kind, by name."""
         return self._more.setdefault(kind, {})
 
-    task = staticmethod(_task)
+    task = staticmethod(task_of)
     observed_call = staticmethod(observed_call)
 
     async def run(self) -> None:
@@ -220,7 +225,7 @@ class Subject:
     async def create_rollout(self, given: Json) -> Json:
         spec = given["spec"]
         handle = await self._clients[given["client"]].rollouts.create(
-            _task(spec), spec["agent"], rollout_id=given.get("rollout_id", ""), **_options(spec)
+            task_of(spec), spec["agent"], rollout_id=given.get("rollout_id", ""), **_options(spec), **_assay(given)
         )
         self._rollouts[handle.rollout_id] = handle
         return {"rollout_id": handle.rollout_id}
@@ -228,7 +233,7 @@ class Subject:
     async def create_group(self, given: Json) -> Json:
         spec = given["spec"]
         ps = self._clients[given["client"]]
-        handle = await ps.groups.create(_task(spec), spec["agent"], given["n"], **_options(spec))
+        handle = await ps.groups.create(task_of(spec), spec["agent"], given["n"], **_options(spec), **_assay(given))
         self._groups[handle.group_id] = handle
         return {"group_id": handle.group_id, "rollout_ids": list(handle.rollout_ids)}
 

@@ -18,7 +18,7 @@ from tests.conformance.clients.cases import Case, differences
 from tests.conformance.clients.fleet import DRIVERS, Fleet
 from tests.conformance.clients.odd_services import OddDriver
 from tests.conformance.clients.proxies import Proxy
-from tests.conformance.clients.python_subject import observed_result
+from tests.conformance.clients.python_subject import observed_result, task_of
 from tests.conformance.clients.subjects import Subject
 from tests.integration.driver.stack import TOKEN
 from tests.support.endpoints import mcp_agent
@@ -28,7 +28,9 @@ from tests.support.services.stack import OBSERVER_TOKEN, Running
 from tests.support.waiting import eventually, eventually_async
 
 from penstock.client import NotFound
+from penstock.client.rollouts.assays import AssayLine, existing_or_new_key, key_beside
 from penstock.client.transport.endpoints import ServiceName
+from penstock.client.wire.specs import digest
 from penstock.interception.v1 import (
     intercept_service_pb2,
     intercept_service_pb2_grpc,
@@ -209,9 +211,22 @@ class Execution:
             self._place(command)
         elif name == "deliver":
             _encode(command)
+        elif "assay" in command:
+            command["assay"] = str(self._assay(**command["assay"]))
         elif name == "abort":
             command["target"] = self._started[step["target"]][0]
         return command
+
+    def _assay(self, of: Mapping[str, Any], verdict: str) -> Path:
+        """A file with one signed line, and its key beside it."""
+        file = self.world.files["ca"].with_name(f"{secrets.token_hex(4)}.jsonl")
+        key = existing_or_new_key(key_beside(file))
+        task = task_of(dict(of))
+        failed = ("NOTHING_REWARDED", "X") if verdict == "failed" else ()
+        line = AssayLine(task_id=task.task_id, digest=digest(task), passed=not failed, failed=failed, backend="ü")
+        signed = line.signed(key)
+        file.write_bytes(signed.replace(b'"backend":"', b'"backend":"x') if verdict == "forged" else signed)
+        return file
 
     def _place(self, command: dict[str, Any]) -> None:
         """Names of tokens, servers and files become what they stand for."""

@@ -16,6 +16,7 @@ from tests.support.terminal.commands import invoke
 from penstock.client import (
     AlreadyExists,
     Command,
+    CopiedPath,
     FailedPrecondition,
     GroupHandle,
     InvalidArgument,
@@ -154,6 +155,35 @@ async def test_work_graded_in_its_own_sandbox_is_kept_on_request(ps: Penstock) -
     with pytest.raises(FailedPrecondition) as gone:
         await (await _ended(ps, own, RolloutOptions())).regrade(looks)
     assert gone.value.reason == "END_STATE_GONE"
+
+
+@in_session
+@pytest.mark.requirement("R76", "R140")
+async def test_whole_copies_and_what_was_collected_are_graded_now_and_later(ps: Penstock) -> None:
+    """Of the working directory it has nothing else; the end state has them for another verifier."""
+    looks = "[ ! -e out.txt ] && grep -q word /tmp/made/word.txt && [ ! -e /tmp/made/x.log ]"
+    own = Verifier(
+        commands=[Command(shell=f'{looks} && echo 0.5 > "$PENSTOCK_REWARD_FILE"')],
+        reward=RewardFrom.FILE,
+        copies=[CopiedPath("/tmp/made", ["*.log"])],
+        collect=[Command(shell="mkdir /tmp/made && cp out.txt /tmp/made/word.txt && touch /tmp/made/x.log")],
+    )
+    ended = await _ended(ps, own, RolloutOptions())
+    outcome = ended.info.outcome
+    assert outcome is not None and outcome.reward is not None and outcome.grading is not None
+    assert outcome.reward.value == 0.5 and outcome.grading.changes is not None
+    assert (outcome.grading.changes.entries, outcome.grading.changes.removed) == (2, 0)
+    assert (await ended.regrade(name="again")).reward == outcome.reward
+    whole = Verifier(commands=[Command(shell="[ ! -e out.txt ] && grep -q word /tmp/made/word.txt")])
+    later = await ended.regrade(whole, name="later")
+    assert later.reward is not None and later.reward.value == 1.0
+    for verifier, field in (
+        (replace(whole, copies=[CopiedPath("/srv")]), "verifier.copies"),
+        (replace(whole, collect=[Command(["true"])]), "verifier.collect"),
+    ):
+        with pytest.raises(InvalidArgument) as refused:
+            await ended.regrade(verifier)
+        assert [one.field for one in refused.value.violations] == [field]
 
 
 async def _ended(ps: Penstock, verifier: Verifier, options: RolloutOptions) -> RolloutHandle:

@@ -14,7 +14,7 @@ from tests.support.docker import dockerd
 from tests.support.services.stack import running
 
 from penstock.client import FailedPrecondition, Task
-from penstock.tasks.images import build_images, image_of, with_image
+from penstock.tasks.images import build_images, contexts_of, image_of, with_image
 from penstock.tasks.importers import Choices, import_tasks
 from penstock.tasks.solutions import prove
 
@@ -27,8 +27,9 @@ async def test_tasks_with_images_score_1_with_their_solution_and_0_without(
 ) -> None:
     """Issue 6, point 6: a Harbor task from its Dockerfile, records of three formats with the repository of their image.
 
-    Issue 12, point 6: SWE-smith's is broken by its patch, and R2E-Gym's tests are its own. Of one with two
-    containers, the verifier sees what the agent put into the other.
+    Issue 12, point 6: SWE-smith's is broken by its patch, R2E-Gym's tests are its own. Of one with two containers, the
+    verifier sees what the agent put into the other. Harbor's separate verifier has an image of its own with whole
+    artifacts of the agent's.
     """
     engine = await asyncio.to_thread(dockerd.engine)
     monkeypatch.setenv("DOCKER_HOST", engine.host)
@@ -62,11 +63,17 @@ async def test_tasks_with_images_score_1_with_their_solution_and_0_without(
 
     store = foreign_tasks.stored(tmp_path / "beside" / "sum-stored", image=dockerd.BASE)
     found += import_tasks("harbor", store, tmp_path / "tasks", choices)
+    foreign_tasks.harbor_separate(tmp_path / "separate" / "sum-separate", image=dockerd.BASE)
+    found += import_tasks("harbor", tmp_path / "separate", tmp_path / "tasks", choices)
 
     tasks = [with_image(Task.load(item.folder)) for item in found if item.folder is not None]
     for _ in range(2):
         await build_images([image, *tasks], told.append)
-    assert told == [f"building {image_of(image)} for of-the-record", f"building {image_of(tasks[0])} for sum-built"]
+    assert told == [
+        f"building {image_of(image)} for of-the-record",
+        f"building {image_of(tasks[0])} for sum-built",
+        *(f"building {name} for sum-separate" for name in contexts_of(tasks[-1])),
+    ]
     assert tasks[1].sandbox is not None
     assert tasks[1].sandbox.image == "penstock-test/kiwi_1776_sums-1:1"
     engine.api.tag(image_of(image), *tasks[1].sandbox.image.split(":"))
@@ -87,6 +94,7 @@ async def test_tasks_with_images_score_1_with_their_solution_and_0_without(
         ("kiwi__sums.0badc0de.lm_rewrite__1", 1.0, 0.0, True),
         ("sums-0123456789ab", 1.0, 0.0, True),
         ("sum-stored", 1.0, 0.0, True),
+        ("sum-separate", 1.0, 0.0, True),
     ], [proof.problems for proof in proofs]
 
 

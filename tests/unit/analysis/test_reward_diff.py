@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 import pytest
+from tests.unit.analysis.trajectory_cases import sample, trajectory
 
+from penstock.analysis.export import rollouts, sequences, turns
+from penstock.analysis.regraded_rows import with_grade
 from penstock.analysis.reward_diff import FIRST, grade_names, reward_diff
-from penstock.client import Rollout
+from penstock.client import Reward, Rollout
 from penstock.client.wire.results import rollout as read
 from penstock.driver.v1 import rollout_pb2
 
@@ -65,3 +70,17 @@ def test_the_newest_grade_is_the_last_name() -> None:
     names = grade_names([one("r1", 0.0, v3=1.0, v2=1.0), one("r2", 0.0, v2=1.0)])
     assert names == ("v3", "v2")
     assert grade_names([one("r1", 0.0)]) == ()
+
+
+@pytest.mark.parametrize("rows", [sequences, rollouts])
+def test_exported_rows_get_the_reward_of_a_further_grade_as_if_they_were_exported_with_it(rows: Any) -> None:
+    """Digests included; without that grade there is none, and the first grade is what they have."""
+    given = trajectory("r", [sample("s", [(2, 3, True)])])
+    first = list(rows(given))
+    assert first and given.reward is not None
+    graded = one(given.rollout_id, 1.0, v2=0.25, v3=None)
+    assert list(with_grade(first, [graded], "v2")) == list(rows(replace(given, reward=Reward(0.25))))
+    unrewarded = list(rows(replace(given, reward=None)))
+    assert list(with_grade(first, [graded], "v3")) == list(with_grade(first, [], "v2")) == unrewarded
+    assert list(with_grade(first, [graded], FIRST)) == first
+    assert list(with_grade(turns(given), [graded], "v2")) == list(turns(given))

@@ -18,14 +18,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.support import foreign_tasks
 
-from penstock.client import ConfigurationError, InvalidArgument, Limits, Resources, Task
+from penstock.client import Command, ConfigurationError, CopiedPath, InvalidArgument, Limits, Resources, Task
 from penstock.client.tasks.spec import McpServer, SandboxChoice
 from penstock.client.tasks.yaml import YamlFile
+from penstock.client.wire.specs import digest
 from penstock.tasks import importers as package
+from penstock.tasks.images import contexts_of, with_image
 from penstock.tasks.importers import Choices, import_tasks
 from penstock.tasks.importers.common import Folder, Refused
 from penstock.tasks.importers.dockerfile import contents
 
+COLLECT = "[verifier.environment]\n[[verifier.collect]]\ncommand = 'x'\n"
 PROGRAMS = Path(package.__file__).parent / "programs"
 
 
@@ -79,7 +82,14 @@ def test_a_harbor_task_keeps_its_image_its_limits_and_its_resources(tmp_path: Pa
         ({}, "mcp_servers = [{ transport = 'stdio', command = 'x', cwd = '/' }]\n", "environment.mcp_servers[0]: cwd"),
         ({}, "mcp_servers = { x = 1 }\n", "environment.mcp_servers: it is not a list"),
         ({}, "mcp_servers = [{ name = 'penstock', transport = 'stdio', command = 'x' }]\n", "the gate's own server"),
-        ({}, "[verifier.environment]\ndocker_image = 'v:1'\n", "verifier: environment"),
+        ({}, "[[verifier.collect]]\ncommand = 'x'\n", "verifier.collect: it needs a separate verifier"),
+        ({}, "[verifier.environment]\ngpus = 1\n", "verifier.environment.gpus"),
+        ({}, "[verifier.environment]\nhealthcheck = { command = 'x' }\n", "verifier.environment: healthcheck"),
+        ({}, "[verifier.environment]\nos = 'windows'\n", "verifier.environment.os: windows"),
+        ({"tests/docker-compose.yaml": "x"}, "[verifier.environment]\n", "several containers of a verifier"),
+        ({}, f"{COLLECT}service = 'db'\n", "verifier.collect[0].service: db"),
+        ({}, f"{COLLECT}user = 'ada'\n", "verifier.collect[0].user: ada"),
+        ({}, "workdir = '/app'\n[verifier.environment]\ncpus = 1\n", "verifier.environment.workdir: it is missing"),
         ({"tests/data/expected": "version https://git-lfs.github.com/spec/v1\noid x\n"}, "", "git lfs pull"),
         ({"task.toml": "= nonsense"}, "", "nvalid"),
     ],
@@ -119,6 +129,130 @@ def test_a_harbor_task_of_schema_1_4_keeps_its_agent_directory_and_hosts(tmp_pat
         "artifacts",
         "the verifier's allowed_hosts are left out",
     }
+
+
+def separate(folder: Path, artifacts: str, more: str = "[verifier.environment]\n") -> Path:
+    """A Harbor task whose verifier is separate and gets these artifacts, as TOML."""
+    foreign_tasks.harbor(folder, more=more)
+    config = folder / "task.toml"
+    config.write_text(f"artifacts = {artifacts}\n{config.read_text()}")
+    return folder
+
+
+def test_a_separate_verifier_of_harbor_has_its_image_its_resources_and_whole_artifacts(tmp_path: Path) -> None:
+    """Issue 12, point 6: tests/Dockerfile makes its image, which has the tests; what it collects is collected."""
+    folder = separate(
+        tmp_path / "sum",
+        '["/app/sum.txt", { source = "/app/out/", destination = "x", exclude = [".git", "*.py[co]"] }]',
+        "env = { A = 'task' }\n[verifier.env]\nB = 'b'\n[verifier.environment]\ncpus = 2\nmemory_mb = 64\n"
+        "workdir = '/judge'\nnetwork_mode = 'allowlist'\nallowed_hosts = ['pypi.org']\n[verifier.environment.env]\n"
+        "C = 'own'\n[[verifier.collect]]\ncommand = 'git diff > /app/sum.txt'\ntimeout_sec = 300\n",
+    )
+    foreign_tasks.write(folder, {"tests/Dockerfile": "FROM judge:1\nCOPY test.sh /tests/test.sh\n"})
+    task = only("harbor", folder, tmp_path / "out")
+    verifier = task.verifier
+    assert verifier is not None and verifier.build is not None and task.build is not None
+    assert (verifier.build / "Dockerfile").read_text().startswith("FROM judge:1")
+    assert {file.path for file in verifier.files} == {"/tmp/penstock-grade/harbor.sh"}
+    assert verifier.copies == [
+        CopiedPath("/logs/artifacts"),
+        CopiedPath("/app/sum.txt"),
+        CopiedPath("/app/out", (".git", "*.py[co]")),
+    ]
+    assert verifier.collect == [
+        Command(["bash", "-c", "git diff > /app/sum.txt"], env={"A": "task"}, timeout=300.0),
+    ]
+    assert (verifier.user, verifier.fresh_fork) == ("root", True)
+    assert verifier.resources == Resources(cpu=2.0, memory_bytes=64 << 20)
+    (command,) = verifier.commands
+    assert (dict(command.env), command.cwd) == ({"B": "b", "C": "own"}, "/judge")
+    assert task.sandbox is not None and task.sandbox.verifier_network is not None
+    assert task.sandbox.verifier_network.hosts == ["pypi.org"] and task.sandbox.agent_network is None
+    assert task.limits is not None and task.limits.verify == 300.0
+    assert [str(line) for line in task.setup] == [
+        "mkdir -p /logs/agent /logs/artifacts /logs/verifier && chmod 777 /logs/agent /logs/artifacts /logs/verifier"
+    ]
+    assert set(contexts_of(task).values()) == {task.build, verifier.build}
+    ready = with_image(task)
+    assert ready.verifier is not None and contexts_of(task)[ready.verifier.image] == verifier.build
+    with pytest.raises(InvalidArgument, match="with_image") as caught:
+        digest(task)
+    assert caught.value.reason == "TASK_IMAGE"
+
+
+@pytest.mark.parametrize(
+    ("more", "image", "build", "has_tests"),
+    [
+        ("[verifier.environment]\ndocker_image = 'judge:1'\n", "judge:1", False, True),
+        ("[verifier]\nenvironment_mode = 'separate'\nuser = 'ada'\n", "", True, False),
+        ("docker_image = 'task:1'\n[verifier.environment]\n", "task:1", False, False),
+    ],
+)
+def test_a_separate_verifiers_image_is_that_which_harbor_takes(
+    tmp_path: Path, more: str, image: str, build: bool, has_tests: bool
+) -> None:
+    """Its own, else the agent's, into which the tests are put, and the files that Harbor puts there."""
+    folder = separate(tmp_path / "sum", "[]")
+    config = folder / "task.toml"
+    text = config.read_text().replace("[verifier.environment]\n", "")
+    if "[verifier]" in more:
+        text = text.replace("[verifier]\n", more)
+    else:
+        text += more
+    config.write_text(text)
+    if image == "task:1":
+        (folder / "environment" / "Dockerfile").unlink()
+    task = only("harbor", folder, tmp_path / "out")
+    verifier = task.verifier
+    assert verifier is not None
+    assert (verifier.image, verifier.build is not None) == (image, build)
+    assert ("/tests/test.sh" in {file.path for file in verifier.files}) is not has_tests
+    assert verifier.copies == [CopiedPath("/logs/artifacts")]
+    assert verifier.user == ("ada" if build else "root") and verifier.commands[0].user == ""
+    if build:
+        ready = with_image(task)
+        assert ready.sandbox is not None and ready.verifier is not None
+        assert ready.verifier.image == ready.sandbox.image
+    if image == "task:1":
+        assert [file.path for file in task.files] == ["numbers.txt"]
+        assert "numbers.txt" in {file.path for file in verifier.files}
+
+
+@pytest.mark.parametrize(
+    ("artifacts", "named"),
+    [
+        ('[{ source = "/x", service = "db" }]', "artifacts[0].service: db"),
+        ('["x"]', "artifacts[0]: 'x' is no absolute path"),
+        ('["/"]', "artifacts[0]: '/' is no absolute path"),
+        ('["/proc/1"]', "artifacts[0]: '/proc/1' is no absolute path"),
+        ('["/logs"]', "artifacts[0]: /logs has /logs/verifier"),
+        ('[{ source = "/x", exclude = ["a/b"] }]', "artifacts[0].exclude: 'a/b'"),
+        ('[{ source = "/x", exclude = ["a*b"] }]', "artifacts[0].exclude: 'a*b'"),
+        ('["/x/y", "/x"]', "artifacts: /x/y and /x overlap"),
+        ('["/x", { source = "/y", destination = "x/z" }]', "artifacts: /x and /y overlap"),
+        ('[{ source = "/x", exclude = ["a"] }, "/x/y"]', "artifacts: /x and /x/y overlap"),
+        ("[{ path = '/x' }]", "artifacts[0]: it is neither"),
+    ],
+)
+def test_artifacts_that_a_separate_verifier_would_not_get_whole_are_refused(
+    tmp_path: Path, artifacts: str, named: str
+) -> None:
+    assert named in refusal("harbor", separate(tmp_path / "sum", artifacts), tmp_path / "out")
+
+
+def test_an_artifact_that_another_one_has_is_copied_once(tmp_path: Path) -> None:
+    folder = separate(tmp_path / "sum", '["/x", "/x/y", "/logs/artifacts/z", "/logs/agent/a.json"]')
+    (found,) = import_tasks("harbor", folder, tmp_path / "out")
+    assert found.folder is not None, found.problem
+    verifier = Task.load(found.folder).verifier
+    assert verifier is not None
+    assert [copied.path for copied in verifier.copies] == ["/logs/artifacts", "/x", "/logs/agent/a.json"]
+    assert any(note.startswith("artifacts: /logs/agent/a.json: it has what the agent itself") for note in found.notes)
+
+
+def test_a_separate_verifier_needs_images(tmp_path: Path) -> None:
+    folder = separate(tmp_path / "sum", "[]")
+    assert "import it with images" in refusal("harbor", folder, tmp_path / "out", Choices(image=False))
 
 
 @pytest.mark.requirement("R75")

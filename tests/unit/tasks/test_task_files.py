@@ -130,6 +130,13 @@ def test_invalid_task_is_refused_with_field_and_reason(tmp_path: Path, text: str
         ("verifier: {commands: [a], fresh_fork: false, changes_below: [a]}", "verifier.changes_below", "fresh_fork"),
         ("verifier: {commands: [a], changes_below: [tmp, /tmp/x]}", "verifier.changes_below.1", "/tmp is memory"),
         ("verifier: {commands: [a], component_ranges: {a: [0, 1]}}", "verifier.component_ranges", "reward: file"),
+        ("verifier: {commands: [a], copies: [out]}", "verifier.copies.0", "must be an absolute path"),
+        ("verifier: {commands: [a], copies: [/proc/x]}", "verifier.copies.0", "/proc is memory"),
+        ("verifier: {commands: [a], copies: [{path: /a, exclude: [b/c]}]}", "verifier.copies.0.exclude.0", "names"),
+        ("verifier: {commands: [a], copies: [/a/b, /a]}", "verifier.copies.1", "contains or is in /a/b"),
+        ("verifier: {commands: [a], collect: [b], fresh_fork: false}", "verifier.collect", "needs a fresh fork"),
+        ("verifier: {commands: [a], user: root}", "verifier.user", "needs an image"),
+        ("verifier: {commands: [a], build: b}", "verifier.build", "no usable Dockerfile"),
     ],
 )
 def test_values_that_a_rollout_refuses_are_one_problem_of_the_file(
@@ -229,7 +236,8 @@ def test_the_dashboards_form_knows_the_keys_that_a_task_file_has() -> None:
     tables = {
         re.sub("(?<=.)(Table|File)$", "", name.strip("_")).lower(): found for name, found in schema["$defs"].items()
     }
-    tables["command"] = tables["command"]["anyOf"][0]
+    for short in ("command", "copiedpath"):
+        tables[short] = tables[short]["anyOf"][0]
     assert form["task"] == list(schema["properties"])
     for name in form.keys() - {"task"}:
         assert sorted(form[name]) == sorted(tables[name]["properties"]), name

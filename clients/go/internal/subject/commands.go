@@ -45,14 +45,22 @@ func (s *subject) carryOut(ctx context.Context, c *command) (object, error) {
 	case "close":
 		return nil, ps.Close()
 	case "create_rollout":
-		rollout, err := ps.Rollouts.Create(ctx, c.Spec.message(), c.RolloutID)
+		spec, err := c.assayed()
+		if err != nil {
+			return nil, err
+		}
+		rollout, err := ps.Rollouts.Create(ctx, spec, c.RolloutID)
 		if err != nil {
 			return nil, err
 		}
 		keep(s, s.rollouts, rollout.ID, rollout)
 		return object{"rollout_id": rollout.ID}, nil
 	case "create_group":
-		group, err := ps.Groups.Create(ctx, c.Spec.message(), c.N)
+		spec, err := c.assayed()
+		if err != nil {
+			return nil, err
+		}
+		group, err := ps.Groups.Create(ctx, spec, c.N)
 		if err != nil {
 			return nil, err
 		}

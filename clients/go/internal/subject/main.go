@@ -40,6 +40,7 @@ type command struct {
 	} `json:"tls"`
 
 	Spec      spec   `json:"spec"`
+	Assay     string `json:"assay"`
 	N         int    `json:"n"`
 	RolloutID string `json:"rollout_id"`
 	GroupID   string `json:"group_id"`

@@ -71,6 +71,19 @@ func (s *spec) message() *driverv1.RolloutSpec {
 	return whole
 }
 
+// assayed is the command's spec, which passed its assay where there is one.
+func (c *command) assayed() (*driverv1.RolloutSpec, error) {
+	whole := c.Spec.message()
+	if c.Assay == "" {
+		return whole, nil
+	}
+	assays, err := penstock.LoadAssays(c.Assay, "")
+	if err != nil {
+		return nil, err
+	}
+	return whole, assays.Require(whole)
+}
+
 func commands(lines []string) []*sandboxv1.Command {
 	var all []*sandboxv1.Command
 	for _, line := range lines {

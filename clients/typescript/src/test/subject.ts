@@ -7,6 +7,7 @@ import { stdin, stdout } from "node:process";
 import { createInterface } from "node:readline";
 import { unlessAborted } from "../calls.js";
 import {
+  Assays,
   Completion,
   connect,
   type GroupHandle,
@@ -124,9 +125,10 @@ function taskOf(spec: Given): Task {
   };
 }
 
-function optionsOf(spec: Given, signal: AbortSignal): RolloutOptions & { signal: AbortSignal } {
+function optionsOf(spec: Given, signal: AbortSignal, assay?: string): RolloutOptions & { signal: AbortSignal } {
   return {
     signal,
+    ...(assay && { requireAssay: Assays.load(assay) }),
     ...(spec.run_id && { runId: spec.run_id }),
     ...(spec.labels && { labels: spec.labels }),
     ...(spec.options && { options: spec.options }),
@@ -179,14 +181,15 @@ const COMMANDS: Readonly<Record<string, Command>> = {
     await named(clients, client).close();
     clients.delete(client);
   },
-  create_rollout: async ({ client, spec, rollout_id = "" }, signal) => {
-    const options = { ...optionsOf(spec, signal), rolloutId: rollout_id };
+  create_rollout: async ({ client, spec, rollout_id = "", assay }, signal) => {
+    const options = { ...optionsOf(spec, signal, assay), rolloutId: rollout_id };
     const handle = await named(clients, client).rollouts.create(taskOf(spec), spec.agent, options);
     rollouts.set(handle.rolloutId, handle);
     return { rollout_id: handle.rolloutId };
   },
-  create_group: async ({ client, spec, n }, signal) => {
-    const handle = await named(clients, client).groups.create(taskOf(spec), spec.agent, n, optionsOf(spec, signal));
+  create_group: async ({ client, spec, n, assay }, signal) => {
+    const options = optionsOf(spec, signal, assay);
+    const handle = await named(clients, client).groups.create(taskOf(spec), spec.agent, n, options);
     groups.set(handle.groupId, handle);
     return { group_id: handle.groupId, rollout_ids: handle.rolloutIds };
   },

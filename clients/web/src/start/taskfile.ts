@@ -4,7 +4,7 @@
 // name and not left out; whether values hold is the driver's to say.
 import { create, type JsonObject, type MessageInitShape } from "@bufbuild/protobuf";
 import { durationFromMs } from "@bufbuild/protobuf/wkt";
-import { LimitsSchema, type McpServerSchema, SandboxChoiceSchema, TaskSchema } from "@gen/penstock/driver/v1/rollout_pb";
+import { type CopiedPathSchema, LimitsSchema, type McpServerSchema, SandboxChoiceSchema, TaskSchema } from "@gen/penstock/driver/v1/rollout_pb";
 import { BudgetsSchema } from "@gen/penstock/interception/v1/interception_pb";
 import type { CommandSchema } from "@gen/penstock/sandbox/v1/process_service_pb";
 import type { ResourcesSchema } from "@gen/penstock/sandbox/v1/sandbox_pb";
@@ -137,6 +137,12 @@ function resources(value: unknown, key: string): MessageInitShape<typeof Resourc
   };
 }
 
+function copiedPath(value: unknown, key: string): MessageInitShape<typeof CopiedPathSchema> {
+  if (typeof value === "string") return { path: value };
+  const given = mapping(value, key, KEYS.copiedpath);
+  return { path: text(given["path"], `${key}.path`), exclude: list(given["exclude"], `${key}.exclude`, text) };
+}
+
 function verifier(value: unknown): NonNullable<MessageInitShape<typeof TaskSchema>["verifier"]> {
   const given = mapping(value, "verifier", KEYS.verifier);
   const pair = (item: unknown, key: string) => {
@@ -144,6 +150,7 @@ function verifier(value: unknown): NonNullable<MessageInitShape<typeof TaskSchem
     if (min === undefined || max === undefined) throw new TaskFileError(key, "is a list of two numbers");
     return { min, max };
   };
+  if (given["build"] !== undefined) throw new TaskFileError("verifier.build", "a page cannot build images: set image, or use `penstock rollout`");
   const range = given["range"] === undefined ? null : pair(given["range"], "verifier.range");
   const reward = given["reward"] ?? "passed_share";
   if (reward !== "file" && reward !== "passed_share") throw new TaskFileError("verifier.reward", "is file or passed_share");
@@ -157,6 +164,9 @@ function verifier(value: unknown): NonNullable<MessageInitShape<typeof TaskSchem
     restore: list(given["restore"], "verifier.restore", text),
     changesBelow: list(given["changes_below"], "verifier.changes_below", text),
     image: given["image"] === undefined ? "" : text(given["image"], "verifier.image"),
+    copies: list(given["copies"], "verifier.copies", copiedPath),
+    collect: list(given["collect"], "verifier.collect", command),
+    user: given["user"] === undefined ? "" : text(given["user"], "verifier.user"),
     ...(given["resources"] === undefined ? {} : { resources: resources(given["resources"], "verifier.resources") }),
     componentRanges: Object.fromEntries(
       Object.entries((given["component_ranges"] ?? {}) as Mapping).map(([name, item]) => [name, pair(item, `verifier.component_ranges.${name}`)]),

@@ -185,6 +185,14 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
+class CopiedPath:
+    """A file or directory that a verifier gets whole; names that match `exclude` are left out of a directory."""
+
+    path: str
+    exclude: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Verifier:
     """How the reward is computed, after the agent and all processes that it started are dead."""
 
@@ -199,15 +207,38 @@ class Verifier:
     restore: tuple[str, ...] = ()
     """Patterns of paths that are restored to the prepared state first, see `restore`."""
     changes_below: tuple[str, ...] = ()
-    """In a fresh fork: directories whose changes are copied, empty for the working directory."""
+    """In a fresh fork: directories whose changes are copied, empty for the working directory, or none if there are
+    `copies`.
+    """
     component_ranges: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     sandbox: SandboxTerms = _AS_THE_AGENTS
-    """Image and resources of the sandbox in which it runs, where they are not the agent's; nothing else is set."""
+    """Image, its user, and resources of the sandbox in which it runs, where they are not the agent's."""
+    copies: tuple[CopiedPath, ...] = ()
+    """In a fresh fork: what is copied whole from the agent's sandbox."""
+    collect: tuple[Command, ...] = ()
+    """Run in the agent's sandbox before it is read, whatever their ends."""
 
     @property
     def has_own_sandbox(self) -> bool:
         """Whether it runs in a fork of another state than the agent's."""
         return self.sandbox != _AS_THE_AGENTS
+
+    @property
+    def takes_changes(self) -> bool:
+        """Whether a fresh fork gets the agent's changes, and not only what is copied whole."""
+        return bool(self.changes_below) or not self.copies
+
+    @property
+    def needs_fork(self) -> str:
+        """The first of its fields, but for `changes_below`, by which it needs a fresh fork; empty if there is none."""
+        named = {
+            "image": self.sandbox.image,
+            "user": self.sandbox.user,
+            "resources": self.has_own_sandbox,
+            "copies": self.copies,
+            "collect": self.collect,
+        }
+        return next((name for name, given in named.items() if given), "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Final
 
 from google.protobuf.duration_pb2 import Duration
@@ -57,6 +57,8 @@ MAX_ATTEMPTS: Final = 10
 MAX_PATHS: Final = 256
 IN_MEMORY: Final = frozenset({"dev", "proc", "sys", "tmp"})
 """Directories of the root that every sandbox has in memory: no diff has changes in them."""
+OF_THE_KERNEL: Final = IN_MEMORY - {"tmp"}
+"""Those that cannot be copied either."""
 MAX_LIMIT_S: Final = 7 * 86400.0
 MAX_GROUP: Final = 256
 MAX_SEED: Final = (1 << 63) - 1
@@ -132,8 +134,7 @@ def check_terminal(spec: TerminalSpec, found: Violations) -> None:
     verifier = spec.task.verifier
     if verifier and verifier.fresh_fork:
         found.add("task.verifier.fresh_fork", "a terminal episode is graded in its own sandbox: leave it unset")
-    if verifier and verifier.has_own_sandbox:
-        named = "image" if verifier.sandbox.image else "resources"
+    if verifier and (named := verifier.needs_fork):
         found.add(f"task.verifier.{named}", "a terminal episode is graded in its own sandbox: leave it unset")
     if verifier and verifier.restore:
         found.add("task.verifier.restore", "a terminal episode restores no files: use a command")
@@ -199,19 +200,12 @@ def _check_verifier(verifier: Verifier, here: str, found: Violations) -> None:
         found.add(f"{here}.restore", f"at most {MAX_PATHS} patterns")
     if verifier.changes_below and verifier.fresh_fork is False:
         found.add(f"{here}.changes_below", "needs a fresh fork, but fresh_fork is false")
-    if verifier.has_own_sandbox and verifier.fresh_fork is False:
-        named = "image" if verifier.sandbox.image else "resources"
+    if verifier.fresh_fork is False and (named := verifier.needs_fork):
         found.add(f"{here}.{named}", "needs a fresh fork, but fresh_fork is false")
+    if verifier.sandbox.user and not verifier.sandbox.image:
+        found.add(f"{here}.user", "needs an image of the verifier's own")
     _check_resources(verifier.sandbox, here, found)
-    if len(verifier.changes_below) > MAX_PATHS:
-        found.add(f"{here}.changes_below", f"at most {MAX_PATHS} directories")
-    for index, path in enumerate(verifier.changes_below):
-        parts = [part for part in path.split("/") if part not in ("", ".")]
-        if not path or "\0" in path or ".." in parts or (path.startswith("/") and not parts):
-            found.add(f"{here}.changes_below[{index}]", "expected a directory that is not the root, without '..'")
-        elif path.startswith("/") and parts[0] in IN_MEMORY:
-            problem = f"/{parts[0]} is memory, and what is there is in no fork: name a directory elsewhere"
-            found.add(f"{here}.changes_below[{index}]", problem)
+    _check_taken(verifier, here, found)
     if verifier.component_ranges and not verifier.reward_by_file:
         found.add(f"{here}.component_ranges", "needs reward_file")
     if len(verifier.component_ranges) > MAX_COMPONENTS:
@@ -220,8 +214,58 @@ def _check_verifier(verifier: Verifier, here: str, found: Violations) -> None:
         if not _is_range(low, high):
             found.add(f"{here}.component_ranges.{name[:80]}", "expected finite numbers, min below max")
     _check_commands(verifier.commands, f"{here}.commands", found)
+    _check_commands(verifier.collect, f"{here}.collect", found)
     _check_files(verifier.files, f"{here}.files", found)
     _check_limit(verifier.command_timeout_s, f"{here}.command_timeout", found)
+
+
+def _check_taken(verifier: Verifier, here: str, found: Violations) -> None:
+    """Check what a fresh fork gets of the agent's work."""
+    if len(verifier.changes_below) > MAX_PATHS:
+        found.add(f"{here}.changes_below", f"at most {MAX_PATHS} directories")
+    for index, path in enumerate(verifier.changes_below):
+        if problem := _taken_problem(path, "a directory", IN_MEMORY):
+            found.add(f"{here}.changes_below[{index}]", problem)
+    if len(verifier.copies) > MAX_PATHS:
+        found.add(f"{here}.copies", f"at most {MAX_PATHS} paths")
+    for index, copied in enumerate(verifier.copies):
+        problem = _taken_problem(copied.path, "a path", OF_THE_KERNEL)
+        if not copied.path.startswith("/") or copied.path.startswith("//"):
+            problem = "expected an absolute path"
+        if problem:
+            found.add(f"{here}.copies[{index}].path", problem)
+        if len(copied.exclude) > MAX_PATHS:
+            found.add(f"{here}.copies[{index}].exclude", f"at most {MAX_PATHS} patterns")
+        if outer := _around(copied.path, [other.path for other in verifier.copies[:index]]):
+            found.add(f"{here}.copies[{index}].path", f"is, contains or is in {outer}, which is copied already")
+        for number, pattern in enumerate(copied.exclude):
+            if not pattern or "/" in pattern or "\0" in pattern:
+                found.add(f"{here}.copies[{index}].exclude[{number}]", "expected a pattern of names, without '/'")
+
+
+def _around(path: str, others: Iterable[str]) -> str:
+    """The first of other absolute paths that is the same, contains this one or is in it; empty if there is none."""
+    parts = _parts(path)
+    for other in others:
+        known = _parts(other)
+        common = min(len(parts), len(known))
+        if parts[:common] == known[:common]:
+            return other
+    return ""
+
+
+def _parts(path: str) -> list[str]:
+    return [part for part in path.split("/") if part not in ("", ".")]
+
+
+def _taken_problem(path: str, what: str, memory: Collection[str]) -> str:
+    """Why nothing can be taken from a path of the agent's sandbox; empty if it can."""
+    parts = _parts(path)
+    if not path or "\0" in path or ".." in parts or (path.startswith("/") and not parts):
+        return f"expected {what} that is not the root, without '..'"
+    if path.startswith("/") and parts[0] in memory:
+        return f"/{parts[0]} is memory, and what is there is in no fork: name {what} elsewhere"
+    return ""
 
 
 def _is_range(low: float, high: float) -> bool:
@@ -329,8 +373,8 @@ def _check_grading_beside(spec: RolloutSpec, where: str, found: Violations) -> N
         found.add(f"{where}task.verifier.fresh_fork", f"{problem}: leave it unset")
     if verifier.changes_below:
         found.add(f"{where}task.verifier.changes_below", f"{problem}: leave it empty")
-    if verifier.has_own_sandbox:
-        found.add(f"{where}task.verifier.{'image' if verifier.sandbox.image else 'resources'}", problem)
+    if named := verifier.needs_fork:
+        found.add(f"{where}task.verifier.{named}", problem)
     if spec.verifier_network is not None:
         found.add(f"{where}sandbox.verifier_network", problem)
 

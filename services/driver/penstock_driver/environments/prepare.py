@@ -71,11 +71,11 @@ def for_verifier(spec: RolloutSpec) -> RolloutSpec:
         found = replace(
             found,
             task=replace(found.task, files=(), setup=(), env={}),
-            sandbox=replace(found.sandbox, image=own.image, user="", setup_network=None),
+            sandbox=replace(found.sandbox, image=own.image, user=own.user, setup_network=None),
             packages=NO_PACKAGES,
         )
         state = spec.namespace
-    key = repr((state, [getattr(found.sandbox, name) for name in ("image", "own_kernel", *LIMITED)]))
+    key = repr((state, [getattr(found.sandbox, name) for name in ("image", "user", "own_kernel", *LIMITED)]))
     return replace(found, environment_key=hashlib.sha256(key.encode()).hexdigest())
 
 

@@ -14,21 +14,23 @@ from __future__ import annotations
 import asyncio
 import os
 import posixpath
+import secrets
 import tempfile
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO, Final, cast
 
 from penstock_chassis.errors import PermissionDenied, ResourceExhausted
-from penstock_driver.domain.failures import OF_THE_SANDBOX, of_the_agent
+from penstock_driver.domain.failures import OF_THE_SANDBOX, describe, of_the_agent
 from penstock_driver.domain.ports import PathKind, Sandboxes, SandboxFacts
 from penstock_driver.domain.rollout import (
     CARRY_S,
     Cause,
     Changes,
     CommandFinished,
+    CopiedPath,
     Grading,
     Phase,
     Reward,
@@ -39,7 +41,7 @@ from penstock_driver.domain.rollout import (
 from penstock_driver.domain.validation import IN_MEMORY
 from penstock_driver.grading import overlay, restore
 from penstock_driver.grading.carried import Fetched, Work
-from penstock_driver.grading.verifier import verify
+from penstock_driver.grading.verifier import OUTPUT_LIMIT, verify
 
 ROOT: Final = ("root", "0")
 """Users whose agents may change the system: grading those in place is the task's choice."""
@@ -58,14 +60,16 @@ _OF_THE_CONTAINER: Final = frozenset({"/etc/hosts", "/etc/hostname", "/etc/resol
 _MAX_SYSTEM_BYTES: Final = 1 << 20
 _IN_MEMORY_BYTES: Final = 64 << 10
 """How much of an agent's changes is kept in memory while they are copied: most agents change little."""
+_MAX_REPORTED: Final = 500
+"""How many bytes of its output are reported for a collect command that failed."""
 _SMALL_BYTES: Final = 16 << 10
 _FEW: Final = 16
 """A diff of at most so many bytes and deletions is read on the event loop, in less than about a millisecond."""
 
 
 class Grader:
-    """Grades one rollout. Call `save_baseline` before the agent starts, then `take` and `put` for a fresh fork,
-    `grade`, `close`.
+    """Grades one rollout. Call `save_baseline` before the agent starts, then `collect`, `take` and `put` for a fresh
+    fork, `grade`, `close`.
 
     Copied files are kept in temporary files in `spool`, at most `max_bytes` of each kind.
     """
@@ -83,6 +87,7 @@ class Grader:
         self._verifier = verifier
         self._spool = spool
         self._max_bytes = max_bytes
+        self._copies = tuple(replace(copied, path=posixpath.normpath(copied.path)) for copied in verifier.copies)
         self._kept: restore.Baseline | None = None
         self._layer: BinaryIO | None = None
         self._layer_begin = 0
@@ -91,12 +96,14 @@ class Grader:
     async def save_baseline(self, sandbox: SandboxFacts, plain: set[str]) -> None:
         """Save the paths to restore from the agent's sandbox before the agent starts. RolloutFailed (TASK).
 
-        A fresh fork still has them, so that nothing is saved for it: only the directories to copy are checked. Those
+        A fresh fork still has them, so that nothing is saved for it: only the paths to take are checked. Those
         that are in `plain` were found in order in the state that the sandbox is a fork of; others are added to it.
         """
-        if self._verifier.fresh_fork:  # bad directories are reported before the agent has worked
-            await self._refuse_links(sandbox, [root for root in self._roots(sandbox) if root not in plain])
-            plain.update(self._roots(sandbox)[: max(0, MOST_PLAIN - len(plain))])
+        if self._verifier.fresh_fork:  # bad paths are reported before the agent has worked
+            roots, copies = self._roots(sandbox), [copied.path for copied in self._copies]
+            await self._refuse_links(sandbox, [root for root in roots if root not in plain], _invalid)
+            await self._refuse_links(sandbox, [path for path in copies if path not in plain], _not_copied)
+            plain.update([*roots, *copies][: max(0, MOST_PLAIN - len(plain))])
             return
         try:
             async with asyncio.timeout(CARRY_S):
@@ -110,6 +117,28 @@ class Grader:
         """Whether something is saved from the agent's sandbox before the agent starts."""
         return bool(self._verifier.restore) and not self._verifier.fresh_fork
 
+    async def collect(self, sandbox: SandboxFacts, limit_s: float, report: Callable[[str], None]) -> None:
+        """Run the commands that write what is then taken, and kill what they leave. Whatever ends them is only
+        reported, but for what becomes of the sandbox; RolloutFailed (AGENT).
+        """
+        for index, command in enumerate(self._verifier.collect):
+            if limit_s <= 0.0:
+                report(f"collect commands of the verifier from {index} on were not run: those before took all the time")
+                return
+            process_id = f"collect-{index}-{secrets.token_hex(4)}"
+            given_s = self._verifier.command_timeout_s if command.timeout_s is None else command.timeout_s
+            bounded = replace(command, timeout_s=min(given_s, limit_s))
+            with of_the_agent():
+                result = await self._sandboxes.run(
+                    sandbox.sandbox_id, process_id, bounded, OUTPUT_LIMIT, kill_all_after=True
+                )
+                if not result.exit.all_killed:
+                    await self._sandboxes.kill(sandbox.sandbox_id, process_id, everything=True)
+            if not result.exit.ok:
+                printed = (result.stderr or result.stdout)[-_MAX_REPORTED:].decode("utf-8", "replace").strip()
+                report(f"collect command {index} of the verifier failed: {describe(result.exit)}: {printed}")
+            limit_s -= result.exit.duration_s
+
     async def take(self, sandbox: SandboxFacts) -> None:
         """Fetch the agent's changes. RolloutFailed (AGENT, CHANGES_TOO_LARGE)."""
         roots = self._roots(sandbox)
@@ -122,20 +151,37 @@ class Grader:
             raise _too_large(str(error)) from error
 
     async def _take(self, sandbox: SandboxFacts, roots: list[str]) -> None:
-        with self._temporary() as diff:
+        with ExitStack() as files:
+            diff, deleted, size = files.enter_context(self._temporary()), list[str](), 0
             with of_the_agent():
                 try:
-                    deleted = await self._sandboxes.diff(sandbox.sandbox_id, roots, diff, self._max_bytes)
+                    if roots:
+                        deleted += await self._sandboxes.diff(sandbox.sandbox_id, roots, diff, self._max_bytes)
+                    size = diff.tell()
+                    copied = list[overlay.Copied]()
+                    for given in self._copies:
+                        tar = files.enter_context(self._temporary())
+                        copied.append(await self._copied(sandbox, given, tar, self._max_bytes - size))
+                        size += tar.tell()
+                        tar.seek(0)
                 except ResourceExhausted as error:
                     raise _too_large(error.message) from error
-            size = diff.tell()
             diff.seek(0)
             self._layer = self._temporary()
+            work = (diff if roots else None, deleted, roots, self._layer, copied)
             if size <= _SMALL_BYTES and len(deleted) <= _FEW:
-                taken = overlay.layer(diff, deleted, roots, self._layer)
+                taken = overlay.layer(*work)
             else:
-                taken = await asyncio.to_thread(overlay.layer, diff, deleted, roots, self._layer)
+                taken = await asyncio.to_thread(overlay.layer, *work)
         self.grading = replace(self.grading, changes=taken)
+
+    async def _copied(self, sandbox: SandboxFacts, given: CopiedPath, tar: BinaryIO, room: int) -> overlay.Copied:
+        """Read what the agent's sandbox has at a path. ResourceExhausted if it is too large."""
+        kind = await self._sandboxes.kind(sandbox.sandbox_id, given.path)
+        if kind not in (PathKind.FILE, PathKind.DIRECTORY):
+            return overlay.Copied(given.path, is_left_out=kind is not None)
+        await self._sandboxes.read_tree(sandbox.sandbox_id, given.path, tar, max(0, room))
+        return overlay.Copied(given.path, tar, is_directory=kind is PathKind.DIRECTORY, exclude=given.exclude)
 
     def taken(self, artifacts: Sequence[Fetched]) -> tuple[Work, int]:
         """What was taken, with the agent's `artifacts`, and the layer's size in bytes."""
@@ -163,17 +209,31 @@ class Grader:
         taken = self.grading.changes
         assert self._layer is not None
         assert taken is not None
-        if not taken.entries and not taken.removed and not taken.left_out:
+        if not (taken.entries or taken.removed or taken.left_out or self._copies):
             return
         self._layer.seek(self._layer_begin)
         with of_the_agent():
             try:
                 async with asyncio.timeout(CARRY_S):
+                    await self._empty(fork)
                     await self._sandboxes.put_layer(fork.sandbox_id, "/", self._layer)
             except ResourceExhausted as error:
                 raise _too_large(error.message) from error
             except TimeoutError:
                 raise _too_large(f"they could not be written in {CARRY_S:g} s") from None
+
+    async def _empty(self, fork: SandboxFacts) -> None:
+        """Empty the directories of the fork where something is copied whole. They stay: one may be a mount."""
+        found = {}
+        for copied in self._copies:
+            if await self._sandboxes.kind(fork.sandbox_id, copied.path) is PathKind.DIRECTORY:
+                found[copied.path] = await self._sandboxes.entries(fork.sandbox_id, copied.path, overlay.MAX_ENTRIES)
+        if not any(found.values()):
+            return
+        with self._temporary() as layer:
+            await asyncio.to_thread(overlay.emptying, found, layer)
+            layer.seek(0)
+            await self._sandboxes.put_layer(fork.sandbox_id, "/", layer)
 
     async def grade(self, sandbox: SandboxFacts, record: Callable[[CommandFinished], None]) -> Reward:
         """Restore the baseline, run the verifier and return its reward; RolloutFailed when it gives none."""
@@ -220,6 +280,8 @@ class Grader:
         """The absolute directories whose changes are copied; RolloutFailed (TASK; CHANGES_UNBOUNDED,
         CHANGES_BELOW_INVALID).
         """
+        if not self._verifier.takes_changes:
+            return []
         given = self._verifier.changes_below or (sandbox.workdir,)
         roots = [posixpath.normpath(posixpath.join(sandbox.workdir, path)) for path in given]
         if any(root.strip("/") == "" for root in roots):
@@ -230,10 +292,10 @@ class Grader:
                 raise _invalid(root, f"/{top} is memory, and what is there is in no fork; use a directory elsewhere")
         return roots
 
-    async def _refuse_links(self, sandbox: SandboxFacts, roots: Sequence[str]) -> None:
-        """Check that no directory to copy lies behind a link, where a diff shows nothing. RolloutFailed (TASK,
-        CHANGES_BELOW_INVALID).
-        """
+    async def _refuse_links(
+        self, sandbox: SandboxFacts, roots: Iterable[str], refusal: Callable[[str, str], RolloutFailed]
+    ) -> None:
+        """Check that no path to take lies behind a link, where a diff shows nothing. Raises what `refusal` makes."""
         seen: dict[str, PathKind | None] = {}
         for root in roots:
             path = ""
@@ -247,7 +309,7 @@ class Grader:
                             raise
                         seen[path] = None  # the agent cannot go there either
                 if seen[path] is PathKind.SYMLINK:
-                    raise _invalid(root, f"{path} is a link, and changes are found where it leads; name that directory")
+                    raise refusal(root, f"{path} is a link, and changes are found where it leads; name that directory")
                 if seen[path] is not PathKind.DIRECTORY:
                     break
 
@@ -276,6 +338,11 @@ async def check_system(sandboxes: Sandboxes, sandbox: SandboxFacts, spool: Path 
 def _invalid(root: str, why: str) -> RolloutFailed:
     message = f"verifier.changes_below (by default the working directory) has {root}, where no change is seen: {why}"
     return failed(Cause.TASK, "CHANGES_BELOW_INVALID", message, Phase.CONFIGURING)
+
+
+def _not_copied(path: str, why: str) -> RolloutFailed:
+    message = f"verifier.copies has {path}, which cannot be copied: {why}"
+    return failed(Cause.TASK, "COPIES_INVALID", message, Phase.CONFIGURING)
 
 
 def _too_large(what: str) -> RolloutFailed:

@@ -533,6 +533,9 @@ class Attempt:
         forking = self._forking or self._begin_to_fork(prepared)
         try:
             if sandbox is not None:
+                await grader.collect(
+                    sandbox, self._spec.limits.verify_s, lambda text: self._recorder.append(Progress(text))
+                )
                 async with asyncio.timeout(CARRY_S):
                     await grader.take(sandbox)
                     self._artifacts = await self._fetch_artifacts(sandbox, prepared)

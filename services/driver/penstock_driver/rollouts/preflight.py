@@ -67,7 +67,10 @@ def check_backend(spec: RolloutSpec, backends: Sequence[BackendFacts]) -> Rollou
             reason="AGENT_NEEDS_ROOT",
         )
     verifier = spec.task.verifier
-    takes_changes = verifier and (verifier.fresh_fork or verifier.changes_below or verifier.has_own_sandbox)
+    in_a_fork = verifier and (
+        verifier.fresh_fork or verifier.changes_below or verifier.needs_fork or spec.verifier_network is not None
+    )
+    takes_changes = verifier and in_a_fork and verifier.takes_changes
     needed = {
         "one_endpoint": backend.one_endpoint,
         "fork": backend.forks,
@@ -75,16 +78,14 @@ def check_backend(spec: RolloutSpec, backends: Sequence[BackendFacts]) -> Rollou
         "diff": backend.diff or not (spec.keep_end_state or takes_changes),
         "stdin_stream": backend.stdin or agent.instruction.method is not PromptDelivery.STDIN,
     }
-    if spec.verifier_network is not None:
-        needed["diff"] = backend.diff
     _check_capabilities(backend, spec.sandbox, needed)
     if verifier:
         _check_capabilities(backend, verifier.sandbox, {})
     _check_hosts(backend, _listed(spec.sandbox), spec.agent_network, spec.verifier_network)
     if verifier and verifier.fresh_fork is None:
         # What the agent did to its companions is in no fork.
-        forks = backend.diff and not spec.sandbox.companions
-        spec = replace(spec, task=replace(spec.task, verifier=replace(verifier, fresh_fork=forks)))
+        fresh_fork = (backend.diff and not spec.sandbox.companions) or bool(in_a_fork)
+        spec = replace(spec, task=replace(spec.task, verifier=replace(verifier, fresh_fork=fresh_fork)))
     return replace(spec, sandbox=replace(spec.sandbox, backend=backend.name), reports_changes=backend.diff)
 
 

@@ -173,7 +173,9 @@ class Regrader:
         self, record: Record, request: rollout_pb2.RolloutSpec, verifier: rollout_pb2.Verifier | None, name: str
     ) -> _Order:
         """InvalidArgument with every wrong field."""
-        found, first = Violations(), list(request.task.verifier.changes_below)
+        found, own = Violations(), rollout_pb2.Verifier()
+        own.CopyFrom(request.task.verifier)
+        first = list(own.changes_below)
         if verifier is None and not request.task.HasField("verifier"):
             found.add("verifier", "is required: the rollout has none of its own")
         if name and (name == FIRST_GRADE or not NAME.fullmatch(name)):
@@ -184,13 +186,22 @@ class Regrader:
             if verifier.changes_below and list(verifier.changes_below) != first:
                 kept = ", ".join(first) or "the working directory"
                 found.add("verifier.changes_below", f"the end state has the changes below {kept}: leave it empty")
+            if verifier.copies and list(verifier.copies) != list(own.copies):
+                kept = ", ".join(copied.path for copied in own.copies) or "nothing"
+                found.add("verifier.copies", f"the end state has whole copies of {kept}: leave it empty")
+            if verifier.collect and list(verifier.collect) != list(own.collect):
+                found.add(
+                    "verifier.collect", "the agent's sandbox is gone, and the end state is what it had: leave it empty"
+                )
         found.refuse()
         if verifier is not None:
             request.task.verifier.CopyFrom(verifier)
         sha256 = verifier_sha256(request.task.verifier)
         request.task.verifier.fresh_fork = True
-        request.task.verifier.ClearField("changes_below")
+        for field in ("changes_below", "copies", "collect"):
+            request.task.verifier.ClearField(field)
         request.task.verifier.changes_below.extend(first)
+        request.task.verifier.copies.extend(own.copies)
         spec = rollout_spec(request, self._agents, record.namespace)
         return _Order(record, replace(spec, verifier_sha256=sha256), name or sha256[:NAME_DIGITS])
 

@@ -191,6 +191,7 @@ def _verifiers_sandbox(verifier: rollout_pb2.Verifier) -> SandboxTerms:
     given = verifier.resources
     return SandboxTerms(
         image=verifier.image,
+        user=verifier.user,
         **{name: getattr(given, name) for name in LIMITED if given.HasField(name)},
     )
 
@@ -198,7 +199,7 @@ def _verifiers_sandbox(verifier: rollout_pb2.Verifier) -> SandboxTerms:
 _verifier: Final = reader(
     Verifier,
     rollout_pb2.Verifier,
-    left_out=("reward_file", "passed_share", "image", "resources"),
+    left_out=("reward_file", "passed_share", "image", "user", "resources"),
     by={
         "sandbox": _verifiers_sandbox,
         "reward_by_file": lambda verifier: verifier.HasField("reward_file"),
@@ -259,7 +260,7 @@ def make_effective(wire: rollout_pb2.Task, task: Task) -> None:
     """Remove file contents and the values of secrets from a task, and fill in its verifier's defaults."""
     for file in [*wire.files, *wire.verifier.files]:
         file.content = b""
-    for command in [*wire.setup, *wire.verifier.commands]:
+    for command in [*wire.setup, *wire.verifier.collect, *wire.verifier.commands]:
         for name in list(command.secret_env):
             command.secret_env[name] = ""
     if task.verifier:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from penstock_driver.domain.rollout import Changes
 from penstock_driver.grading import overlay
-from penstock_driver.grading.overlay import WHITEOUT, layer
+from penstock_driver.grading.overlay import WHITEOUT, Copied, layer
 
 ROOTS = ["/work", "/data/set"]
 KINDS = (
@@ -83,6 +83,66 @@ def test_overlay_of_any_diff_stays_below_its_directories(given_items: list[Item]
     assert all(WHITEOUT in path for path in removals), "a deletion comes before everything"
     assert told.entries <= len(given_items)
     assert len(told.left_out_paths) <= told.left_out
+
+
+def tar_of(items: list[Item]) -> io.BytesIO:
+    """A tar of these members, at its beginning."""
+    made = io.BytesIO()
+    with tarfile.open(fileobj=made, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        for item in items:
+            info = tarfile.TarInfo(item.name)
+            info.type, info.linkname, info.mode, info.size = item.kind, item.link, item.mode, len(item.content)
+            archive.addfile(info, io.BytesIO(item.content))
+    made.seek(0)
+    return made
+
+
+@pytest.mark.requirement("R76")
+def test_whole_copies_have_everything_but_what_is_excluded_or_leads_out() -> None:
+    """Hard links lead to where the copy is; at its paths no change counts, deletions included."""
+    folder = tar_of(
+        [
+            Item("kept", content=b"ab", mode=0o4755),
+            Item("twin", tarfile.LNKTYPE, "kept"),
+            Item("in", tarfile.DIRTYPE, mode=0o500),
+            Item("in/to-kept", tarfile.SYMTYPE, "../kept"),
+            Item("in/out", tarfile.SYMTYPE, "/etc/passwd"),
+            Item("in/.git", tarfile.DIRTYPE),
+            Item("in/.git/config", content=b"x"),
+            Item("in/a.pyc", content=b"x"),
+            Item("../up", content=b"x"),
+            Item("pipe", tarfile.FIFOTYPE),
+        ]
+    )
+    changes = tar_of([Item("work/copied/changed", content=b"x"), Item("work/other", content=b"x")])
+    copies = [
+        Copied("/work/copied", folder, is_directory=True, exclude=(".git", "*.py[co]")),
+        Copied("/srv/answer", tar_of([Item("answer", content=b"42")])),
+        Copied("/srv/absent"),
+        Copied("/srv/link", is_left_out=True),
+    ]
+    sink = io.BytesIO()
+    told = layer(changes, ["/work/copied/gone", "/work/gone"], ["/work"], sink, copies)
+    sink.seek(0)
+    with tarfile.open(fileobj=sink) as archive:
+        members = {f"/{member.name}": member for member in archive}
+        answer = archive.extractfile("srv/answer")
+        assert answer is not None and answer.read() == b"42"
+    assert list(members) == [
+        *("/work/.wh.gone", "/work/other", "/work/copied", "/work/copied/kept", "/work/copied/twin"),
+        *("/work/copied/in", "/work/copied/in/to-kept", "/work/copied/in/.wh.out", "/work/copied/.wh.pipe"),
+        *("/srv/answer", "/srv/.wh.absent", "/srv/.wh.link"),
+    ]
+    assert members["/work/copied/kept"].mode == 0o755
+    assert members["/work/copied/twin"].linkname == "work/copied/kept"
+    assert members["/work/copied/in/to-kept"].linkname == "../kept"
+    assert told == Changes(
+        entries=7,
+        size_bytes=5,
+        removed=1,
+        left_out=4,
+        left_out_paths=("/work/copied/in/out", "/work/copied/../up", "/work/copied/pipe", "/srv/link"),
+    )
 
 
 @pytest.mark.requirement("R76")

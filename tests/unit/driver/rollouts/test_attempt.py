@@ -29,7 +29,7 @@ from penstock_chassis.errors import (
 from penstock_driver.agents.launch import FileToWrite
 from penstock_driver.agents.specs import Artifact, Toolbox
 from penstock_driver.domain.ports import BackendFacts, CallEnded, Command, GateClosing, SandboxTerms
-from penstock_driver.domain.rollout import Cause, Component, Failure, Limits, Phase, Verifier
+from penstock_driver.domain.rollout import Cause, Component, CopiedPath, Failure, Limits, Phase, Verifier
 from penstock_driver.environments.prepare import Environments, for_verifier
 from penstock_driver.grading import grader
 from penstock_driver.placement.placement import OnePlace
@@ -886,7 +886,7 @@ async def test_a_verifier_waits_for_no_deletion_and_the_rollout_for_each(
     [
         (SandboxTerms(image="judge:1"), False),
         (SandboxTerms(pids=7), True),
-        (SandboxTerms(image="judge:1", cpu=2), False),
+        (SandboxTerms(image="judge:1", cpu=2, user="root"), False),
     ],
 )
 async def test_a_verifier_with_a_sandbox_of_its_own_gets_nothing_of_the_agents(
@@ -914,7 +914,7 @@ async def test_a_verifier_with_a_sandbox_of_its_own_gets_nothing_of_the_agents(
         image=own.image or "task:1",
         pids=own.pids or 5,
         cpu=own.cpu,
-        user="worker" if keeps_the_task else "",
+        user="worker" if keeps_the_task else own.user,
     )
     calls = driver.sandboxes.calls
     assert calls.index("start") > len(calls) - 1 - calls[::-1].index("prepare_snapshot")
@@ -939,6 +939,17 @@ def test_a_sandbox_of_the_verifier_needs_a_backend_that_can_make_it(driver: Driv
     limited = with_task(driver, verifier=Verifier(commands=(Command(shell="true"),), sandbox=SandboxTerms(inodes=9)))
     with pytest.raises(FailedPrecondition, match="a limit of inodes"):
         check_backend(limited, [facts(diff=True)])
+
+
+@pytest.mark.requirement("R76")
+def test_whole_copies_need_no_diff_and_are_made_in_a_fresh_fork(driver: Driver) -> None:
+    """Unless changes are wanted too."""
+    verifier = Verifier(commands=(Command(shell="true"),), copies=(CopiedPath("/out"),))
+    spec = with_task(driver, verifier=verifier)
+    assert check_backend(spec, [facts(diff=False)]).task.verifier == replace(verifier, fresh_fork=True)
+    both = with_task(driver, verifier=replace(verifier, changes_below=("a",)))
+    with pytest.raises(FailedPrecondition, match="diff"):
+        check_backend(both, [facts(diff=False)])
 
 
 @pytest.mark.requirement("R90")

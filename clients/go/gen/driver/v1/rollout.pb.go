@@ -526,19 +526,30 @@ type Verifier struct {
 	// directories. A directory stands for all its content. Both in place and with fresh_fork.
 	Restore []string `protobuf:"bytes,9,rep,name=restore,proto3" json:"restore,omitempty"`
 	// With fresh_fork: the directories whose changes are copied, absolute or relative to the working directory. Empty = the
-	// working directory. If it is not empty, grading needs a fresh fork, and fresh_fork false is refused. No directory may be
-	// in memory (/tmp, /dev, /proc, /sys), or lie behind a link in the prepared state (CHANGES_BELOW_INVALID).
+	// working directory, or nothing if there are `copies`. If it is not empty, grading needs a fresh fork, and fresh_fork false
+	// is refused. No directory may be in memory (/tmp, /dev, /proc, /sys), or lie behind a link in the prepared state
+	// (CHANGES_BELOW_INVALID).
 	ChangesBelow []string `protobuf:"bytes,10,rep,name=changes_below,json=changesBelow,proto3" json:"changes_below,omitempty"`
 	// With reward_file: the required components, each finite and in its range. Not empty = other components are refused.
 	ComponentRanges map[string]*RewardRange `protobuf:"bytes,11,rep,name=component_ranges,json=componentRanges,proto3" json:"component_ranges,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
-	// Name of the image in which it is graded, in a sandbox of its own: the agent's changes are put into it, and nothing else
-	// of the task or the agent (no files, setup, packages or toolbox). Commands run as the backend's ordinary user and begin
+	// Name of the image in which it is graded, in a sandbox of its own: the agent's changes and `copies` are put into it, and
+	// nothing else of the task or the agent (no files, setup, packages or toolbox). Commands run as `user` and begin
 	// in the image's working directory; `restore` restores what the image has. The image is pulled
 	// before the agent starts. Needs a fresh fork. Empty = the prepared state.
 	Image string `protobuf:"bytes,12,opt,name=image,proto3" json:"image,omitempty"`
 	// Resources of the sandbox in which it is graded. With no image of its own, setup runs once more in a sandbox with them.
 	// What is unset is as in the agent's sandbox. Needs a fresh fork.
-	Resources     *v1.Resources `protobuf:"bytes,13,opt,name=resources,proto3" json:"resources,omitempty"`
+	Resources *v1.Resources `protobuf:"bytes,13,opt,name=resources,proto3" json:"resources,omitempty"`
+	// Files and directories that are copied whole from the agent's sandbox to the same paths, over what is there: also what
+	// the agent did not change. None is below another. Needs a fresh fork. RegradeRollout has what was copied first.
+	Copies []*CopiedPath `protobuf:"bytes,14,rep,name=copies,proto3" json:"copies,omitempty"`
+	// Run in order in the agent's sandbox, after the agent's death and before anything is read from it: they write what
+	// `copies` and changes then have. Their ends have no influence: a Progress reports those that fail. What they print and
+	// leave is the agent's word, since they run in its sandbox. They have the time of Limits.verify, each also its own timeout
+	// or command_timeout. Needs a fresh fork. RegradeRollout does not run them again.
+	Collect []*v1.Command `protobuf:"bytes,15,rep,name=collect,proto3" json:"collect,omitempty"`
+	// With `image`: the user of that sandbox, as SandboxChoice.user. Empty = the backend's ordinary user.
+	User          string `protobuf:"bytes,16,opt,name=user,proto3" json:"user,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -675,6 +686,27 @@ func (x *Verifier) GetResources() *v1.Resources {
 	return nil
 }
 
+func (x *Verifier) GetCopies() []*CopiedPath {
+	if x != nil {
+		return x.Copies
+	}
+	return nil
+}
+
+func (x *Verifier) GetCollect() []*v1.Command {
+	if x != nil {
+		return x.Collect
+	}
+	return nil
+}
+
+func (x *Verifier) GetUser() string {
+	if x != nil {
+		return x.User
+	}
+	return ""
+}
+
 type isVerifier_Reward interface {
 	isVerifier_Reward()
 }
@@ -691,6 +723,64 @@ func (*Verifier_RewardFile) isVerifier_Reward() {}
 
 func (*Verifier_PassedShare) isVerifier_Reward() {}
 
+// CopiedPath is a file or a directory that a verifier gets whole.
+type CopiedPath struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Absolute, not the root, nor in /dev, /proc or /sys, nor behind a link in the prepared state (COPIES_INVALID). What the
+	// agent does not have there, or has as a link or another kind of file, is not in the fork either. A directory takes the
+	// place of all that the fork has there. Links in it that lead out of it, other kinds of file and set-user-ID bits are left
+	// out, as of changes; Grading.changes counts both.
+	Path string `protobuf:"bytes,1,opt,name=path,proto3" json:"path,omitempty"`
+	// Names in a directory that are left out, with all that they contain, at any depth. `*`, `?` and `[...]` match within a name.
+	Exclude       []string `protobuf:"bytes,2,rep,name=exclude,proto3" json:"exclude,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *CopiedPath) Reset() {
+	*x = CopiedPath{}
+	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[2]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *CopiedPath) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*CopiedPath) ProtoMessage() {}
+
+func (x *CopiedPath) ProtoReflect() protoreflect.Message {
+	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[2]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use CopiedPath.ProtoReflect.Descriptor instead.
+func (*CopiedPath) Descriptor() ([]byte, []int) {
+	return file_penstock_driver_v1_rollout_proto_rawDescGZIP(), []int{2}
+}
+
+func (x *CopiedPath) GetPath() string {
+	if x != nil {
+		return x.Path
+	}
+	return ""
+}
+
+func (x *CopiedPath) GetExclude() []string {
+	if x != nil {
+		return x.Exclude
+	}
+	return nil
+}
+
 // RewardRange is from min to max, both included and finite.
 type RewardRange struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -702,7 +792,7 @@ type RewardRange struct {
 
 func (x *RewardRange) Reset() {
 	*x = RewardRange{}
-	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[2]
+	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[3]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -714,7 +804,7 @@ func (x *RewardRange) String() string {
 func (*RewardRange) ProtoMessage() {}
 
 func (x *RewardRange) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[2]
+	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[3]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -727,7 +817,7 @@ func (x *RewardRange) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RewardRange.ProtoReflect.Descriptor instead.
 func (*RewardRange) Descriptor() ([]byte, []int) {
-	return file_penstock_driver_v1_rollout_proto_rawDescGZIP(), []int{2}
+	return file_penstock_driver_v1_rollout_proto_rawDescGZIP(), []int{3}
 }
 
 func (x *RewardRange) GetMin() float64 {
@@ -756,7 +846,7 @@ type RewardFile struct {
 
 func (x *RewardFile) Reset() {
 	*x = RewardFile{}
-	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[3]
+	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -768,7 +858,7 @@ func (x *RewardFile) String() string {
 func (*RewardFile) ProtoMessage() {}
 
 func (x *RewardFile) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[3]
+	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -781,7 +871,7 @@ func (x *RewardFile) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RewardFile.ProtoReflect.Descriptor instead.
 func (*RewardFile) Descriptor() ([]byte, []int) {
-	return file_penstock_driver_v1_rollout_proto_rawDescGZIP(), []int{3}
+	return file_penstock_driver_v1_rollout_proto_rawDescGZIP(), []int{4}
 }
 
 // RewardPassedShare computes range_min + (range_max - range_min) * passed / total. A command has passed if it exits with 0.
@@ -793,7 +883,7 @@ type RewardPassedShare struct {
 
 func (x *RewardPassedShare) Reset() {
 	*x = RewardPassedShare{}
-	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[4]
+	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -805,7 +895,7 @@ func (x *RewardPassedShare) String() string {
 func (*RewardPassedShare) ProtoMessage() {}
 
 func (x *RewardPassedShare) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[4]
+	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -818,7 +908,7 @@ func (x *RewardPassedShare) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RewardPassedShare.ProtoReflect.Descriptor instead.
 func (*RewardPassedShare) Descriptor() ([]byte, []int) {
-	return file_penstock_driver_v1_rollout_proto_rawDescGZIP(), []int{4}
+	return file_penstock_driver_v1_rollout_proto_rawDescGZIP(), []int{5}
 }
 
 // AgentChoice is which agent runs, and its options.
@@ -839,7 +929,7 @@ type AgentChoice struct {
 
 func (x *AgentChoice) Reset() {
 	*x = AgentChoice{}
-	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[5]
+	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -851,7 +941,7 @@ func (x *AgentChoice) String() string {
 func (*AgentChoice) ProtoMessage() {}
 
 func (x *AgentChoice) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[5]
+	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -864,7 +954,7 @@ func (x *AgentChoice) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AgentChoice.ProtoReflect.Descriptor instead.
 func (*AgentChoice) Descriptor() ([]byte, []int) {
-	return file_penstock_driver_v1_rollout_proto_rawDescGZIP(), []int{5}
+	return file_penstock_driver_v1_rollout_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *AgentChoice) GetName() string {
@@ -917,7 +1007,7 @@ type McpServer struct {
 
 func (x *McpServer) Reset() {
 	*x = McpServer{}
-	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[6]
+	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -929,7 +1019,7 @@ func (x *McpServer) String() string {
 func (*McpServer) ProtoMessage() {}
 
 func (x *McpServer) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[6]
+	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -942,7 +1032,7 @@ func (x *McpServer) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use McpServer.ProtoReflect.Descriptor instead.
 func (*McpServer) Descriptor() ([]byte, []int) {
-	return file_penstock_driver_v1_rollout_proto_rawDescGZIP(), []int{6}
+	return file_penstock_driver_v1_rollout_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *McpServer) GetName() string {
@@ -1010,7 +1100,7 @@ type Packages struct {
 
 func (x *Packages) Reset() {
 	*x = Packages{}
-	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[7]
+	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1022,7 +1112,7 @@ func (x *Packages) String() string {
 func (*Packages) ProtoMessage() {}
 
 func (x *Packages) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[7]
+	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1035,7 +1125,7 @@ func (x *Packages) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Packages.ProtoReflect.Descriptor instead.
 func (*Packages) Descriptor() ([]byte, []int) {
-	return file_penstock_driver_v1_rollout_proto_rawDescGZIP(), []int{7}
+	return file_penstock_driver_v1_rollout_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *Packages) GetPython() string {
@@ -1091,7 +1181,7 @@ type SandboxChoice struct {
 
 func (x *SandboxChoice) Reset() {
 	*x = SandboxChoice{}
-	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[8]
+	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1103,7 +1193,7 @@ func (x *SandboxChoice) String() string {
 func (*SandboxChoice) ProtoMessage() {}
 
 func (x *SandboxChoice) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[8]
+	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1116,7 +1206,7 @@ func (x *SandboxChoice) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SandboxChoice.ProtoReflect.Descriptor instead.
 func (*SandboxChoice) Descriptor() ([]byte, []int) {
-	return file_penstock_driver_v1_rollout_proto_rawDescGZIP(), []int{8}
+	return file_penstock_driver_v1_rollout_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *SandboxChoice) GetBackend() string {
@@ -1213,7 +1303,7 @@ type Limits struct {
 
 func (x *Limits) Reset() {
 	*x = Limits{}
-	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[9]
+	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1225,7 +1315,7 @@ func (x *Limits) String() string {
 func (*Limits) ProtoMessage() {}
 
 func (x *Limits) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[9]
+	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1238,7 +1328,7 @@ func (x *Limits) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Limits.ProtoReflect.Descriptor instead.
 func (*Limits) Descriptor() ([]byte, []int) {
-	return file_penstock_driver_v1_rollout_proto_rawDescGZIP(), []int{9}
+	return file_penstock_driver_v1_rollout_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *Limits) GetPrepare() *durationpb.Duration {
@@ -1311,7 +1401,7 @@ type RolloutSpec struct {
 
 func (x *RolloutSpec) Reset() {
 	*x = RolloutSpec{}
-	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[10]
+	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1323,7 +1413,7 @@ func (x *RolloutSpec) String() string {
 func (*RolloutSpec) ProtoMessage() {}
 
 func (x *RolloutSpec) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[10]
+	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1336,7 +1426,7 @@ func (x *RolloutSpec) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RolloutSpec.ProtoReflect.Descriptor instead.
 func (*RolloutSpec) Descriptor() ([]byte, []int) {
-	return file_penstock_driver_v1_rollout_proto_rawDescGZIP(), []int{10}
+	return file_penstock_driver_v1_rollout_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *RolloutSpec) GetTask() *Task {
@@ -1483,7 +1573,7 @@ type Failure struct {
 
 func (x *Failure) Reset() {
 	*x = Failure{}
-	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[11]
+	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1495,7 +1585,7 @@ func (x *Failure) String() string {
 func (*Failure) ProtoMessage() {}
 
 func (x *Failure) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[11]
+	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1508,7 +1598,7 @@ func (x *Failure) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Failure.ProtoReflect.Descriptor instead.
 func (*Failure) Descriptor() ([]byte, []int) {
-	return file_penstock_driver_v1_rollout_proto_rawDescGZIP(), []int{11}
+	return file_penstock_driver_v1_rollout_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *Failure) GetCause() FailureCause {
@@ -1565,7 +1655,7 @@ type AgentExit struct {
 
 func (x *AgentExit) Reset() {
 	*x = AgentExit{}
-	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[12]
+	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1577,7 +1667,7 @@ func (x *AgentExit) String() string {
 func (*AgentExit) ProtoMessage() {}
 
 func (x *AgentExit) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[12]
+	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1590,7 +1680,7 @@ func (x *AgentExit) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AgentExit.ProtoReflect.Descriptor instead.
 func (*AgentExit) Descriptor() ([]byte, []int) {
-	return file_penstock_driver_v1_rollout_proto_rawDescGZIP(), []int{12}
+	return file_penstock_driver_v1_rollout_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *AgentExit) GetExit() *v1.Exit {
@@ -1623,7 +1713,7 @@ type Outcome struct {
 
 func (x *Outcome) Reset() {
 	*x = Outcome{}
-	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[13]
+	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1635,7 +1725,7 @@ func (x *Outcome) String() string {
 func (*Outcome) ProtoMessage() {}
 
 func (x *Outcome) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[13]
+	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1648,7 +1738,7 @@ func (x *Outcome) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Outcome.ProtoReflect.Descriptor instead.
 func (*Outcome) Descriptor() ([]byte, []int) {
-	return file_penstock_driver_v1_rollout_proto_rawDescGZIP(), []int{13}
+	return file_penstock_driver_v1_rollout_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *Outcome) GetFailure() *Failure {
@@ -1698,7 +1788,7 @@ type Grade struct {
 
 func (x *Grade) Reset() {
 	*x = Grade{}
-	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[14]
+	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1710,7 +1800,7 @@ func (x *Grade) String() string {
 func (*Grade) ProtoMessage() {}
 
 func (x *Grade) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[14]
+	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1723,7 +1813,7 @@ func (x *Grade) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Grade.ProtoReflect.Descriptor instead.
 func (*Grade) Descriptor() ([]byte, []int) {
-	return file_penstock_driver_v1_rollout_proto_rawDescGZIP(), []int{14}
+	return file_penstock_driver_v1_rollout_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *Grade) GetName() string {
@@ -1783,7 +1873,7 @@ type Grading struct {
 
 func (x *Grading) Reset() {
 	*x = Grading{}
-	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[15]
+	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1795,7 +1885,7 @@ func (x *Grading) String() string {
 func (*Grading) ProtoMessage() {}
 
 func (x *Grading) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[15]
+	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1808,7 +1898,7 @@ func (x *Grading) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Grading.ProtoReflect.Descriptor instead.
 func (*Grading) Descriptor() ([]byte, []int) {
-	return file_penstock_driver_v1_rollout_proto_rawDescGZIP(), []int{15}
+	return file_penstock_driver_v1_rollout_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *Grading) GetPlace() GradingPlace {
@@ -1907,7 +1997,7 @@ type Rollout struct {
 
 func (x *Rollout) Reset() {
 	*x = Rollout{}
-	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[16]
+	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1919,7 +2009,7 @@ func (x *Rollout) String() string {
 func (*Rollout) ProtoMessage() {}
 
 func (x *Rollout) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[16]
+	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1932,7 +2022,7 @@ func (x *Rollout) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Rollout.ProtoReflect.Descriptor instead.
 func (*Rollout) Descriptor() ([]byte, []int) {
-	return file_penstock_driver_v1_rollout_proto_rawDescGZIP(), []int{16}
+	return file_penstock_driver_v1_rollout_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *Rollout) GetRolloutId() string {
@@ -2099,7 +2189,7 @@ type Pause struct {
 
 func (x *Pause) Reset() {
 	*x = Pause{}
-	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[17]
+	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2111,7 +2201,7 @@ func (x *Pause) String() string {
 func (*Pause) ProtoMessage() {}
 
 func (x *Pause) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[17]
+	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2124,7 +2214,7 @@ func (x *Pause) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Pause.ProtoReflect.Descriptor instead.
 func (*Pause) Descriptor() ([]byte, []int) {
-	return file_penstock_driver_v1_rollout_proto_rawDescGZIP(), []int{17}
+	return file_penstock_driver_v1_rollout_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *Pause) GetReason() string {
@@ -2167,7 +2257,7 @@ type Export struct {
 
 func (x *Export) Reset() {
 	*x = Export{}
-	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[18]
+	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2179,7 +2269,7 @@ func (x *Export) String() string {
 func (*Export) ProtoMessage() {}
 
 func (x *Export) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[18]
+	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2192,7 +2282,7 @@ func (x *Export) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Export.ProtoReflect.Descriptor instead.
 func (*Export) Descriptor() ([]byte, []int) {
-	return file_penstock_driver_v1_rollout_proto_rawDescGZIP(), []int{18}
+	return file_penstock_driver_v1_rollout_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *Export) GetLocation() string {
@@ -2221,7 +2311,7 @@ type ForkOrigin struct {
 
 func (x *ForkOrigin) Reset() {
 	*x = ForkOrigin{}
-	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[19]
+	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2233,7 +2323,7 @@ func (x *ForkOrigin) String() string {
 func (*ForkOrigin) ProtoMessage() {}
 
 func (x *ForkOrigin) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[19]
+	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2246,7 +2336,7 @@ func (x *ForkOrigin) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ForkOrigin.ProtoReflect.Descriptor instead.
 func (*ForkOrigin) Descriptor() ([]byte, []int) {
-	return file_penstock_driver_v1_rollout_proto_rawDescGZIP(), []int{19}
+	return file_penstock_driver_v1_rollout_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *ForkOrigin) GetRolloutId() string {
@@ -2278,7 +2368,7 @@ type Home struct {
 
 func (x *Home) Reset() {
 	*x = Home{}
-	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[20]
+	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2290,7 +2380,7 @@ func (x *Home) String() string {
 func (*Home) ProtoMessage() {}
 
 func (x *Home) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[20]
+	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2303,7 +2393,7 @@ func (x *Home) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Home.ProtoReflect.Descriptor instead.
 func (*Home) Descriptor() ([]byte, []int) {
-	return file_penstock_driver_v1_rollout_proto_rawDescGZIP(), []int{20}
+	return file_penstock_driver_v1_rollout_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *Home) GetDriver() string {
@@ -2371,7 +2461,7 @@ type RolloutSummary struct {
 
 func (x *RolloutSummary) Reset() {
 	*x = RolloutSummary{}
-	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[21]
+	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2383,7 +2473,7 @@ func (x *RolloutSummary) String() string {
 func (*RolloutSummary) ProtoMessage() {}
 
 func (x *RolloutSummary) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[21]
+	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2396,7 +2486,7 @@ func (x *RolloutSummary) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RolloutSummary.ProtoReflect.Descriptor instead.
 func (*RolloutSummary) Descriptor() ([]byte, []int) {
-	return file_penstock_driver_v1_rollout_proto_rawDescGZIP(), []int{21}
+	return file_penstock_driver_v1_rollout_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *RolloutSummary) GetRolloutId() string {
@@ -2542,7 +2632,7 @@ type CallSums struct {
 
 func (x *CallSums) Reset() {
 	*x = CallSums{}
-	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[22]
+	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2554,7 +2644,7 @@ func (x *CallSums) String() string {
 func (*CallSums) ProtoMessage() {}
 
 func (x *CallSums) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[22]
+	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2567,7 +2657,7 @@ func (x *CallSums) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CallSums.ProtoReflect.Descriptor instead.
 func (*CallSums) Descriptor() ([]byte, []int) {
-	return file_penstock_driver_v1_rollout_proto_rawDescGZIP(), []int{22}
+	return file_penstock_driver_v1_rollout_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *CallSums) GetCalls() int32 {
@@ -2616,7 +2706,7 @@ type PhaseTime struct {
 
 func (x *PhaseTime) Reset() {
 	*x = PhaseTime{}
-	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[23]
+	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2628,7 +2718,7 @@ func (x *PhaseTime) String() string {
 func (*PhaseTime) ProtoMessage() {}
 
 func (x *PhaseTime) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[23]
+	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2641,7 +2731,7 @@ func (x *PhaseTime) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PhaseTime.ProtoReflect.Descriptor instead.
 func (*PhaseTime) Descriptor() ([]byte, []int) {
-	return file_penstock_driver_v1_rollout_proto_rawDescGZIP(), []int{23}
+	return file_penstock_driver_v1_rollout_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *PhaseTime) GetPhase() Phase {
@@ -2669,7 +2759,7 @@ type StragglerPolicy struct {
 
 func (x *StragglerPolicy) Reset() {
 	*x = StragglerPolicy{}
-	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[24]
+	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2681,7 +2771,7 @@ func (x *StragglerPolicy) String() string {
 func (*StragglerPolicy) ProtoMessage() {}
 
 func (x *StragglerPolicy) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[24]
+	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2694,7 +2784,7 @@ func (x *StragglerPolicy) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StragglerPolicy.ProtoReflect.Descriptor instead.
 func (*StragglerPolicy) Descriptor() ([]byte, []int) {
-	return file_penstock_driver_v1_rollout_proto_rawDescGZIP(), []int{24}
+	return file_penstock_driver_v1_rollout_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *StragglerPolicy) GetGrace() *durationpb.Duration {
@@ -2742,7 +2832,7 @@ type Group struct {
 
 func (x *Group) Reset() {
 	*x = Group{}
-	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[25]
+	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2754,7 +2844,7 @@ func (x *Group) String() string {
 func (*Group) ProtoMessage() {}
 
 func (x *Group) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[25]
+	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2767,7 +2857,7 @@ func (x *Group) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Group.ProtoReflect.Descriptor instead.
 func (*Group) Descriptor() ([]byte, []int) {
-	return file_penstock_driver_v1_rollout_proto_rawDescGZIP(), []int{25}
+	return file_penstock_driver_v1_rollout_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *Group) GetGroupId() string {
@@ -2916,7 +3006,7 @@ type RolloutEvent struct {
 
 func (x *RolloutEvent) Reset() {
 	*x = RolloutEvent{}
-	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[26]
+	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2928,7 +3018,7 @@ func (x *RolloutEvent) String() string {
 func (*RolloutEvent) ProtoMessage() {}
 
 func (x *RolloutEvent) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[26]
+	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2941,7 +3031,7 @@ func (x *RolloutEvent) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RolloutEvent.ProtoReflect.Descriptor instead.
 func (*RolloutEvent) Descriptor() ([]byte, []int) {
-	return file_penstock_driver_v1_rollout_proto_rawDescGZIP(), []int{26}
+	return file_penstock_driver_v1_rollout_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *RolloutEvent) GetSequence() int64 {
@@ -3157,7 +3247,7 @@ type RolloutPaused struct {
 
 func (x *RolloutPaused) Reset() {
 	*x = RolloutPaused{}
-	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[27]
+	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3169,7 +3259,7 @@ func (x *RolloutPaused) String() string {
 func (*RolloutPaused) ProtoMessage() {}
 
 func (x *RolloutPaused) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[27]
+	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3182,7 +3272,7 @@ func (x *RolloutPaused) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RolloutPaused.ProtoReflect.Descriptor instead.
 func (*RolloutPaused) Descriptor() ([]byte, []int) {
-	return file_penstock_driver_v1_rollout_proto_rawDescGZIP(), []int{27}
+	return file_penstock_driver_v1_rollout_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *RolloutPaused) GetReason() string {
@@ -3212,7 +3302,7 @@ type RolloutResumed struct {
 
 func (x *RolloutResumed) Reset() {
 	*x = RolloutResumed{}
-	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[28]
+	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3224,7 +3314,7 @@ func (x *RolloutResumed) String() string {
 func (*RolloutResumed) ProtoMessage() {}
 
 func (x *RolloutResumed) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[28]
+	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3237,7 +3327,7 @@ func (x *RolloutResumed) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RolloutResumed.ProtoReflect.Descriptor instead.
 func (*RolloutResumed) Descriptor() ([]byte, []int) {
-	return file_penstock_driver_v1_rollout_proto_rawDescGZIP(), []int{28}
+	return file_penstock_driver_v1_rollout_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *RolloutResumed) GetPausedTime() *durationpb.Duration {
@@ -3266,7 +3356,7 @@ type PhaseChanged struct {
 
 func (x *PhaseChanged) Reset() {
 	*x = PhaseChanged{}
-	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[29]
+	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3278,7 +3368,7 @@ func (x *PhaseChanged) String() string {
 func (*PhaseChanged) ProtoMessage() {}
 
 func (x *PhaseChanged) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[29]
+	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3291,7 +3381,7 @@ func (x *PhaseChanged) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PhaseChanged.ProtoReflect.Descriptor instead.
 func (*PhaseChanged) Descriptor() ([]byte, []int) {
-	return file_penstock_driver_v1_rollout_proto_rawDescGZIP(), []int{29}
+	return file_penstock_driver_v1_rollout_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *PhaseChanged) GetPhase() Phase {
@@ -3321,7 +3411,7 @@ type AttemptFailed struct {
 
 func (x *AttemptFailed) Reset() {
 	*x = AttemptFailed{}
-	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[30]
+	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3333,7 +3423,7 @@ func (x *AttemptFailed) String() string {
 func (*AttemptFailed) ProtoMessage() {}
 
 func (x *AttemptFailed) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[30]
+	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3346,7 +3436,7 @@ func (x *AttemptFailed) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AttemptFailed.ProtoReflect.Descriptor instead.
 func (*AttemptFailed) Descriptor() ([]byte, []int) {
-	return file_penstock_driver_v1_rollout_proto_rawDescGZIP(), []int{30}
+	return file_penstock_driver_v1_rollout_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *AttemptFailed) GetAttempt() int32 {
@@ -3380,7 +3470,7 @@ type CommandFinished struct {
 
 func (x *CommandFinished) Reset() {
 	*x = CommandFinished{}
-	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[31]
+	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3392,7 +3482,7 @@ func (x *CommandFinished) String() string {
 func (*CommandFinished) ProtoMessage() {}
 
 func (x *CommandFinished) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[31]
+	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3405,7 +3495,7 @@ func (x *CommandFinished) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CommandFinished.ProtoReflect.Descriptor instead.
 func (*CommandFinished) Descriptor() ([]byte, []int) {
-	return file_penstock_driver_v1_rollout_proto_rawDescGZIP(), []int{31}
+	return file_penstock_driver_v1_rollout_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *CommandFinished) GetPhase() Phase {
@@ -3463,7 +3553,7 @@ type AgentEvent struct {
 
 func (x *AgentEvent) Reset() {
 	*x = AgentEvent{}
-	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[32]
+	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3475,7 +3565,7 @@ func (x *AgentEvent) String() string {
 func (*AgentEvent) ProtoMessage() {}
 
 func (x *AgentEvent) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[32]
+	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3488,7 +3578,7 @@ func (x *AgentEvent) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AgentEvent.ProtoReflect.Descriptor instead.
 func (*AgentEvent) Descriptor() ([]byte, []int) {
-	return file_penstock_driver_v1_rollout_proto_rawDescGZIP(), []int{32}
+	return file_penstock_driver_v1_rollout_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *AgentEvent) GetKind() AgentEventKind {
@@ -3527,7 +3617,7 @@ type CallFinished struct {
 
 func (x *CallFinished) Reset() {
 	*x = CallFinished{}
-	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[33]
+	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3539,7 +3629,7 @@ func (x *CallFinished) String() string {
 func (*CallFinished) ProtoMessage() {}
 
 func (x *CallFinished) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[33]
+	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3552,7 +3642,7 @@ func (x *CallFinished) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CallFinished.ProtoReflect.Descriptor instead.
 func (*CallFinished) Descriptor() ([]byte, []int) {
-	return file_penstock_driver_v1_rollout_proto_rawDescGZIP(), []int{33}
+	return file_penstock_driver_v1_rollout_proto_rawDescGZIP(), []int{34}
 }
 
 func (x *CallFinished) GetCall() *v13.Call {
@@ -3590,7 +3680,7 @@ type ArtifactCollected struct {
 
 func (x *ArtifactCollected) Reset() {
 	*x = ArtifactCollected{}
-	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[34]
+	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3602,7 +3692,7 @@ func (x *ArtifactCollected) String() string {
 func (*ArtifactCollected) ProtoMessage() {}
 
 func (x *ArtifactCollected) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[34]
+	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3615,7 +3705,7 @@ func (x *ArtifactCollected) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ArtifactCollected.ProtoReflect.Descriptor instead.
 func (*ArtifactCollected) Descriptor() ([]byte, []int) {
-	return file_penstock_driver_v1_rollout_proto_rawDescGZIP(), []int{34}
+	return file_penstock_driver_v1_rollout_proto_rawDescGZIP(), []int{35}
 }
 
 func (x *ArtifactCollected) GetName() string {
@@ -3656,7 +3746,7 @@ type Progress struct {
 
 func (x *Progress) Reset() {
 	*x = Progress{}
-	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[35]
+	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[36]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3668,7 +3758,7 @@ func (x *Progress) String() string {
 func (*Progress) ProtoMessage() {}
 
 func (x *Progress) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[35]
+	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[36]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3681,7 +3771,7 @@ func (x *Progress) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Progress.ProtoReflect.Descriptor instead.
 func (*Progress) Descriptor() ([]byte, []int) {
-	return file_penstock_driver_v1_rollout_proto_rawDescGZIP(), []int{35}
+	return file_penstock_driver_v1_rollout_proto_rawDescGZIP(), []int{36}
 }
 
 func (x *Progress) GetMessage() string {
@@ -3704,7 +3794,7 @@ type McpServer_Stdio struct {
 
 func (x *McpServer_Stdio) Reset() {
 	*x = McpServer_Stdio{}
-	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[38]
+	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[39]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3716,7 +3806,7 @@ func (x *McpServer_Stdio) String() string {
 func (*McpServer_Stdio) ProtoMessage() {}
 
 func (x *McpServer_Stdio) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[38]
+	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[39]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3729,7 +3819,7 @@ func (x *McpServer_Stdio) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use McpServer_Stdio.ProtoReflect.Descriptor instead.
 func (*McpServer_Stdio) Descriptor() ([]byte, []int) {
-	return file_penstock_driver_v1_rollout_proto_rawDescGZIP(), []int{6, 0}
+	return file_penstock_driver_v1_rollout_proto_rawDescGZIP(), []int{7, 0}
 }
 
 func (x *McpServer_Stdio) GetArgs() []string {
@@ -3766,7 +3856,7 @@ type Grading_Command struct {
 
 func (x *Grading_Command) Reset() {
 	*x = Grading_Command{}
-	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[42]
+	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[43]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3778,7 +3868,7 @@ func (x *Grading_Command) String() string {
 func (*Grading_Command) ProtoMessage() {}
 
 func (x *Grading_Command) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[42]
+	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[43]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3791,7 +3881,7 @@ func (x *Grading_Command) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Grading_Command.ProtoReflect.Descriptor instead.
 func (*Grading_Command) Descriptor() ([]byte, []int) {
-	return file_penstock_driver_v1_rollout_proto_rawDescGZIP(), []int{15, 0}
+	return file_penstock_driver_v1_rollout_proto_rawDescGZIP(), []int{16, 0}
 }
 
 func (x *Grading_Command) GetExit() *v1.Exit {
@@ -3834,7 +3924,7 @@ type Grading_Changes struct {
 
 func (x *Grading_Changes) Reset() {
 	*x = Grading_Changes{}
-	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[43]
+	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[44]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3846,7 +3936,7 @@ func (x *Grading_Changes) String() string {
 func (*Grading_Changes) ProtoMessage() {}
 
 func (x *Grading_Changes) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[43]
+	mi := &file_penstock_driver_v1_rollout_proto_msgTypes[44]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3859,7 +3949,7 @@ func (x *Grading_Changes) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Grading_Changes.ProtoReflect.Descriptor instead.
 func (*Grading_Changes) Descriptor() ([]byte, []int) {
-	return file_penstock_driver_v1_rollout_proto_rawDescGZIP(), []int{15, 1}
+	return file_penstock_driver_v1_rollout_proto_rawDescGZIP(), []int{16, 1}
 }
 
 func (x *Grading_Changes) GetEntries() int32 {
@@ -3957,7 +4047,7 @@ var file_penstock_driver_v1_rollout_proto_rawDesc = string([]byte{
 	0x72, 0x79, 0x12, 0x10, 0x0a, 0x03, 0x6b, 0x65, 0x79, 0x18, 0x01, 0x20, 0x01, 0x28, 0x09, 0x52,
 	0x03, 0x6b, 0x65, 0x79, 0x12, 0x14, 0x0a, 0x05, 0x76, 0x61, 0x6c, 0x75, 0x65, 0x18, 0x02, 0x20,
 	0x01, 0x28, 0x09, 0x52, 0x05, 0x76, 0x61, 0x6c, 0x75, 0x65, 0x3a, 0x02, 0x38, 0x01, 0x42, 0x0b,
-	0x0a, 0x09, 0x5f, 0x76, 0x65, 0x72, 0x69, 0x66, 0x69, 0x65, 0x72, 0x22, 0xbf, 0x06, 0x0a, 0x08,
+	0x0a, 0x09, 0x5f, 0x76, 0x65, 0x72, 0x69, 0x66, 0x69, 0x65, 0x72, 0x22, 0xc3, 0x07, 0x0a, 0x08,
 	0x56, 0x65, 0x72, 0x69, 0x66, 0x69, 0x65, 0x72, 0x12, 0x33, 0x0a, 0x05, 0x66, 0x69, 0x6c, 0x65,
 	0x73, 0x18, 0x01, 0x20, 0x03, 0x28, 0x0b, 0x32, 0x1d, 0x2e, 0x70, 0x65, 0x6e, 0x73, 0x74, 0x6f,
 	0x63, 0x6b, 0x2e, 0x73, 0x61, 0x6e, 0x64, 0x62, 0x6f, 0x78, 0x2e, 0x76, 0x31, 0x2e, 0x53, 0x65,
@@ -4000,16 +4090,28 @@ var file_penstock_driver_v1_rollout_proto_rawDesc = string([]byte{
 	0x65, 0x73, 0x18, 0x0d, 0x20, 0x01, 0x28, 0x0b, 0x32, 0x1e, 0x2e, 0x70, 0x65, 0x6e, 0x73, 0x74,
 	0x6f, 0x63, 0x6b, 0x2e, 0x73, 0x61, 0x6e, 0x64, 0x62, 0x6f, 0x78, 0x2e, 0x76, 0x31, 0x2e, 0x52,
 	0x65, 0x73, 0x6f, 0x75, 0x72, 0x63, 0x65, 0x73, 0x52, 0x09, 0x72, 0x65, 0x73, 0x6f, 0x75, 0x72,
-	0x63, 0x65, 0x73, 0x1a, 0x63, 0x0a, 0x14, 0x43, 0x6f, 0x6d, 0x70, 0x6f, 0x6e, 0x65, 0x6e, 0x74,
-	0x52, 0x61, 0x6e, 0x67, 0x65, 0x73, 0x45, 0x6e, 0x74, 0x72, 0x79, 0x12, 0x10, 0x0a, 0x03, 0x6b,
-	0x65, 0x79, 0x18, 0x01, 0x20, 0x01, 0x28, 0x09, 0x52, 0x03, 0x6b, 0x65, 0x79, 0x12, 0x35, 0x0a,
-	0x05, 0x76, 0x61, 0x6c, 0x75, 0x65, 0x18, 0x02, 0x20, 0x01, 0x28, 0x0b, 0x32, 0x1f, 0x2e, 0x70,
-	0x65, 0x6e, 0x73, 0x74, 0x6f, 0x63, 0x6b, 0x2e, 0x64, 0x72, 0x69, 0x76, 0x65, 0x72, 0x2e, 0x76,
-	0x31, 0x2e, 0x52, 0x65, 0x77, 0x61, 0x72, 0x64, 0x52, 0x61, 0x6e, 0x67, 0x65, 0x52, 0x05, 0x76,
-	0x61, 0x6c, 0x75, 0x65, 0x3a, 0x02, 0x38, 0x01, 0x42, 0x08, 0x0a, 0x06, 0x72, 0x65, 0x77, 0x61,
-	0x72, 0x64, 0x42, 0x0c, 0x0a, 0x0a, 0x5f, 0x72, 0x61, 0x6e, 0x67, 0x65, 0x5f, 0x6d, 0x69, 0x6e,
-	0x42, 0x0c, 0x0a, 0x0a, 0x5f, 0x72, 0x61, 0x6e, 0x67, 0x65, 0x5f, 0x6d, 0x61, 0x78, 0x42, 0x0d,
-	0x0a, 0x0b, 0x5f, 0x66, 0x72, 0x65, 0x73, 0x68, 0x5f, 0x66, 0x6f, 0x72, 0x6b, 0x22, 0x31, 0x0a,
+	0x63, 0x65, 0x73, 0x12, 0x36, 0x0a, 0x06, 0x63, 0x6f, 0x70, 0x69, 0x65, 0x73, 0x18, 0x0e, 0x20,
+	0x03, 0x28, 0x0b, 0x32, 0x1e, 0x2e, 0x70, 0x65, 0x6e, 0x73, 0x74, 0x6f, 0x63, 0x6b, 0x2e, 0x64,
+	0x72, 0x69, 0x76, 0x65, 0x72, 0x2e, 0x76, 0x31, 0x2e, 0x43, 0x6f, 0x70, 0x69, 0x65, 0x64, 0x50,
+	0x61, 0x74, 0x68, 0x52, 0x06, 0x63, 0x6f, 0x70, 0x69, 0x65, 0x73, 0x12, 0x36, 0x0a, 0x07, 0x63,
+	0x6f, 0x6c, 0x6c, 0x65, 0x63, 0x74, 0x18, 0x0f, 0x20, 0x03, 0x28, 0x0b, 0x32, 0x1c, 0x2e, 0x70,
+	0x65, 0x6e, 0x73, 0x74, 0x6f, 0x63, 0x6b, 0x2e, 0x73, 0x61, 0x6e, 0x64, 0x62, 0x6f, 0x78, 0x2e,
+	0x76, 0x31, 0x2e, 0x43, 0x6f, 0x6d, 0x6d, 0x61, 0x6e, 0x64, 0x52, 0x07, 0x63, 0x6f, 0x6c, 0x6c,
+	0x65, 0x63, 0x74, 0x12, 0x12, 0x0a, 0x04, 0x75, 0x73, 0x65, 0x72, 0x18, 0x10, 0x20, 0x01, 0x28,
+	0x09, 0x52, 0x04, 0x75, 0x73, 0x65, 0x72, 0x1a, 0x63, 0x0a, 0x14, 0x43, 0x6f, 0x6d, 0x70, 0x6f,
+	0x6e, 0x65, 0x6e, 0x74, 0x52, 0x61, 0x6e, 0x67, 0x65, 0x73, 0x45, 0x6e, 0x74, 0x72, 0x79, 0x12,
+	0x10, 0x0a, 0x03, 0x6b, 0x65, 0x79, 0x18, 0x01, 0x20, 0x01, 0x28, 0x09, 0x52, 0x03, 0x6b, 0x65,
+	0x79, 0x12, 0x35, 0x0a, 0x05, 0x76, 0x61, 0x6c, 0x75, 0x65, 0x18, 0x02, 0x20, 0x01, 0x28, 0x0b,
+	0x32, 0x1f, 0x2e, 0x70, 0x65, 0x6e, 0x73, 0x74, 0x6f, 0x63, 0x6b, 0x2e, 0x64, 0x72, 0x69, 0x76,
+	0x65, 0x72, 0x2e, 0x76, 0x31, 0x2e, 0x52, 0x65, 0x77, 0x61, 0x72, 0x64, 0x52, 0x61, 0x6e, 0x67,
+	0x65, 0x52, 0x05, 0x76, 0x61, 0x6c, 0x75, 0x65, 0x3a, 0x02, 0x38, 0x01, 0x42, 0x08, 0x0a, 0x06,
+	0x72, 0x65, 0x77, 0x61, 0x72, 0x64, 0x42, 0x0c, 0x0a, 0x0a, 0x5f, 0x72, 0x61, 0x6e, 0x67, 0x65,
+	0x5f, 0x6d, 0x69, 0x6e, 0x42, 0x0c, 0x0a, 0x0a, 0x5f, 0x72, 0x61, 0x6e, 0x67, 0x65, 0x5f, 0x6d,
+	0x61, 0x78, 0x42, 0x0d, 0x0a, 0x0b, 0x5f, 0x66, 0x72, 0x65, 0x73, 0x68, 0x5f, 0x66, 0x6f, 0x72,
+	0x6b, 0x22, 0x3a, 0x0a, 0x0a, 0x43, 0x6f, 0x70, 0x69, 0x65, 0x64, 0x50, 0x61, 0x74, 0x68, 0x12,
+	0x12, 0x0a, 0x04, 0x70, 0x61, 0x74, 0x68, 0x18, 0x01, 0x20, 0x01, 0x28, 0x09, 0x52, 0x04, 0x70,
+	0x61, 0x74, 0x68, 0x12, 0x18, 0x0a, 0x07, 0x65, 0x78, 0x63, 0x6c, 0x75, 0x64, 0x65, 0x18, 0x02,
+	0x20, 0x03, 0x28, 0x09, 0x52, 0x07, 0x65, 0x78, 0x63, 0x6c, 0x75, 0x64, 0x65, 0x22, 0x31, 0x0a,
 	0x0b, 0x52, 0x65, 0x77, 0x61, 0x72, 0x64, 0x52, 0x61, 0x6e, 0x67, 0x65, 0x12, 0x10, 0x0a, 0x03,
 	0x6d, 0x69, 0x6e, 0x18, 0x01, 0x20, 0x01, 0x28, 0x01, 0x52, 0x03, 0x6d, 0x69, 0x6e, 0x12, 0x10,
 	0x0a, 0x03, 0x6d, 0x61, 0x78, 0x18, 0x02, 0x20, 0x01, 0x28, 0x01, 0x52, 0x03, 0x6d, 0x61, 0x78,
@@ -4710,7 +4812,7 @@ func file_penstock_driver_v1_rollout_proto_rawDescGZIP() []byte {
 }
 
 var file_penstock_driver_v1_rollout_proto_enumTypes = make([]protoimpl.EnumInfo, 5)
-var file_penstock_driver_v1_rollout_proto_msgTypes = make([]protoimpl.MessageInfo, 45)
+var file_penstock_driver_v1_rollout_proto_msgTypes = make([]protoimpl.MessageInfo, 46)
 var file_penstock_driver_v1_rollout_proto_goTypes = []any{
 	(Replay)(0),                         // 0: penstock.driver.v1.Replay
 	(Phase)(0),                          // 1: penstock.driver.v1.Phase
@@ -4719,193 +4821,196 @@ var file_penstock_driver_v1_rollout_proto_goTypes = []any{
 	(GradingPlace)(0),                   // 4: penstock.driver.v1.GradingPlace
 	(*Task)(nil),                        // 5: penstock.driver.v1.Task
 	(*Verifier)(nil),                    // 6: penstock.driver.v1.Verifier
-	(*RewardRange)(nil),                 // 7: penstock.driver.v1.RewardRange
-	(*RewardFile)(nil),                  // 8: penstock.driver.v1.RewardFile
-	(*RewardPassedShare)(nil),           // 9: penstock.driver.v1.RewardPassedShare
-	(*AgentChoice)(nil),                 // 10: penstock.driver.v1.AgentChoice
-	(*McpServer)(nil),                   // 11: penstock.driver.v1.McpServer
-	(*Packages)(nil),                    // 12: penstock.driver.v1.Packages
-	(*SandboxChoice)(nil),               // 13: penstock.driver.v1.SandboxChoice
-	(*Limits)(nil),                      // 14: penstock.driver.v1.Limits
-	(*RolloutSpec)(nil),                 // 15: penstock.driver.v1.RolloutSpec
-	(*Failure)(nil),                     // 16: penstock.driver.v1.Failure
-	(*AgentExit)(nil),                   // 17: penstock.driver.v1.AgentExit
-	(*Outcome)(nil),                     // 18: penstock.driver.v1.Outcome
-	(*Grade)(nil),                       // 19: penstock.driver.v1.Grade
-	(*Grading)(nil),                     // 20: penstock.driver.v1.Grading
-	(*Rollout)(nil),                     // 21: penstock.driver.v1.Rollout
-	(*Pause)(nil),                       // 22: penstock.driver.v1.Pause
-	(*Export)(nil),                      // 23: penstock.driver.v1.Export
-	(*ForkOrigin)(nil),                  // 24: penstock.driver.v1.ForkOrigin
-	(*Home)(nil),                        // 25: penstock.driver.v1.Home
-	(*RolloutSummary)(nil),              // 26: penstock.driver.v1.RolloutSummary
-	(*CallSums)(nil),                    // 27: penstock.driver.v1.CallSums
-	(*PhaseTime)(nil),                   // 28: penstock.driver.v1.PhaseTime
-	(*StragglerPolicy)(nil),             // 29: penstock.driver.v1.StragglerPolicy
-	(*Group)(nil),                       // 30: penstock.driver.v1.Group
-	(*RolloutEvent)(nil),                // 31: penstock.driver.v1.RolloutEvent
-	(*RolloutPaused)(nil),               // 32: penstock.driver.v1.RolloutPaused
-	(*RolloutResumed)(nil),              // 33: penstock.driver.v1.RolloutResumed
-	(*PhaseChanged)(nil),                // 34: penstock.driver.v1.PhaseChanged
-	(*AttemptFailed)(nil),               // 35: penstock.driver.v1.AttemptFailed
-	(*CommandFinished)(nil),             // 36: penstock.driver.v1.CommandFinished
-	(*AgentEvent)(nil),                  // 37: penstock.driver.v1.AgentEvent
-	(*CallFinished)(nil),                // 38: penstock.driver.v1.CallFinished
-	(*ArtifactCollected)(nil),           // 39: penstock.driver.v1.ArtifactCollected
-	(*Progress)(nil),                    // 40: penstock.driver.v1.Progress
-	nil,                                 // 41: penstock.driver.v1.Task.EnvEntry
-	nil,                                 // 42: penstock.driver.v1.Verifier.ComponentRangesEntry
-	(*McpServer_Stdio)(nil),             // 43: penstock.driver.v1.McpServer.Stdio
-	nil,                                 // 44: penstock.driver.v1.McpServer.Stdio.EnvEntry
-	nil,                                 // 45: penstock.driver.v1.McpServer.Stdio.SecretEnvEntry
-	nil,                                 // 46: penstock.driver.v1.RolloutSpec.LabelsEntry
-	(*Grading_Command)(nil),             // 47: penstock.driver.v1.Grading.Command
-	(*Grading_Changes)(nil),             // 48: penstock.driver.v1.Grading.Changes
-	nil,                                 // 49: penstock.driver.v1.RolloutSummary.LabelsEntry
-	(*v1.SeedFile)(nil),                 // 50: penstock.sandbox.v1.SeedFile
-	(*v1.Command)(nil),                  // 51: penstock.sandbox.v1.Command
-	(*structpb.Struct)(nil),             // 52: google.protobuf.Struct
-	(*durationpb.Duration)(nil),         // 53: google.protobuf.Duration
-	(*v1.Resources)(nil),                // 54: penstock.sandbox.v1.Resources
-	(*v1.NetworkPolicy)(nil),            // 55: penstock.sandbox.v1.NetworkPolicy
-	(*v1.Allowlist)(nil),                // 56: penstock.sandbox.v1.Allowlist
-	(*v1.Companion)(nil),                // 57: penstock.sandbox.v1.Companion
-	(v11.Mode)(0),                       // 58: penstock.interception.v1.Mode
-	(*v11.ModelSource)(nil),             // 59: penstock.interception.v1.ModelSource
-	(*v11.Budgets)(nil),                 // 60: penstock.interception.v1.Budgets
-	(*v11.PolicyVersionConstraint)(nil), // 61: penstock.interception.v1.PolicyVersionConstraint
-	(*v12.Sampling)(nil),                // 62: penstock.chat.v1.Sampling
-	(*v11.RunBudgets)(nil),              // 63: penstock.interception.v1.RunBudgets
-	(*v11.TokenTerms)(nil),              // 64: penstock.interception.v1.TokenTerms
-	(*v11.RolloutModel)(nil),            // 65: penstock.interception.v1.RolloutModel
-	(*v1.Exit)(nil),                     // 66: penstock.sandbox.v1.Exit
-	(*v13.Reward)(nil),                  // 67: penstock.trajectory.v1.Reward
-	(*timestamppb.Timestamp)(nil),       // 68: google.protobuf.Timestamp
-	(v1.ForkKind)(0),                    // 69: penstock.sandbox.v1.ForkKind
-	(*v13.BranchPoint)(nil),             // 70: penstock.trajectory.v1.BranchPoint
-	(AgentEventKind)(0),                 // 71: penstock.driver.v1.AgentEventKind
-	(*v13.Call)(nil),                    // 72: penstock.trajectory.v1.Call
+	(*CopiedPath)(nil),                  // 7: penstock.driver.v1.CopiedPath
+	(*RewardRange)(nil),                 // 8: penstock.driver.v1.RewardRange
+	(*RewardFile)(nil),                  // 9: penstock.driver.v1.RewardFile
+	(*RewardPassedShare)(nil),           // 10: penstock.driver.v1.RewardPassedShare
+	(*AgentChoice)(nil),                 // 11: penstock.driver.v1.AgentChoice
+	(*McpServer)(nil),                   // 12: penstock.driver.v1.McpServer
+	(*Packages)(nil),                    // 13: penstock.driver.v1.Packages
+	(*SandboxChoice)(nil),               // 14: penstock.driver.v1.SandboxChoice
+	(*Limits)(nil),                      // 15: penstock.driver.v1.Limits
+	(*RolloutSpec)(nil),                 // 16: penstock.driver.v1.RolloutSpec
+	(*Failure)(nil),                     // 17: penstock.driver.v1.Failure
+	(*AgentExit)(nil),                   // 18: penstock.driver.v1.AgentExit
+	(*Outcome)(nil),                     // 19: penstock.driver.v1.Outcome
+	(*Grade)(nil),                       // 20: penstock.driver.v1.Grade
+	(*Grading)(nil),                     // 21: penstock.driver.v1.Grading
+	(*Rollout)(nil),                     // 22: penstock.driver.v1.Rollout
+	(*Pause)(nil),                       // 23: penstock.driver.v1.Pause
+	(*Export)(nil),                      // 24: penstock.driver.v1.Export
+	(*ForkOrigin)(nil),                  // 25: penstock.driver.v1.ForkOrigin
+	(*Home)(nil),                        // 26: penstock.driver.v1.Home
+	(*RolloutSummary)(nil),              // 27: penstock.driver.v1.RolloutSummary
+	(*CallSums)(nil),                    // 28: penstock.driver.v1.CallSums
+	(*PhaseTime)(nil),                   // 29: penstock.driver.v1.PhaseTime
+	(*StragglerPolicy)(nil),             // 30: penstock.driver.v1.StragglerPolicy
+	(*Group)(nil),                       // 31: penstock.driver.v1.Group
+	(*RolloutEvent)(nil),                // 32: penstock.driver.v1.RolloutEvent
+	(*RolloutPaused)(nil),               // 33: penstock.driver.v1.RolloutPaused
+	(*RolloutResumed)(nil),              // 34: penstock.driver.v1.RolloutResumed
+	(*PhaseChanged)(nil),                // 35: penstock.driver.v1.PhaseChanged
+	(*AttemptFailed)(nil),               // 36: penstock.driver.v1.AttemptFailed
+	(*CommandFinished)(nil),             // 37: penstock.driver.v1.CommandFinished
+	(*AgentEvent)(nil),                  // 38: penstock.driver.v1.AgentEvent
+	(*CallFinished)(nil),                // 39: penstock.driver.v1.CallFinished
+	(*ArtifactCollected)(nil),           // 40: penstock.driver.v1.ArtifactCollected
+	(*Progress)(nil),                    // 41: penstock.driver.v1.Progress
+	nil,                                 // 42: penstock.driver.v1.Task.EnvEntry
+	nil,                                 // 43: penstock.driver.v1.Verifier.ComponentRangesEntry
+	(*McpServer_Stdio)(nil),             // 44: penstock.driver.v1.McpServer.Stdio
+	nil,                                 // 45: penstock.driver.v1.McpServer.Stdio.EnvEntry
+	nil,                                 // 46: penstock.driver.v1.McpServer.Stdio.SecretEnvEntry
+	nil,                                 // 47: penstock.driver.v1.RolloutSpec.LabelsEntry
+	(*Grading_Command)(nil),             // 48: penstock.driver.v1.Grading.Command
+	(*Grading_Changes)(nil),             // 49: penstock.driver.v1.Grading.Changes
+	nil,                                 // 50: penstock.driver.v1.RolloutSummary.LabelsEntry
+	(*v1.SeedFile)(nil),                 // 51: penstock.sandbox.v1.SeedFile
+	(*v1.Command)(nil),                  // 52: penstock.sandbox.v1.Command
+	(*structpb.Struct)(nil),             // 53: google.protobuf.Struct
+	(*durationpb.Duration)(nil),         // 54: google.protobuf.Duration
+	(*v1.Resources)(nil),                // 55: penstock.sandbox.v1.Resources
+	(*v1.NetworkPolicy)(nil),            // 56: penstock.sandbox.v1.NetworkPolicy
+	(*v1.Allowlist)(nil),                // 57: penstock.sandbox.v1.Allowlist
+	(*v1.Companion)(nil),                // 58: penstock.sandbox.v1.Companion
+	(v11.Mode)(0),                       // 59: penstock.interception.v1.Mode
+	(*v11.ModelSource)(nil),             // 60: penstock.interception.v1.ModelSource
+	(*v11.Budgets)(nil),                 // 61: penstock.interception.v1.Budgets
+	(*v11.PolicyVersionConstraint)(nil), // 62: penstock.interception.v1.PolicyVersionConstraint
+	(*v12.Sampling)(nil),                // 63: penstock.chat.v1.Sampling
+	(*v11.RunBudgets)(nil),              // 64: penstock.interception.v1.RunBudgets
+	(*v11.TokenTerms)(nil),              // 65: penstock.interception.v1.TokenTerms
+	(*v11.RolloutModel)(nil),            // 66: penstock.interception.v1.RolloutModel
+	(*v1.Exit)(nil),                     // 67: penstock.sandbox.v1.Exit
+	(*v13.Reward)(nil),                  // 68: penstock.trajectory.v1.Reward
+	(*timestamppb.Timestamp)(nil),       // 69: google.protobuf.Timestamp
+	(v1.ForkKind)(0),                    // 70: penstock.sandbox.v1.ForkKind
+	(*v13.BranchPoint)(nil),             // 71: penstock.trajectory.v1.BranchPoint
+	(AgentEventKind)(0),                 // 72: penstock.driver.v1.AgentEventKind
+	(*v13.Call)(nil),                    // 73: penstock.trajectory.v1.Call
 }
 var file_penstock_driver_v1_rollout_proto_depIdxs = []int32{
-	50,  // 0: penstock.driver.v1.Task.files:type_name -> penstock.sandbox.v1.SeedFile
-	51,  // 1: penstock.driver.v1.Task.setup:type_name -> penstock.sandbox.v1.Command
+	51,  // 0: penstock.driver.v1.Task.files:type_name -> penstock.sandbox.v1.SeedFile
+	52,  // 1: penstock.driver.v1.Task.setup:type_name -> penstock.sandbox.v1.Command
 	6,   // 2: penstock.driver.v1.Task.verifier:type_name -> penstock.driver.v1.Verifier
-	41,  // 3: penstock.driver.v1.Task.env:type_name -> penstock.driver.v1.Task.EnvEntry
-	52,  // 4: penstock.driver.v1.Task.metadata:type_name -> google.protobuf.Struct
-	50,  // 5: penstock.driver.v1.Verifier.files:type_name -> penstock.sandbox.v1.SeedFile
-	51,  // 6: penstock.driver.v1.Verifier.commands:type_name -> penstock.sandbox.v1.Command
-	8,   // 7: penstock.driver.v1.Verifier.reward_file:type_name -> penstock.driver.v1.RewardFile
-	9,   // 8: penstock.driver.v1.Verifier.passed_share:type_name -> penstock.driver.v1.RewardPassedShare
-	53,  // 9: penstock.driver.v1.Verifier.command_timeout:type_name -> google.protobuf.Duration
-	42,  // 10: penstock.driver.v1.Verifier.component_ranges:type_name -> penstock.driver.v1.Verifier.ComponentRangesEntry
-	54,  // 11: penstock.driver.v1.Verifier.resources:type_name -> penstock.sandbox.v1.Resources
-	52,  // 12: penstock.driver.v1.AgentChoice.options:type_name -> google.protobuf.Struct
-	11,  // 13: penstock.driver.v1.AgentChoice.mcp_servers:type_name -> penstock.driver.v1.McpServer
-	43,  // 14: penstock.driver.v1.McpServer.stdio:type_name -> penstock.driver.v1.McpServer.Stdio
-	54,  // 15: penstock.driver.v1.SandboxChoice.resources:type_name -> penstock.sandbox.v1.Resources
-	55,  // 16: penstock.driver.v1.SandboxChoice.setup_network:type_name -> penstock.sandbox.v1.NetworkPolicy
-	12,  // 17: penstock.driver.v1.SandboxChoice.packages:type_name -> penstock.driver.v1.Packages
-	56,  // 18: penstock.driver.v1.SandboxChoice.agent_network:type_name -> penstock.sandbox.v1.Allowlist
-	56,  // 19: penstock.driver.v1.SandboxChoice.verifier_network:type_name -> penstock.sandbox.v1.Allowlist
-	57,  // 20: penstock.driver.v1.SandboxChoice.companions:type_name -> penstock.sandbox.v1.Companion
-	53,  // 21: penstock.driver.v1.Limits.prepare:type_name -> google.protobuf.Duration
-	53,  // 22: penstock.driver.v1.Limits.setup:type_name -> google.protobuf.Duration
-	53,  // 23: penstock.driver.v1.Limits.agent:type_name -> google.protobuf.Duration
-	53,  // 24: penstock.driver.v1.Limits.verify:type_name -> google.protobuf.Duration
-	5,   // 25: penstock.driver.v1.RolloutSpec.task:type_name -> penstock.driver.v1.Task
-	10,  // 26: penstock.driver.v1.RolloutSpec.agent:type_name -> penstock.driver.v1.AgentChoice
-	58,  // 27: penstock.driver.v1.RolloutSpec.mode:type_name -> penstock.interception.v1.Mode
-	59,  // 28: penstock.driver.v1.RolloutSpec.source:type_name -> penstock.interception.v1.ModelSource
-	13,  // 29: penstock.driver.v1.RolloutSpec.sandbox:type_name -> penstock.driver.v1.SandboxChoice
-	14,  // 30: penstock.driver.v1.RolloutSpec.limits:type_name -> penstock.driver.v1.Limits
-	60,  // 31: penstock.driver.v1.RolloutSpec.budgets:type_name -> penstock.interception.v1.Budgets
-	61,  // 32: penstock.driver.v1.RolloutSpec.policy:type_name -> penstock.interception.v1.PolicyVersionConstraint
-	46,  // 33: penstock.driver.v1.RolloutSpec.labels:type_name -> penstock.driver.v1.RolloutSpec.LabelsEntry
-	62,  // 34: penstock.driver.v1.RolloutSpec.sampling_override:type_name -> penstock.chat.v1.Sampling
-	63,  // 35: penstock.driver.v1.RolloutSpec.run_budgets:type_name -> penstock.interception.v1.RunBudgets
-	64,  // 36: penstock.driver.v1.RolloutSpec.token_terms:type_name -> penstock.interception.v1.TokenTerms
-	65,  // 37: penstock.driver.v1.RolloutSpec.models:type_name -> penstock.interception.v1.RolloutModel
-	0,   // 38: penstock.driver.v1.RolloutSpec.replay:type_name -> penstock.driver.v1.Replay
-	2,   // 39: penstock.driver.v1.Failure.cause:type_name -> penstock.driver.v1.FailureCause
-	1,   // 40: penstock.driver.v1.Failure.phase:type_name -> penstock.driver.v1.Phase
-	3,   // 41: penstock.driver.v1.Failure.caused_by:type_name -> penstock.driver.v1.Party
-	66,  // 42: penstock.driver.v1.AgentExit.exit:type_name -> penstock.sandbox.v1.Exit
-	16,  // 43: penstock.driver.v1.Outcome.failure:type_name -> penstock.driver.v1.Failure
-	67,  // 44: penstock.driver.v1.Outcome.reward:type_name -> penstock.trajectory.v1.Reward
-	17,  // 45: penstock.driver.v1.Outcome.agent_exit:type_name -> penstock.driver.v1.AgentExit
-	20,  // 46: penstock.driver.v1.Outcome.grading:type_name -> penstock.driver.v1.Grading
-	68,  // 47: penstock.driver.v1.Grade.time:type_name -> google.protobuf.Timestamp
-	67,  // 48: penstock.driver.v1.Grade.reward:type_name -> penstock.trajectory.v1.Reward
-	16,  // 49: penstock.driver.v1.Grade.failure:type_name -> penstock.driver.v1.Failure
-	20,  // 50: penstock.driver.v1.Grade.grading:type_name -> penstock.driver.v1.Grading
-	4,   // 51: penstock.driver.v1.Grading.place:type_name -> penstock.driver.v1.GradingPlace
-	47,  // 52: penstock.driver.v1.Grading.commands:type_name -> penstock.driver.v1.Grading.Command
-	48,  // 53: penstock.driver.v1.Grading.changes:type_name -> penstock.driver.v1.Grading.Changes
-	15,  // 54: penstock.driver.v1.Rollout.spec:type_name -> penstock.driver.v1.RolloutSpec
-	1,   // 55: penstock.driver.v1.Rollout.phase:type_name -> penstock.driver.v1.Phase
-	18,  // 56: penstock.driver.v1.Rollout.outcome:type_name -> penstock.driver.v1.Outcome
-	68,  // 57: penstock.driver.v1.Rollout.create_time:type_name -> google.protobuf.Timestamp
-	68,  // 58: penstock.driver.v1.Rollout.end_time:type_name -> google.protobuf.Timestamp
-	28,  // 59: penstock.driver.v1.Rollout.phase_times:type_name -> penstock.driver.v1.PhaseTime
-	69,  // 60: penstock.driver.v1.Rollout.fork_kind:type_name -> penstock.sandbox.v1.ForkKind
-	25,  // 61: penstock.driver.v1.Rollout.home:type_name -> penstock.driver.v1.Home
-	24,  // 62: penstock.driver.v1.Rollout.forked_from:type_name -> penstock.driver.v1.ForkOrigin
-	23,  // 63: penstock.driver.v1.Rollout.export:type_name -> penstock.driver.v1.Export
-	70,  // 64: penstock.driver.v1.Rollout.branched_from:type_name -> penstock.trajectory.v1.BranchPoint
-	22,  // 65: penstock.driver.v1.Rollout.pause:type_name -> penstock.driver.v1.Pause
-	19,  // 66: penstock.driver.v1.Rollout.grades:type_name -> penstock.driver.v1.Grade
-	68,  // 67: penstock.driver.v1.Pause.start_time:type_name -> google.protobuf.Timestamp
-	68,  // 68: penstock.driver.v1.Pause.end_time:type_name -> google.protobuf.Timestamp
-	68,  // 69: penstock.driver.v1.Export.time:type_name -> google.protobuf.Timestamp
-	49,  // 70: penstock.driver.v1.RolloutSummary.labels:type_name -> penstock.driver.v1.RolloutSummary.LabelsEntry
-	1,   // 71: penstock.driver.v1.RolloutSummary.phase:type_name -> penstock.driver.v1.Phase
-	68,  // 72: penstock.driver.v1.RolloutSummary.create_time:type_name -> google.protobuf.Timestamp
-	68,  // 73: penstock.driver.v1.RolloutSummary.end_time:type_name -> google.protobuf.Timestamp
-	16,  // 74: penstock.driver.v1.RolloutSummary.failure:type_name -> penstock.driver.v1.Failure
-	67,  // 75: penstock.driver.v1.RolloutSummary.reward:type_name -> penstock.trajectory.v1.Reward
-	27,  // 76: penstock.driver.v1.RolloutSummary.calls:type_name -> penstock.driver.v1.CallSums
-	25,  // 77: penstock.driver.v1.RolloutSummary.home:type_name -> penstock.driver.v1.Home
-	23,  // 78: penstock.driver.v1.RolloutSummary.export:type_name -> penstock.driver.v1.Export
-	1,   // 79: penstock.driver.v1.PhaseTime.phase:type_name -> penstock.driver.v1.Phase
-	53,  // 80: penstock.driver.v1.PhaseTime.duration:type_name -> google.protobuf.Duration
-	53,  // 81: penstock.driver.v1.StragglerPolicy.grace:type_name -> google.protobuf.Duration
-	15,  // 82: penstock.driver.v1.Group.spec:type_name -> penstock.driver.v1.RolloutSpec
-	29,  // 83: penstock.driver.v1.Group.stragglers:type_name -> penstock.driver.v1.StragglerPolicy
-	68,  // 84: penstock.driver.v1.Group.create_time:type_name -> google.protobuf.Timestamp
-	68,  // 85: penstock.driver.v1.Group.end_time:type_name -> google.protobuf.Timestamp
-	70,  // 86: penstock.driver.v1.Group.branched_from:type_name -> penstock.trajectory.v1.BranchPoint
-	68,  // 87: penstock.driver.v1.RolloutEvent.time:type_name -> google.protobuf.Timestamp
-	34,  // 88: penstock.driver.v1.RolloutEvent.phase_changed:type_name -> penstock.driver.v1.PhaseChanged
-	36,  // 89: penstock.driver.v1.RolloutEvent.command_finished:type_name -> penstock.driver.v1.CommandFinished
-	37,  // 90: penstock.driver.v1.RolloutEvent.agent_event:type_name -> penstock.driver.v1.AgentEvent
-	38,  // 91: penstock.driver.v1.RolloutEvent.call_finished:type_name -> penstock.driver.v1.CallFinished
-	39,  // 92: penstock.driver.v1.RolloutEvent.artifact:type_name -> penstock.driver.v1.ArtifactCollected
-	40,  // 93: penstock.driver.v1.RolloutEvent.progress:type_name -> penstock.driver.v1.Progress
-	18,  // 94: penstock.driver.v1.RolloutEvent.ended:type_name -> penstock.driver.v1.Outcome
-	17,  // 95: penstock.driver.v1.RolloutEvent.agent_exited:type_name -> penstock.driver.v1.AgentExit
-	35,  // 96: penstock.driver.v1.RolloutEvent.attempt_failed:type_name -> penstock.driver.v1.AttemptFailed
-	32,  // 97: penstock.driver.v1.RolloutEvent.paused:type_name -> penstock.driver.v1.RolloutPaused
-	33,  // 98: penstock.driver.v1.RolloutEvent.resumed:type_name -> penstock.driver.v1.RolloutResumed
-	53,  // 99: penstock.driver.v1.RolloutPaused.max_duration:type_name -> google.protobuf.Duration
-	53,  // 100: penstock.driver.v1.RolloutResumed.paused_time:type_name -> google.protobuf.Duration
-	1,   // 101: penstock.driver.v1.PhaseChanged.phase:type_name -> penstock.driver.v1.Phase
-	53,  // 102: penstock.driver.v1.PhaseChanged.previous_duration:type_name -> google.protobuf.Duration
-	16,  // 103: penstock.driver.v1.AttemptFailed.failure:type_name -> penstock.driver.v1.Failure
-	1,   // 104: penstock.driver.v1.CommandFinished.phase:type_name -> penstock.driver.v1.Phase
-	51,  // 105: penstock.driver.v1.CommandFinished.command:type_name -> penstock.sandbox.v1.Command
-	66,  // 106: penstock.driver.v1.CommandFinished.exit:type_name -> penstock.sandbox.v1.Exit
-	71,  // 107: penstock.driver.v1.AgentEvent.kind:type_name -> penstock.driver.v1.AgentEventKind
-	52,  // 108: penstock.driver.v1.AgentEvent.data:type_name -> google.protobuf.Struct
-	72,  // 109: penstock.driver.v1.CallFinished.call:type_name -> penstock.trajectory.v1.Call
-	7,   // 110: penstock.driver.v1.Verifier.ComponentRangesEntry.value:type_name -> penstock.driver.v1.RewardRange
-	44,  // 111: penstock.driver.v1.McpServer.Stdio.env:type_name -> penstock.driver.v1.McpServer.Stdio.EnvEntry
-	45,  // 112: penstock.driver.v1.McpServer.Stdio.secret_env:type_name -> penstock.driver.v1.McpServer.Stdio.SecretEnvEntry
-	66,  // 113: penstock.driver.v1.Grading.Command.exit:type_name -> penstock.sandbox.v1.Exit
-	114, // [114:114] is the sub-list for method output_type
-	114, // [114:114] is the sub-list for method input_type
-	114, // [114:114] is the sub-list for extension type_name
-	114, // [114:114] is the sub-list for extension extendee
-	0,   // [0:114] is the sub-list for field type_name
+	42,  // 3: penstock.driver.v1.Task.env:type_name -> penstock.driver.v1.Task.EnvEntry
+	53,  // 4: penstock.driver.v1.Task.metadata:type_name -> google.protobuf.Struct
+	51,  // 5: penstock.driver.v1.Verifier.files:type_name -> penstock.sandbox.v1.SeedFile
+	52,  // 6: penstock.driver.v1.Verifier.commands:type_name -> penstock.sandbox.v1.Command
+	9,   // 7: penstock.driver.v1.Verifier.reward_file:type_name -> penstock.driver.v1.RewardFile
+	10,  // 8: penstock.driver.v1.Verifier.passed_share:type_name -> penstock.driver.v1.RewardPassedShare
+	54,  // 9: penstock.driver.v1.Verifier.command_timeout:type_name -> google.protobuf.Duration
+	43,  // 10: penstock.driver.v1.Verifier.component_ranges:type_name -> penstock.driver.v1.Verifier.ComponentRangesEntry
+	55,  // 11: penstock.driver.v1.Verifier.resources:type_name -> penstock.sandbox.v1.Resources
+	7,   // 12: penstock.driver.v1.Verifier.copies:type_name -> penstock.driver.v1.CopiedPath
+	52,  // 13: penstock.driver.v1.Verifier.collect:type_name -> penstock.sandbox.v1.Command
+	53,  // 14: penstock.driver.v1.AgentChoice.options:type_name -> google.protobuf.Struct
+	12,  // 15: penstock.driver.v1.AgentChoice.mcp_servers:type_name -> penstock.driver.v1.McpServer
+	44,  // 16: penstock.driver.v1.McpServer.stdio:type_name -> penstock.driver.v1.McpServer.Stdio
+	55,  // 17: penstock.driver.v1.SandboxChoice.resources:type_name -> penstock.sandbox.v1.Resources
+	56,  // 18: penstock.driver.v1.SandboxChoice.setup_network:type_name -> penstock.sandbox.v1.NetworkPolicy
+	13,  // 19: penstock.driver.v1.SandboxChoice.packages:type_name -> penstock.driver.v1.Packages
+	57,  // 20: penstock.driver.v1.SandboxChoice.agent_network:type_name -> penstock.sandbox.v1.Allowlist
+	57,  // 21: penstock.driver.v1.SandboxChoice.verifier_network:type_name -> penstock.sandbox.v1.Allowlist
+	58,  // 22: penstock.driver.v1.SandboxChoice.companions:type_name -> penstock.sandbox.v1.Companion
+	54,  // 23: penstock.driver.v1.Limits.prepare:type_name -> google.protobuf.Duration
+	54,  // 24: penstock.driver.v1.Limits.setup:type_name -> google.protobuf.Duration
+	54,  // 25: penstock.driver.v1.Limits.agent:type_name -> google.protobuf.Duration
+	54,  // 26: penstock.driver.v1.Limits.verify:type_name -> google.protobuf.Duration
+	5,   // 27: penstock.driver.v1.RolloutSpec.task:type_name -> penstock.driver.v1.Task
+	11,  // 28: penstock.driver.v1.RolloutSpec.agent:type_name -> penstock.driver.v1.AgentChoice
+	59,  // 29: penstock.driver.v1.RolloutSpec.mode:type_name -> penstock.interception.v1.Mode
+	60,  // 30: penstock.driver.v1.RolloutSpec.source:type_name -> penstock.interception.v1.ModelSource
+	14,  // 31: penstock.driver.v1.RolloutSpec.sandbox:type_name -> penstock.driver.v1.SandboxChoice
+	15,  // 32: penstock.driver.v1.RolloutSpec.limits:type_name -> penstock.driver.v1.Limits
+	61,  // 33: penstock.driver.v1.RolloutSpec.budgets:type_name -> penstock.interception.v1.Budgets
+	62,  // 34: penstock.driver.v1.RolloutSpec.policy:type_name -> penstock.interception.v1.PolicyVersionConstraint
+	47,  // 35: penstock.driver.v1.RolloutSpec.labels:type_name -> penstock.driver.v1.RolloutSpec.LabelsEntry
+	63,  // 36: penstock.driver.v1.RolloutSpec.sampling_override:type_name -> penstock.chat.v1.Sampling
+	64,  // 37: penstock.driver.v1.RolloutSpec.run_budgets:type_name -> penstock.interception.v1.RunBudgets
+	65,  // 38: penstock.driver.v1.RolloutSpec.token_terms:type_name -> penstock.interception.v1.TokenTerms
+	66,  // 39: penstock.driver.v1.RolloutSpec.models:type_name -> penstock.interception.v1.RolloutModel
+	0,   // 40: penstock.driver.v1.RolloutSpec.replay:type_name -> penstock.driver.v1.Replay
+	2,   // 41: penstock.driver.v1.Failure.cause:type_name -> penstock.driver.v1.FailureCause
+	1,   // 42: penstock.driver.v1.Failure.phase:type_name -> penstock.driver.v1.Phase
+	3,   // 43: penstock.driver.v1.Failure.caused_by:type_name -> penstock.driver.v1.Party
+	67,  // 44: penstock.driver.v1.AgentExit.exit:type_name -> penstock.sandbox.v1.Exit
+	17,  // 45: penstock.driver.v1.Outcome.failure:type_name -> penstock.driver.v1.Failure
+	68,  // 46: penstock.driver.v1.Outcome.reward:type_name -> penstock.trajectory.v1.Reward
+	18,  // 47: penstock.driver.v1.Outcome.agent_exit:type_name -> penstock.driver.v1.AgentExit
+	21,  // 48: penstock.driver.v1.Outcome.grading:type_name -> penstock.driver.v1.Grading
+	69,  // 49: penstock.driver.v1.Grade.time:type_name -> google.protobuf.Timestamp
+	68,  // 50: penstock.driver.v1.Grade.reward:type_name -> penstock.trajectory.v1.Reward
+	17,  // 51: penstock.driver.v1.Grade.failure:type_name -> penstock.driver.v1.Failure
+	21,  // 52: penstock.driver.v1.Grade.grading:type_name -> penstock.driver.v1.Grading
+	4,   // 53: penstock.driver.v1.Grading.place:type_name -> penstock.driver.v1.GradingPlace
+	48,  // 54: penstock.driver.v1.Grading.commands:type_name -> penstock.driver.v1.Grading.Command
+	49,  // 55: penstock.driver.v1.Grading.changes:type_name -> penstock.driver.v1.Grading.Changes
+	16,  // 56: penstock.driver.v1.Rollout.spec:type_name -> penstock.driver.v1.RolloutSpec
+	1,   // 57: penstock.driver.v1.Rollout.phase:type_name -> penstock.driver.v1.Phase
+	19,  // 58: penstock.driver.v1.Rollout.outcome:type_name -> penstock.driver.v1.Outcome
+	69,  // 59: penstock.driver.v1.Rollout.create_time:type_name -> google.protobuf.Timestamp
+	69,  // 60: penstock.driver.v1.Rollout.end_time:type_name -> google.protobuf.Timestamp
+	29,  // 61: penstock.driver.v1.Rollout.phase_times:type_name -> penstock.driver.v1.PhaseTime
+	70,  // 62: penstock.driver.v1.Rollout.fork_kind:type_name -> penstock.sandbox.v1.ForkKind
+	26,  // 63: penstock.driver.v1.Rollout.home:type_name -> penstock.driver.v1.Home
+	25,  // 64: penstock.driver.v1.Rollout.forked_from:type_name -> penstock.driver.v1.ForkOrigin
+	24,  // 65: penstock.driver.v1.Rollout.export:type_name -> penstock.driver.v1.Export
+	71,  // 66: penstock.driver.v1.Rollout.branched_from:type_name -> penstock.trajectory.v1.BranchPoint
+	23,  // 67: penstock.driver.v1.Rollout.pause:type_name -> penstock.driver.v1.Pause
+	20,  // 68: penstock.driver.v1.Rollout.grades:type_name -> penstock.driver.v1.Grade
+	69,  // 69: penstock.driver.v1.Pause.start_time:type_name -> google.protobuf.Timestamp
+	69,  // 70: penstock.driver.v1.Pause.end_time:type_name -> google.protobuf.Timestamp
+	69,  // 71: penstock.driver.v1.Export.time:type_name -> google.protobuf.Timestamp
+	50,  // 72: penstock.driver.v1.RolloutSummary.labels:type_name -> penstock.driver.v1.RolloutSummary.LabelsEntry
+	1,   // 73: penstock.driver.v1.RolloutSummary.phase:type_name -> penstock.driver.v1.Phase
+	69,  // 74: penstock.driver.v1.RolloutSummary.create_time:type_name -> google.protobuf.Timestamp
+	69,  // 75: penstock.driver.v1.RolloutSummary.end_time:type_name -> google.protobuf.Timestamp
+	17,  // 76: penstock.driver.v1.RolloutSummary.failure:type_name -> penstock.driver.v1.Failure
+	68,  // 77: penstock.driver.v1.RolloutSummary.reward:type_name -> penstock.trajectory.v1.Reward
+	28,  // 78: penstock.driver.v1.RolloutSummary.calls:type_name -> penstock.driver.v1.CallSums
+	26,  // 79: penstock.driver.v1.RolloutSummary.home:type_name -> penstock.driver.v1.Home
+	24,  // 80: penstock.driver.v1.RolloutSummary.export:type_name -> penstock.driver.v1.Export
+	1,   // 81: penstock.driver.v1.PhaseTime.phase:type_name -> penstock.driver.v1.Phase
+	54,  // 82: penstock.driver.v1.PhaseTime.duration:type_name -> google.protobuf.Duration
+	54,  // 83: penstock.driver.v1.StragglerPolicy.grace:type_name -> google.protobuf.Duration
+	16,  // 84: penstock.driver.v1.Group.spec:type_name -> penstock.driver.v1.RolloutSpec
+	30,  // 85: penstock.driver.v1.Group.stragglers:type_name -> penstock.driver.v1.StragglerPolicy
+	69,  // 86: penstock.driver.v1.Group.create_time:type_name -> google.protobuf.Timestamp
+	69,  // 87: penstock.driver.v1.Group.end_time:type_name -> google.protobuf.Timestamp
+	71,  // 88: penstock.driver.v1.Group.branched_from:type_name -> penstock.trajectory.v1.BranchPoint
+	69,  // 89: penstock.driver.v1.RolloutEvent.time:type_name -> google.protobuf.Timestamp
+	35,  // 90: penstock.driver.v1.RolloutEvent.phase_changed:type_name -> penstock.driver.v1.PhaseChanged
+	37,  // 91: penstock.driver.v1.RolloutEvent.command_finished:type_name -> penstock.driver.v1.CommandFinished
+	38,  // 92: penstock.driver.v1.RolloutEvent.agent_event:type_name -> penstock.driver.v1.AgentEvent
+	39,  // 93: penstock.driver.v1.RolloutEvent.call_finished:type_name -> penstock.driver.v1.CallFinished
+	40,  // 94: penstock.driver.v1.RolloutEvent.artifact:type_name -> penstock.driver.v1.ArtifactCollected
+	41,  // 95: penstock.driver.v1.RolloutEvent.progress:type_name -> penstock.driver.v1.Progress
+	19,  // 96: penstock.driver.v1.RolloutEvent.ended:type_name -> penstock.driver.v1.Outcome
+	18,  // 97: penstock.driver.v1.RolloutEvent.agent_exited:type_name -> penstock.driver.v1.AgentExit
+	36,  // 98: penstock.driver.v1.RolloutEvent.attempt_failed:type_name -> penstock.driver.v1.AttemptFailed
+	33,  // 99: penstock.driver.v1.RolloutEvent.paused:type_name -> penstock.driver.v1.RolloutPaused
+	34,  // 100: penstock.driver.v1.RolloutEvent.resumed:type_name -> penstock.driver.v1.RolloutResumed
+	54,  // 101: penstock.driver.v1.RolloutPaused.max_duration:type_name -> google.protobuf.Duration
+	54,  // 102: penstock.driver.v1.RolloutResumed.paused_time:type_name -> google.protobuf.Duration
+	1,   // 103: penstock.driver.v1.PhaseChanged.phase:type_name -> penstock.driver.v1.Phase
+	54,  // 104: penstock.driver.v1.PhaseChanged.previous_duration:type_name -> google.protobuf.Duration
+	17,  // 105: penstock.driver.v1.AttemptFailed.failure:type_name -> penstock.driver.v1.Failure
+	1,   // 106: penstock.driver.v1.CommandFinished.phase:type_name -> penstock.driver.v1.Phase
+	52,  // 107: penstock.driver.v1.CommandFinished.command:type_name -> penstock.sandbox.v1.Command
+	67,  // 108: penstock.driver.v1.CommandFinished.exit:type_name -> penstock.sandbox.v1.Exit
+	72,  // 109: penstock.driver.v1.AgentEvent.kind:type_name -> penstock.driver.v1.AgentEventKind
+	53,  // 110: penstock.driver.v1.AgentEvent.data:type_name -> google.protobuf.Struct
+	73,  // 111: penstock.driver.v1.CallFinished.call:type_name -> penstock.trajectory.v1.Call
+	8,   // 112: penstock.driver.v1.Verifier.ComponentRangesEntry.value:type_name -> penstock.driver.v1.RewardRange
+	45,  // 113: penstock.driver.v1.McpServer.Stdio.env:type_name -> penstock.driver.v1.McpServer.Stdio.EnvEntry
+	46,  // 114: penstock.driver.v1.McpServer.Stdio.secret_env:type_name -> penstock.driver.v1.McpServer.Stdio.SecretEnvEntry
+	67,  // 115: penstock.driver.v1.Grading.Command.exit:type_name -> penstock.sandbox.v1.Exit
+	116, // [116:116] is the sub-list for method output_type
+	116, // [116:116] is the sub-list for method input_type
+	116, // [116:116] is the sub-list for extension type_name
+	116, // [116:116] is the sub-list for extension extendee
+	0,   // [0:116] is the sub-list for field type_name
 }
 
 func init() { file_penstock_driver_v1_rollout_proto_init() }
@@ -4919,20 +5024,20 @@ func file_penstock_driver_v1_rollout_proto_init() {
 		(*Verifier_RewardFile)(nil),
 		(*Verifier_PassedShare)(nil),
 	}
-	file_penstock_driver_v1_rollout_proto_msgTypes[6].OneofWrappers = []any{
+	file_penstock_driver_v1_rollout_proto_msgTypes[7].OneofWrappers = []any{
 		(*McpServer_Stdio_)(nil),
 		(*McpServer_Url)(nil),
 	}
-	file_penstock_driver_v1_rollout_proto_msgTypes[8].OneofWrappers = []any{}
-	file_penstock_driver_v1_rollout_proto_msgTypes[10].OneofWrappers = []any{}
-	file_penstock_driver_v1_rollout_proto_msgTypes[13].OneofWrappers = []any{}
+	file_penstock_driver_v1_rollout_proto_msgTypes[9].OneofWrappers = []any{}
+	file_penstock_driver_v1_rollout_proto_msgTypes[11].OneofWrappers = []any{}
 	file_penstock_driver_v1_rollout_proto_msgTypes[14].OneofWrappers = []any{}
 	file_penstock_driver_v1_rollout_proto_msgTypes[15].OneofWrappers = []any{}
 	file_penstock_driver_v1_rollout_proto_msgTypes[16].OneofWrappers = []any{}
-	file_penstock_driver_v1_rollout_proto_msgTypes[21].OneofWrappers = []any{}
+	file_penstock_driver_v1_rollout_proto_msgTypes[17].OneofWrappers = []any{}
 	file_penstock_driver_v1_rollout_proto_msgTypes[22].OneofWrappers = []any{}
-	file_penstock_driver_v1_rollout_proto_msgTypes[25].OneofWrappers = []any{}
-	file_penstock_driver_v1_rollout_proto_msgTypes[26].OneofWrappers = []any{
+	file_penstock_driver_v1_rollout_proto_msgTypes[23].OneofWrappers = []any{}
+	file_penstock_driver_v1_rollout_proto_msgTypes[26].OneofWrappers = []any{}
+	file_penstock_driver_v1_rollout_proto_msgTypes[27].OneofWrappers = []any{
 		(*RolloutEvent_PhaseChanged)(nil),
 		(*RolloutEvent_CommandFinished)(nil),
 		(*RolloutEvent_AgentEvent)(nil),
@@ -4951,7 +5056,7 @@ func file_penstock_driver_v1_rollout_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_penstock_driver_v1_rollout_proto_rawDesc), len(file_penstock_driver_v1_rollout_proto_rawDesc)),
 			NumEnums:      5,
-			NumMessages:   45,
+			NumMessages:   46,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

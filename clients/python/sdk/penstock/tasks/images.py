@@ -6,7 +6,7 @@ The name is the same on every machine; the sandbox service's daemon knows whethe
 
 import asyncio
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
@@ -26,22 +26,34 @@ def image_of(task: Task) -> str:
     Raises:
         ConfigurationError: `IMAGE_CONTEXT`, the directory cannot be read.
     """
-    if task.build is None:
-        return ""
+    return "" if task.build is None else _image_of(task, task.build)
+
+
+def contexts_of(task: Task) -> Mapping[str, Path]:
+    """Returns the directories of Dockerfiles of a task and its verifier, by the names of their images.
+
+    Raises:
+        ConfigurationError: `IMAGE_CONTEXT`, a directory cannot be read.
+    """
+    folders = (task.build, None if task.verifier is None else task.verifier.build)
+    return {_image_of(task, folder): folder for folder in folders if folder is not None}
+
+
+def _image_of(task: Task, build: Path) -> str:
     found = sha256()
     try:
-        for path in sorted(task.build.rglob("*")):
+        for path in sorted(build.rglob("*")):
             kind = b"l" if path.is_symlink() else b"f" if path.is_file() else b"d"
             content = str(path.readlink()).encode() if kind == b"l" else b""
             mode = b"%o" % (path.lstat().st_mode & 0o777) if kind == b"f" else b""
-            for part in (kind, str(path.relative_to(task.build)).encode(), mode):
+            for part in (kind, str(path.relative_to(build)).encode(), mode):
                 found.update(b"%d:" % len(part) + part)
             if kind == b"f":
                 _add_file(found, path)
             else:
                 found.update(b"%d:" % len(content) + content)
     except OSError as error:
-        raise ConfigurationError(f"{task.build}: {error.strerror}", reason="IMAGE_CONTEXT") from None
+        raise ConfigurationError(f"{build}: {error.strerror}", reason="IMAGE_CONTEXT") from None
     name = "".join(letter if letter.isalnum() else "-" for letter in task.task_id.lower())[:60].strip("-") or "task"
     return f"{REPOSITORY}/{name}:{found.hexdigest()[:16]}"
 
@@ -55,9 +67,13 @@ def _add_file(found: Any, path: Path) -> None:
 
 
 def with_image(task: Task) -> Task:
-    """Returns the task with the image of its Dockerfile set."""
-    image = image_of(task)
-    return replace(task, sandbox=replace(task.sandbox or SandboxChoice(), image=image)) if image else task
+    """Returns the task with the images of its Dockerfile and its verifier's set."""
+    if image := image_of(task):
+        task = replace(task, sandbox=replace(task.sandbox or SandboxChoice(), image=image))
+    if task.verifier is not None and task.verifier.build is not None:
+        image = _image_of(task, task.verifier.build)
+        task = replace(task, verifier=replace(task.verifier, image=image))
+    return task
 
 
 async def build_images(tasks: Sequence[Task], on_progress: Callable[[str], None]) -> None:
@@ -68,19 +84,18 @@ async def build_images(tasks: Sequence[Task], on_progress: Callable[[str], None]
         FailedPrecondition: `IMAGE_BUILD_FAILED`, with the end of the build's output.
     """
     for task in tasks:
-        image = image_of(task)
-        if image:
-            await _build(image, task, on_progress)
+        for image, folder in contexts_of(task).items():
+            await _build(image, folder, task, on_progress)
 
 
-async def _build(image: str, task: Task, on_progress: Callable[[str], None]) -> None:
+async def _build(image: str, folder: Path, task: Task, on_progress: Callable[[str], None]) -> None:
     program = shutil.which("docker")
     if program is None:
         raise ConfigurationError("building images needs the program docker", reason="DOCKER_MISSING")
     if (await _docker(program, "image", "inspect", "--format", "{{.Id}}", image))[0] == 0:
         return
     on_progress(f"building {image} for {task.task_id}")
-    code, output = await _docker(program, "build", "--tag", image, str(Path(task.build or ".").absolute()))
+    code, output = await _docker(program, "build", "--tag", image, str(folder.absolute()))
     if code != 0:
         raise FailedPrecondition(
             f"the image of {task.task_id} could not be built: {output[-_TAIL_CHARACTERS:]}", reason="IMAGE_BUILD_FAILED"

@@ -7,6 +7,7 @@ from penstock.client.errors import InvalidArgument, Violation
 from penstock.client.tasks.spec import Verifier
 from penstock.client.tasks.task import build_verifier
 from penstock.client.tasks.yaml import YamlFile
+from penstock.tasks.images import with_image
 from penstock.tasks.sets import load_tasks
 
 
@@ -29,7 +30,7 @@ def load_verifiers(path: str | Path, *, files_from: Sequence[str | Path] = ()) -
         if task.verifier is None:
             without.append(Violation(f"{task.task_id}: verifier", "is missing"))
         else:
-            found[task.task_id] = task.verifier
+            found[task.task_id] = with_image(task).verifier or task.verifier
     if without:
         raise InvalidArgument(f"{given}: no verifier", reason="TASK_FILE", violations=tuple(without))
     return next(iter(found.values())) if len(found) == 1 else found

@@ -26,7 +26,7 @@ from penstock.cli.terminal.console import (
     usage_error,
 )
 from penstock.client.tasks.file import identifier
-from penstock.tasks.images import build_images, image_of, with_image
+from penstock.tasks.images import build_images, contexts_of, image_of, with_image
 from penstock.tasks.importers import FORMATS, Choices, import_tasks
 from penstock.tasks.scaffold import write
 from penstock.tasks.sets import load_tasks, schemas
@@ -183,7 +183,7 @@ def build(tasks: Tasks, files_from: FilesFrom = None, as_json: AsJson = False) -
 
     async def work() -> int:
         await build_images(given, lambda line: err.print(escape(line), style="dim"))
-        for image in filter(None, map(image_of, given)):
+        for image in (name for task in given for name in contexts_of(task)):
             if as_json:
                 emit({"image": image})
             else:

@@ -20,7 +20,8 @@ from penstock.client.tasks.task import Task
 from penstock.client.transport.atomic_files import writing
 from penstock.client.wire.specs import digest
 
-SCHEMA: Final = 1
+SCHEMA: Final = 2
+"""Since 2 its digest is one that clients of all languages make."""
 KEY_BYTES: Final = 32
 _MAX_BYTES: Final = 64 << 20
 _CONTEXT: Final = b"penstock assay line 1\n"

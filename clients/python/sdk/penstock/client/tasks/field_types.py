@@ -37,20 +37,29 @@ def _check(holds: Callable[[str], object], otherwise: str) -> AfterValidator:
     return AfterValidator(checked)
 
 
-def _names(path: str) -> list[str]:
+def names_of(path: str) -> list[str]:
+    """Returns the names in a path."""
     return [name for name in path.split("/") if name not in ("", ".")]
 
 
 def is_file_path(path: str) -> bool:
     """Whether a file may be put there; a directory's may end with a slash, which is checked elsewhere."""
-    return bool(_names(path)) and "\0" not in path and ".." not in path.split("/")
+    return bool(names_of(path)) and "\0" not in path and ".." not in path.split("/")
 
 
 def _directory(path: str) -> str:
     if not is_file_path(path):
         raise ValueError("must be a directory that is not the root, without '..'")
-    if path.startswith("/") and (top := _names(path)[0]) in _IN_MEMORY:
+    if path.startswith("/") and (top := names_of(path)[0]) in _IN_MEMORY:
         raise ValueError(f"/{top} is memory, and what is there is in no fork: name a directory elsewhere")
+    return path
+
+
+def _copied_from(path: str) -> str:
+    if not is_file_path(path) or not path.startswith("/") or path.startswith("//"):
+        raise ValueError("must be an absolute path that is not the root, without '..'")
+    if (top := names_of(path)[0]) in _IN_MEMORY - {"tmp"}:
+        raise ValueError(f"/{top} is memory, and what is there is in no fork: name a path elsewhere")
     return path
 
 
@@ -74,7 +83,7 @@ def _instruction(text: str) -> str:
 
 
 def _pattern(pattern: str) -> str:
-    names = _names(pattern)
+    names = names_of(pattern)
     if not names or "\0" in pattern or ".." in names:
         raise ValueError("must be a path or a pattern of paths, without '..'")
     if any("**" in name and name != "**" for name in names):
@@ -96,6 +105,10 @@ Plain = Annotated[str, _check(lambda text: "\0" not in text, "must not have NUL 
 ShellLine = Annotated[str, _check(lambda text: text.strip() and "\0" not in text, "must not be empty, nor have NUL")]
 Pattern = Annotated[str, AfterValidator(_pattern)]
 Directory = Annotated[str, AfterValidator(_directory)]
+CopiedFrom = Annotated[str, AfterValidator(_copied_from)]
+NamePattern = Annotated[
+    str, _check(lambda text: text and "/" not in text and "\0" not in text, "must be a pattern of names, without '/'")
+]
 Variable = Annotated[
     str,
     _check(re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}").fullmatch, "must be the name of an environment variable"),

@@ -6,7 +6,7 @@ file or a directory in the task file's own directory (beside.py).
 
 import base64
 import binascii
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -22,10 +22,12 @@ from penstock.client.tasks.field_types import (
     MAX_INSTRUCTION_BYTES,
     MAX_PATHS,
     WORKING_DIRECTORY,
+    CopiedFrom,
     Directory,
     Environment,
     Instruction,
     Limit,
+    NamePattern,
     Pattern,
     Plain,
     Range,
@@ -33,6 +35,7 @@ from penstock.client.tasks.field_types import (
     ShellLine,
     instruction_problem,
     is_file_path,
+    names_of,
 )
 from penstock.client.tasks.named_files import Beside, CannotRead
 from penstock.client.tasks.rollout_keys import RolloutKeys
@@ -155,6 +158,20 @@ class _Command(Strict):
 _Commands = Annotated[list[_Command], Field(max_length=MAX_COMMANDS)]
 
 
+class CopiedPathTable(Strict):
+    path: CopiedFrom
+    exclude: list[NamePattern] = Field(default_factory=list, max_length=MAX_PATHS)
+
+    @classmethod
+    def unfolded(cls, value: Any) -> Any:
+        """Expands the short form, a path."""
+        return {"path": value} if isinstance(value, str) else value
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"anyOf": [handler.resolve_ref_schema(handler(schema)), {"type": "string"}]}
+
+
 class VerifierFile(Strict):
     """What a task file has below `verifier`, or a file of its own has."""
 
@@ -169,16 +186,57 @@ class VerifierFile(Strict):
     component_ranges: dict[str, Range] = Field(default_factory=dict, max_length=MAX_COMPONENTS)
     image: Plain = Field("", description="The image in which it is graded, in a sandbox with the agent's changes.")
     resources: ResourcesTable | None = Field(None, description="Of the sandbox in which it is graded.")
+    copies: list[CopiedPathTable] = Field(
+        default_factory=list, max_length=MAX_PATHS, description="Paths that it gets whole from the agent's sandbox."
+    )
+    collect: _Commands = Field(
+        default_factory=list, description="Run in the agent's sandbox before anything is read from it."
+    )
+    user: str = Field("", description="The user of the sandbox of its image.")
+    build: str | None = Field(None, description="Directory with the Dockerfile of its image.")
 
     @classmethod
     def conflicts(cls, value: Mapping[str, Any], beside: Beside | None) -> Iterator[tuple[Place, str]]:
         if value.get("changes_below") and value.get("fresh_fork") is False:
             yield ("changes_below",), "needs a fresh fork, but fresh_fork is false"
-        for name in ("image", "resources"):
+        for name in ("image", "build", "resources", "copies", "collect"):
             if value.get(name) and value.get("fresh_fork") is False:
                 yield (name,), "needs a fresh fork, but fresh_fork is false"
+        if value.get("image") and value.get("build"):
+            yield ("build",), "set image or build"
+        if value.get("user") and not (value.get("image") or value.get("build")):
+            yield ("user",), "needs an image of the verifier's own"
+        if isinstance(build := value.get("build"), str) and (problem := _dockerfile_problem(beside, build)):
+            yield ("build",), problem
+        given = value.get("copies")
+        copies = given if isinstance(given, list) else ()
+        paths = [copied.get("path") if isinstance(copied, Mapping) else copied for copied in copies]
+        for index, path in enumerate(paths):
+            if isinstance(path, str) and (other := _around(path, paths[:index])):
+                yield ("copies", index), f"is, contains or is in {other}, which is copied already"
         if value.get("component_ranges") and value.get("reward") != "file":
             yield ("component_ranges",), "needs reward: file"
+
+
+def _around(path: str, others: Iterable[Any]) -> str:
+    """Returns the first of other paths that is the same, contains this one or is in it, or an empty string."""
+    parts = names_of(path)
+    for other in others:
+        known = names_of(other) if isinstance(other, str) else []
+        common = min(len(parts), len(known))
+        if common and parts[:common] == known[:common]:
+            return str(other)
+    return ""
+
+
+def _dockerfile_problem(beside: Beside | None, build: str) -> str:
+    if beside is None:
+        return ""
+    try:
+        beside.read(f"{build}/Dockerfile")
+    except CannotRead as error:
+        return f"has no usable Dockerfile: {error}"
+    return ""
 
 
 class _Solution(Strict):
@@ -220,11 +278,8 @@ class TaskFile(RolloutKeys):
                 problem = str(error)
             if problem:
                 yield ("instruction_file",), problem
-        if isinstance(build, str):
-            try:
-                beside.read(f"{build}/Dockerfile")
-            except CannotRead as error:
-                yield ("build",), f"has no usable Dockerfile: {error}"
+        if isinstance(build, str) and (problem := _dockerfile_problem(beside, build)):
+            yield ("build",), problem
 
 
 def _needs_fork(value: Mapping[str, Any]) -> Iterator[tuple[Place, str]]:
@@ -235,7 +290,7 @@ def _needs_fork(value: Mapping[str, Any]) -> Iterator[tuple[Place, str]]:
     if value["sandbox"].get("verifier_network"):
         yield ("sandbox", "verifier_network"), problem
     verifier = value.get("verifier")
-    for name in ("fresh_fork", "changes_below", "image", "resources"):
+    for name in ("fresh_fork", "changes_below", "image", "build", "resources", "copies", "collect"):
         if isinstance(verifier, Mapping) and verifier.get(name):
             yield ("verifier", name), problem
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from penstock.client.errors import InvalidArgument
@@ -75,6 +76,19 @@ class RewardFrom(StrEnum):
     PASSED_SHARE = "passed_share"
 
 
+@dataclass(frozen=True, slots=True)
+class CopiedPath:
+    """A file or directory of the agent's sandbox that a verifier gets whole; `exclude` are patterns of names in it."""
+
+    path: str
+    exclude: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        if isinstance(self.exclude, str):
+            raise InvalidArgument(f"exclude must be a list of patterns, such as [{self.exclude!r}]", reason="COPIES")
+        object.__setattr__(self, "exclude", tuple(self.exclude))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verifier:
     """How a reward is computed, after the agent is dead.
@@ -87,7 +101,9 @@ class Verifier:
     `changes_below` (default: the working directory) and nothing else of the agent's. `fresh_fork` true refuses a
     backend that cannot, and false grades in the agent's sandbox, as the agent left it. `restore` first puts paths and
     globs (`tests/**`) back into the prepared state. With `image` it runs in a sandbox of that image, which has the
-    agent's changes and nothing else of the task; `resources` are that sandbox's.
+    agent's changes and nothing else of the task; `resources` are that sandbox's, `user` is its user, and `build` the
+    directory of the Dockerfile for it. `copies` are absolute paths that it gets whole, whoever made what is there; it
+    then has no changes but those below `changes_below`. `collect` runs in the agent's sandbox before that is read.
 
     docs/guides/rewards.md describes what each resists.
     """
@@ -103,6 +119,10 @@ class Verifier:
     component_ranges: Mapping[str, tuple[float, float]] = field(default_factory=lambda: _EMPTY)
     image: str = ""
     resources: "Resources | None" = None
+    copies: Sequence[CopiedPath] = ()
+    collect: Sequence[Command] = ()
+    user: str = ""
+    build: Path | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """A task, and reading it from a file."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from penstock.client.tasks.named_files import Beside, CannotRead
 from penstock.client.tasks.spec import (
     Budgets,
     Command,
+    CopiedPath,
     Limits,
     McpServer,
     RewardFrom,
@@ -100,6 +101,8 @@ def build_task(source: YamlFile, content: Any = None) -> Task:
         raise refused("instruction_file", str(error)) from None
     build = None if file.build is None else path.parent / file.build
     verifier = None if file.verifier is None else _verifier(file.verifier, beside, "verifier.files")
+    if verifier is not None and file.verifier is not None and file.verifier.build is not None:
+        verifier = replace(verifier, build=path.parent / file.verifier.build)
     solution = None
     if file.solution is not None:
         commands = [item.made() for item in file.solution.commands]
@@ -131,7 +134,10 @@ def build_verifier(source: YamlFile) -> Verifier:
     Raises:
         InvalidArgument: `TASK_FILE`; as `load_task`.
     """
-    return _verifier(source.validated(VerifierFile, "verifier"), source.beside, "files")
+    file = source.validated(VerifierFile, "verifier")
+    if file.build is not None:
+        raise refused("build", "is for the verifier of a task file: name the image")
+    return _verifier(file, source.beside, "files")
 
 
 def _verifier(file: VerifierFile, beside: Beside, where: str) -> Verifier:
@@ -147,6 +153,9 @@ def _verifier(file: VerifierFile, beside: Beside, where: str) -> Verifier:
         component_ranges={name: (low, high) for name, (low, high) in file.component_ranges.items()},
         image=file.image,
         resources=None if file.resources is None else file.resources.made(),
+        copies=[CopiedPath(copied.path, copied.exclude) for copied in file.copies],
+        collect=[item.made() for item in file.collect],
+        user=file.user,
     )
 
 

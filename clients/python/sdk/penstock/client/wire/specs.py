@@ -10,6 +10,7 @@ from penstock.client.errors import InvalidArgument
 from penstock.client.tasks import spec as tasks
 from penstock.client.tasks.task import Task
 from penstock.client.wire.chat import number
+from penstock.client.wire.fingerprints import fingerprint
 from penstock.driver.v1 import rollout_pb2
 from penstock.interception.v1 import interception_pb2
 from penstock.sandbox.v1 import process_service_pb2, sandbox_pb2, sandbox_service_pb2
@@ -36,11 +37,21 @@ command: Final = writer(tasks.Command, process_service_pb2.Command, renamed={"ar
 seed_file: Final = writer(tasks.SeedFile, sandbox_service_pb2.SeedFile)
 """Converts a file to write."""
 
+
+def _image(value: tasks.Verifier) -> str:
+    if value.build is not None and not value.image:
+        raise InvalidArgument(
+            "The verifier has a Dockerfile: pass penstock.tasks.images.with_image(task)", reason="TASK_IMAGE"
+        )
+    return value.image
+
+
 verifier: Final = writer(
     tasks.Verifier,
     rollout_pb2.Verifier,
-    left_out=("reward", "range"),
+    left_out=("reward", "range", "build"),
     by={
+        "image": _image,
         "reward_file": lambda value: rollout_pb2.RewardFile() if value.reward is tasks.RewardFrom.FILE else None,
         "passed_share": lambda value: (
             None if value.reward is tasks.RewardFrom.FILE else rollout_pb2.RewardPassedShare()
@@ -64,15 +75,21 @@ task: Final = writer(
 
 
 def digest(value: Task) -> str:
-    """Returns a hash of everything that a task's rollouts depend on: its solution and its labels are not in it."""
-    message = task(value).SerializeToString(deterministic=True)
-    terms = repr((value.sandbox, value.limits, value.budgets)).encode()
-    # The locks of a task's tools are not in a sandbox's text form.
-    packages = None if value.sandbox is None else value.sandbox.packages
-    locks = b"" if packages is None else repr((packages.python, packages.npm)).encode()
-    servers = repr([(one.name, list(one.args), sorted(one.env.items()), one.url) for one in value.mcp_servers])
-    more = servers.encode() if value.mcp_servers else b""
-    return sha256(b"%d:" % len(message) + message + terms + locks + more).hexdigest()
+    """Returns a hash of everything that a task's rollouts depend on: its solution and its labels are not in it.
+
+    It is that of a rollout's spec with the task's own sandbox, limits, budgets and MCP servers and nothing else, of
+    which no empty message counts: the clients of other languages make it of a spec.
+    """
+    message = rollout_pb2.RolloutSpec(task=task(value))
+    if value.sandbox is not None and fingerprint(choice := sandbox_choice(value.sandbox)):
+        message.sandbox.CopyFrom(choice)
+    if value.limits is not None and fingerprint(own_limits := limits(value.limits)):
+        message.limits.CopyFrom(own_limits)
+    if value.budgets is not None and fingerprint(own_budgets := budgets(value.budgets)):
+        message.budgets.CopyFrom(own_budgets)
+    if value.mcp_servers:
+        message.agent.mcp_servers.extend(map(_mcp_server, value.mcp_servers))
+    return sha256(fingerprint(message)).hexdigest()
 
 
 _mcp_server: Final = writer(

@@ -4,8 +4,9 @@
 
 A source is one of them, a directory of them (with a dataset.toml, those that it lists), or a registry
 (harbor_registry.py). The guarantees of Harbor for a verifier are kept: tests/ at /tests, the reward in
-/logs/verifier/reward.txt (a number) or reward.json (names and numbers), root by default. Different: an agent reaches
-its model only, or the hosts of an allow-list, and a verifier nothing.
+/logs/verifier/reward.txt (a number) or reward.json (names and numbers), root by default; a separate verifier has its
+own sandbox (harbor_separate.py). Different: an agent reaches its model only, or hosts of an allow-list, and a verifier
+nothing, or such hosts where it is separate.
 """
 
 import tomllib
@@ -18,7 +19,7 @@ from pydantic import ValidationError
 
 from penstock.client.errors import InvalidArgument
 from penstock.client.tasks.rollout_keys import McpServerTable
-from penstock.tasks.importers import compose, harbor_registry
+from penstock.tasks.importers import compose, harbor_registry, harbor_separate
 from penstock.tasks.importers.common import (
     GRADER_FOLDER,
     Choices,
@@ -39,7 +40,9 @@ _TOP: Final = (
     "schema_version", "version", "task", "metadata", "verifier", "agent", "environment", "solution", "source",
     "artifacts",
 )  # fmt: skip
-_VERIFIER: Final = ("timeout_sec", "env", "user", "network_mode", "allowed_hosts")
+_VERIFIER: Final = (
+    "timeout_sec", "env", "user", "network_mode", "allowed_hosts", "environment", "environment_mode", "collect",
+)  # fmt: skip
 _AGENT: Final = ("timeout_sec", "user", "network_mode", "allowed_hosts")
 _ENVIRONMENT: Final = (
     "build_timeout_sec", "docker_image", "cpus", "memory_mb", "memory", "storage_mb", "storage", "gpus", "gpu_types",
@@ -67,62 +70,77 @@ def fill(folder: Folder, source: Path, choices: Choices) -> None:
     """Fills a task directory from one of Harbor's. Raises Refused."""
     config = _config(source)
     verifier, agent, environment = (_table(config, name) for name in ("verifier", "agent", "environment"))
-    if not (source / "tests" / "test.sh").is_file():
+    own = harbor_separate.is_separate(verifier)
+    of_its_own = config["verifier.environment"]
+    if not (source / "tests" / "test.sh").is_file() and not (own and of_its_own.get("docker_image")):
         raise Refused("it has no tests/test.sh")
+    if not own and verifier.get("collect"):
+        raise Refused("verifier.collect: it needs a separate verifier: in the agent's sandbox it could change the work")
+    if own and not choices.image:
+        raise Refused("verifier.environment: a separate verifier needs an image: import it with images")
     if pointers := lfs_pointers(source):
         raise Refused(f"{pointers[0]} is a pointer of Git LFS in the place of the file: run git lfs pull in its clone")
     folder.notes += _notes(config)
     folder.content["instruction_file"] = folder.copy(source / "instruction.md", "instruction.md")
     workdir = put_environment(folder, source / "environment", str(environment.get("docker_image") or ""), choices)
+    seeds = _put_seeds(folder, source / "environment")
     _put_workdir(folder, str(environment.get("workdir") or ""))
     if choices.image and choices.user is None and agent.get("user") is not None:
         folder.content["sandbox"]["user"] = str(agent["user"])
-        if verifier.get("user") is None and folder.content["sandbox"]["user"] not in ("root", "0"):
+        if not own and verifier.get("user") is None and folder.content["sandbox"]["user"] not in ("root", "0"):
             folder.notes.append(f"agent.user: its verifier is {agent['user']} too; in Harbor it is root")
-    _put_networks(folder, environment, agent, verifier)
+    _put_networks(folder, environment, agent, verifier, of_its_own if own else None)
     env = substituted(environment.get("env", {}), choices.env, "environment.env")
     if env:
         folder.content["env"] = {**folder.content.get("env", {}), **env}
     for file in [source / "environment" / name for name in compose.NAMES]:
         if file.exists():
+            if own:
+                what = (
+                    "several containers beside a separate verifier: its sandbox would not have them as the agent left"
+                )
+                raise Refused(f"environment/{file.name}: {what} them")
             compose.put_companions(folder, file, "main", choices)
     if servers := list(_servers(environment, choices)):
         folder.content["mcp_servers"] = servers
-    if choices.resources:
-        _put_resources(folder, environment)
+    if choices.resources and (resources := _resources(environment)):
+        folder.content.setdefault("sandbox", {})["resources"] = resources
     limits = {
         "prepare": environment.get("build_timeout_sec"),
         "agent": agent.get("timeout_sec"),
         "verify": _more(verifier.get("timeout_sec", 600.0)),
     }
     folder.content["limits"] = {name: float(value) for name, value in limits.items() if value is not None}
-    tests = folder.copy(source / "tests", "tests")
     command: dict[str, Any] = {
         "argv": ["sh", f"{GRADER_FOLDER}/harbor.sh"],
         "timeout": float(verifier.get("timeout_sec", 600.0)),
     }
-    # Here a verifier does not inherit the task's environment; in Harbor it does.
+    # Here a verifier does not inherit the environment of its sandbox; in Harbor it does.
+    inherited = folder.content.get("env", {})
+    if own:
+        inherited = substituted(of_its_own.get("env", {}), choices.env, "verifier.environment.env")
     of_verifier = substituted(verifier.get("env", {}), choices.env, "verifier.env")
-    if both := {**folder.content.get("env", {}), **of_verifier}:
+    if both := {**inherited, **of_verifier}:
         command["env"] = both
     if workdir:
         command["cwd"] = workdir
-    if verifier.get("user") is not None:
-        command["user"] = str(verifier["user"])
-    folder.content["verifier"] = {
-        "files": [
-            {"path": f"{GRADER_FOLDER}/harbor.sh", "from": folder.program("harbor.sh")},
-            {
-                "path": f"{GRADER_FOLDER}/manifest",
-                "from": folder.write("manifest", manifest(source / "tests")),
-            },
-            {"path": "/tests", "from": tests},
-        ],
-        "commands": [command],
-        "reward": "file",
+    files = [{"path": f"{GRADER_FOLDER}/harbor.sh", "from": folder.program("harbor.sh")}]
+    folder.content["verifier"] = {"commands": [command], "files": files, "reward": "file"}
+    if own:
+        resources = _resources(of_its_own) if choices.resources and of_its_own is not environment else {}
+        has_tests = harbor_separate.put(folder, source, config, choices, resources)
+        files += [] if has_tests else seeds
+    else:
+        has_tests = False
         # In Harbor, too, the tests run in the agent's container, with everything that it installed.
-        "fresh_fork": False,
-    }
+        folder.content["verifier"]["fresh_fork"] = False
+        if verifier.get("user") is not None:
+            command["user"] = str(verifier["user"])
+    if not has_tests:
+        files.append(
+            {"path": f"{GRADER_FOLDER}/manifest", "from": folder.write("manifest", manifest(source / "tests"))}
+        )
+        files.append({"path": "/tests", "from": folder.copy(source / "tests", "tests")})
     _put_solution(folder, source, _table(config, "solution"), choices, workdir)
     named = {name: value for name, value in _table(config, "task").items() if name in ("name", "version")}
     folder.content["metadata"] = {"format": "harbor", **named, **_table(config, "metadata")}
@@ -136,15 +154,33 @@ def _config(source: Path) -> dict[str, Any]:
     plain(config, _TOP, "task.toml")
     for name, known in (("verifier", _VERIFIER), ("agent", _AGENT), ("environment", _ENVIRONMENT)):
         table = config[name] = {key: value for key, value in _table(config, name).items() if value not in ([], "")}
-        if name == "verifier" and table.get("environment_mode") == "shared":
-            del table["environment_mode"]
         plain(table, known, name)
-    environment = config["environment"]
-    if environment.get("gpus"):
-        raise Refused("environment.gpus: sandboxes have no GPUs")
-    if str(environment.get("os", "linux")).lower() != "linux":
-        raise Refused(f"environment.os: {environment['os']}: sandboxes have Linux")
+    # A separate verifier has a copy of the agent's environment, unless it has one of its own.
+    own = config["verifier"].get("environment")
+    config["verifier.environment"] = config["environment"] if own is None else _own_environment(own)
+    for name in ("environment", "verifier.environment"):
+        if config[name].get("gpus"):
+            raise Refused(f"{name}.gpus: sandboxes have no GPUs")
+        if str(config[name].get("os", "linux")).lower() != "linux":
+            raise Refused(f"{name}.os: {config[name]['os']}: sandboxes have Linux")
     return config
+
+
+def _own_environment(given: Any) -> dict[str, Any]:
+    if not isinstance(given, dict):
+        raise Refused("verifier.environment: it is not a table")
+    table = {key: value for key, value in given.items() if value not in ([], "")}
+    plain(table, _ENVIRONMENT, "verifier.environment")
+    return table
+
+
+def _put_seeds(folder: Folder, source: Path) -> list[dict[str, str]]:
+    """Puts environment/ into the working directory of an image that is not made of it, as Harbor does."""
+    if "image" not in folder.content or (source / "Dockerfile").exists() or not source.is_dir():
+        return []
+    seeds = [{"path": ".", "from": folder.copy(source, "environment")}] if any(source.iterdir()) else []
+    folder.content["files"] = [*folder.content.get("files", []), *seeds]
+    return seeds
 
 
 def _notes(config: dict[str, Any]) -> Iterator[str]:
@@ -155,7 +191,7 @@ def _notes(config: dict[str, Any]) -> Iterator[str]:
     verifier_mode = config["verifier"].get("network_mode")
     if verifier_mode == "public":
         yield "verifier.network_mode: public: a verifier reaches nothing, or the hosts of sandbox.verifier_network"
-    if config.get("artifacts"):
+    if config.get("artifacts") and not harbor_separate.is_separate(config["verifier"]):
         yield "artifacts: they are not collected; keep_files and keep_end_state keep what the agent left"
 
 
@@ -174,13 +210,20 @@ def _put_workdir(folder: Folder, workdir: str) -> None:
         file.write(f"\nWORKDIR {workdir}\n")
 
 
-def _put_networks(folder: Folder, environment: dict[str, Any], agent: dict[str, Any], verifier: dict[str, Any]) -> None:
-    """Makes allow-lists those of the phases; a phase without one of its own has the environment's."""
-    for phase, key in ((agent, "agent_network"), (verifier, "verifier_network")):
-        table = phase if phase.get("network_mode") else environment
+def _put_networks(
+    folder: Folder,
+    environment: dict[str, Any],
+    agent: dict[str, Any],
+    verifier: dict[str, Any],
+    separate: dict[str, Any] | None,
+) -> None:
+    """Makes allow-lists those of the phases; a phase without one of its own has its environment's."""
+    phases = ((agent, environment, "agent_network"), (verifier, separate or environment, "verifier_network"))
+    for phase, around, key in phases:
+        table = phase if phase.get("network_mode") else around
         if table.get("network_mode") != "allowlist":
             continue
-        if key == "verifier_network":
+        if key == "verifier_network" and separate is None:
             folder.notes.append("the verifier's allowed_hosts are left out: in the agent's sandbox it has no network")
             continue
         hosts = [str(host) for host in table.get("allowed_hosts") or ()]
@@ -225,7 +268,7 @@ def _put_solution(folder: Folder, source: Path, config: dict[str, Any], choices:
     folder.notes += fetches(source / "solution" / "solve.sh")
 
 
-def _put_resources(folder: Folder, environment: dict[str, Any]) -> None:
+def _resources(environment: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if environment.get("cpus") is not None:
         found["cpu"] = float(environment["cpus"])
@@ -234,8 +277,7 @@ def _put_resources(folder: Folder, environment: dict[str, Any]) -> None:
             found[ours] = int(environment[megabytes]) * _MEBI
         elif environment.get(text) is not None:
             found[ours] = str(environment[text]).upper().removesuffix("B").removesuffix("I") + "iB"
-    if found:
-        folder.content.setdefault("sandbox", {})["resources"] = found
+    return found
 
 
 def _table(config: dict[str, Any], name: str) -> dict[str, Any]:

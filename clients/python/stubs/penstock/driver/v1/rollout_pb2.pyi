@@ -355,6 +355,9 @@ class Verifier(_message.Message):
     COMPONENT_RANGES_FIELD_NUMBER: _builtins.int
     IMAGE_FIELD_NUMBER: _builtins.int
     RESOURCES_FIELD_NUMBER: _builtins.int
+    COPIES_FIELD_NUMBER: _builtins.int
+    COLLECT_FIELD_NUMBER: _builtins.int
+    USER_FIELD_NUMBER: _builtins.int
     range_min: _builtins.float
     """Default [0, 1]. A reward outside the range, or not finite, is a failure of the verifier."""
     range_max: _builtins.float
@@ -370,11 +373,13 @@ class Verifier(_message.Message):
     settings, where the backend can detect that (GRADING_BLOCKED).
     """
     image: _builtins.str
-    """Name of the image in which it is graded, in a sandbox of its own: the agent's changes are put into it, and nothing else
-    of the task or the agent (no files, setup, packages or toolbox). Commands run as the backend's ordinary user and begin
+    """Name of the image in which it is graded, in a sandbox of its own: the agent's changes and `copies` are put into it, and
+    nothing else of the task or the agent (no files, setup, packages or toolbox). Commands run as `user` and begin
     in the image's working directory; `restore` restores what the image has. The image is pulled
     before the agent starts. Needs a fresh fork. Empty = the prepared state.
     """
+    user: _builtins.str
+    """With `image`: the user of that sandbox, as SandboxChoice.user. Empty = the backend's ordinary user."""
     @_builtins.property
     def files(self) -> _containers.RepeatedCompositeFieldContainer[_sandbox_service_pb2.SeedFile]:
         """Written after the agent's death. What was at their paths, links included, is removed first."""
@@ -401,8 +406,9 @@ class Verifier(_message.Message):
     @_builtins.property
     def changes_below(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """With fresh_fork: the directories whose changes are copied, absolute or relative to the working directory. Empty = the
-        working directory. If it is not empty, grading needs a fresh fork, and fresh_fork false is refused. No directory may be
-        in memory (/tmp, /dev, /proc, /sys), or lie behind a link in the prepared state (CHANGES_BELOW_INVALID).
+        working directory, or nothing if there are `copies`. If it is not empty, grading needs a fresh fork, and fresh_fork false
+        is refused. No directory may be in memory (/tmp, /dev, /proc, /sys), or lie behind a link in the prepared state
+        (CHANGES_BELOW_INVALID).
         """
 
     @_builtins.property
@@ -413,6 +419,20 @@ class Verifier(_message.Message):
     def resources(self) -> _sandbox_pb2.Resources:
         """Resources of the sandbox in which it is graded. With no image of its own, setup runs once more in a sandbox with them.
         What is unset is as in the agent's sandbox. Needs a fresh fork.
+        """
+
+    @_builtins.property
+    def copies(self) -> _containers.RepeatedCompositeFieldContainer[Global___CopiedPath]:
+        """Files and directories that are copied whole from the agent's sandbox to the same paths, over what is there: also what
+        the agent did not change. None is below another. Needs a fresh fork. RegradeRollout has what was copied first.
+        """
+
+    @_builtins.property
+    def collect(self) -> _containers.RepeatedCompositeFieldContainer[_process_service_pb2.Command]:
+        """Run in order in the agent's sandbox, after the agent's death and before anything is read from it: they write what
+        `copies` and changes then have. Their ends have no influence: a Progress reports those that fail. What they print and
+        leave is the agent's word, since they run in its sandbox. They have the time of Limits.verify, each also its own timeout
+        or command_timeout. Needs a fresh fork. RegradeRollout does not run them again.
         """
 
     def __init__(
@@ -431,10 +451,13 @@ class Verifier(_message.Message):
         component_ranges: _abc.Mapping[_builtins.str, Global___RewardRange] | None = ...,
         image: _builtins.str = ...,
         resources: _sandbox_pb2.Resources | None = ...,
+        copies: _abc.Iterable[Global___CopiedPath] | None = ...,
+        collect: _abc.Iterable[_process_service_pb2.Command] | None = ...,
+        user: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_fresh_fork", b"_fresh_fork", "_range_max", b"_range_max", "_range_min", b"_range_min", "command_timeout", b"command_timeout", "fresh_fork", b"fresh_fork", "passed_share", b"passed_share", "range_max", b"range_max", "range_min", b"range_min", "resources", b"resources", "reward", b"reward", "reward_file", b"reward_file"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_fresh_fork", b"_fresh_fork", "_range_max", b"_range_max", "_range_min", b"_range_min", "changes_below", b"changes_below", "command_timeout", b"command_timeout", "commands", b"commands", "component_ranges", b"component_ranges", "files", b"files", "fresh_fork", b"fresh_fork", "image", b"image", "passed_share", b"passed_share", "range_max", b"range_max", "range_min", b"range_min", "resources", b"resources", "restore", b"restore", "reward", b"reward", "reward_file", b"reward_file"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_fresh_fork", b"_fresh_fork", "_range_max", b"_range_max", "_range_min", b"_range_min", "changes_below", b"changes_below", "collect", b"collect", "command_timeout", b"command_timeout", "commands", b"commands", "component_ranges", b"component_ranges", "copies", b"copies", "files", b"files", "fresh_fork", b"fresh_fork", "image", b"image", "passed_share", b"passed_share", "range_max", b"range_max", "range_min", b"range_min", "resources", b"resources", "restore", b"restore", "reward", b"reward", "reward_file", b"reward_file", "user", b"user"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__fresh_fork: _TypeAlias = _typing.Literal["fresh_fork"]  # noqa: Y015
     _WhichOneofArgType__fresh_fork: _TypeAlias = _typing.Literal["_fresh_fork", b"_fresh_fork"]  # noqa: Y015
@@ -454,6 +477,38 @@ class Verifier(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType_reward) -> _WhichOneofReturnType_reward | None: ...
 
 Global___Verifier: _TypeAlias = Verifier  # noqa: Y015
+
+@_typing.final
+class CopiedPath(_message.Message):
+    """CopiedPath is a file or a directory that a verifier gets whole."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PATH_FIELD_NUMBER: _builtins.int
+    EXCLUDE_FIELD_NUMBER: _builtins.int
+    path: _builtins.str
+    """Absolute, not the root, nor in /dev, /proc or /sys, nor behind a link in the prepared state (COPIES_INVALID). What the
+    agent does not have there, or has as a link or another kind of file, is not in the fork either. A directory takes the
+    place of all that the fork has there. Links in it that lead out of it, other kinds of file and set-user-ID bits are left
+    out, as of changes; Grading.changes counts both.
+    """
+    @_builtins.property
+    def exclude(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names in a directory that are left out, with all that they contain, at any depth. `*`, `?` and `[...]` match within a name."""
+
+    def __init__(
+        self,
+        *,
+        path: _builtins.str = ...,
+        exclude: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["exclude", b"exclude", "path", b"path"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CopiedPath: _TypeAlias = CopiedPath  # noqa: Y015
 
 @_typing.final
 class RewardRange(_message.Message):
