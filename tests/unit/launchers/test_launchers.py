@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -174,7 +175,7 @@ def test_a_stack_wants_machines_of_which_a_fifth_is_free(nodes: list[NodeStatus]
 
 
 @pytest.mark.parametrize("options", [{"max_nodes": 0}, {"max_nodes": 4, "nodes": 2}])
-def test_a_growing_stack_has_no_fixed_number_of_machines(tmp_path: Path, options: dict[str, int]) -> None:
+def test_a_growing_stack_has_no_fixed_number_of_machines(tmp_path: Path, options: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match="max_nodes") as caught:
         RayStack(scratch=tmp_path, **options)
     assert caught.value.reason == "STACK_OPTION"

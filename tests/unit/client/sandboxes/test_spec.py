@@ -34,7 +34,7 @@ def test_all_sandbox_fields_are_sent() -> None:
     assert (dict(asked.env), dict(asked.labels), asked.lease.ToMilliseconds()) == ({"A": "b"}, {"owner": "me"}, 1500)
     (beside,) = asked.companions
     check = beside.health_check
-    assert (beside.name, check.argv, check.timeout.ToMilliseconds()) == ("db", ["ready"], 1500)
+    assert (beside.name, list(check.argv), check.timeout.ToMilliseconds()) == ("db", ["ready"], 1500)
     assert sandboxes.spec(SandboxSpec(snapshot_id="s")).base.snapshot_id == "s"
     assert {field.name for field in fields(SandboxSpec)} == {field.name for field, _ in asked.ListFields()} - {
         "base"
