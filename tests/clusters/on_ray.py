@@ -122,9 +122,10 @@ async def _lose_engine(cluster: Ray, report: Report, ended: Callable[[int], Call
     (lost,) = _engines(cluster)
     os.kill(machines.parent_of(lost), signal.SIGKILL)
     report.lost(["e0"])
+    report.ended(["e0"])
     report.say("the engine's actor is killed")
     await eventually(lambda: bool(set(_engines(cluster)) - {lost}), "the engine is back", within=_BACK_S)
-    report.say(f"the engine is back after {report.back('e0'):.1f} s")
+    report.say(f"the engine is back after {report.away_s('e0'):.1f} s")
     await eventually(ended(_ended(ends) + 2), "rollouts go on", within=_LIMIT_S)
 
 
@@ -133,6 +134,7 @@ async def _lose_raylet(cluster: Ray, report: Report, folder: Path, name: str) ->
     before = _on(cluster, folder, name)
     os.kill(cluster.raylet(name), signal.SIGKILL)
     report.lost(before)
+    report.ended(before)
     report.say(f"the raylet of {name} is killed, which has {sorted(before)}")
     await eventually(lambda: not _services(cluster, name), "its services have ended", within=_BACK_S)
     report.say("its services have ended")
@@ -149,6 +151,7 @@ async def _cut(cluster: Ray, report: Report, folder: Path, name: str) -> None:
     report.lost(before)
     report.say(f"the cable of {name} is cut, which has {sorted(before)}")
     await eventually(lambda: cluster.alive() == len(_NAMES) - 1, "Ray sees the loss", within=_BACK_S)
+    report.ended(before)
     report.say(f"Ray sees the loss; services on the cut machine: {len(_services(cluster, name))}")
     host.mend()
     await eventually(lambda: not _services(cluster, name), "the old raylet ends with its services", within=_BACK_S)
@@ -178,7 +181,7 @@ async def _back(cluster: Ray, report: Report, folder: Path, before: dict[str, tu
             address = members_in(folder, kind).get(name)
             if address not in (None, old):
                 del away[name]
-                report.say(f"{name} is back at {address} after {report.back(name):.1f} s, before at {old}")
+                report.say(f"{name} is back at {address} after {report.away_s(name):.1f} s, before at {old}")
         return not away
 
     await cluster.until(changed, f"{sorted(before)} are back")

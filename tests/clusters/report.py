@@ -47,11 +47,17 @@ class Report:
         """Record that the machine of these services is lost now."""
         self.losses += [Lost(name, time.time()) for name in names]
 
-    def back(self, name: str) -> float:
-        """Record that a lost service is there again. Returns the seconds that it was away."""
-        loss = next(one for one in reversed(self.losses) if one.name == name)
-        loss.back = time.time()
-        return loss.back - loss.at
+    def ended(self, names: Iterable[str]) -> None:
+        """Record that lost services may be there again: work that begins from now on may be their next processes'."""
+        for name in names:
+            self._last(name).back = time.time()
+
+    def away_s(self, name: str) -> float:
+        """The seconds since a service was lost."""
+        return time.time() - self._last(name).at
+
+    def _last(self, name: str) -> Lost:
+        return next(one for one in reversed(self.losses) if one.name == name)
 
 
 def judge(folder: Path, report: Report, load: Load, places: tuple[str, ...], lost_machines: Collection[str]) -> None:

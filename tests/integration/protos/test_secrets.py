@@ -70,6 +70,7 @@ NO_CREDENTIALS: Final = {
     "names of headers": {"session_headers", "Route.header"},
     "an environment that is shown: secrets go into secret_env": {
         "AgentSpec.env", "AgentSpec.skip_permissions_env", "Task.env", "Stdio.env", "Command.env", "SandboxSpec.env",
+        "Companion.env",
     },
 }  # fmt: skip
 """Why fields with such a name are no credentials; `Message.field`, or every field of the name."""
