@@ -216,7 +216,9 @@ async def _up(
                 link = ""
                 if dashboard_port is not None:
                     dashboard = beside(stack.endpoints, stack.trainer_token, dashboard_port)
-                    link = await beside_it.enter_async_context(dashboard)
+                    address, link = await beside_it.enter_async_context(dashboard)
+                    if address:
+                        write_connection(connection, replace(stack.endpoints, dashboard=address), pid=os.getpid())
                 _say_where(stack, connection, link, as_json, example)
                 if command:
                     code = await _beside(command, connection, discover=stack.endpoints.discover)

@@ -19,7 +19,7 @@ from penstock.cli.views.json_shapes import summary_shape
 from penstock.cli.views.live_table import MOST_ENDED, Standing, is_cancelled, totals
 from penstock.cli.views.reward_curve import Curve
 from penstock.client.errors import first_of
-from penstock.client.types.results import RolloutChanges, RolloutSummary
+from penstock.client.types.results import RolloutChanges
 
 _KEYS: Final = "q quit  tab rollouts, groups or both  up/down scroll"
 _LOW: Final = 5
@@ -125,7 +125,7 @@ async def _lines(chosen: Chosen, as_json: bool) -> int:
                 if not len(standing):
                     err.print(Text(clean(f"no rollout yet: {chosen}; waiting for one to be created")), soft_wrap=True)
             for item in new:
-                line = _line(item)
+                line = rows.line(item)
                 if as_json:
                     emit(summary_shape(item))
                 elif shown.get(item.rollout_id) != line:
@@ -139,11 +139,6 @@ async def _lines(chosen: Chosen, as_json: bool) -> int:
             if chosen.group_id is not None and standing.ended:
                 return FAILED if any(item.failure is not None for item in standing.rollouts()) else OK
     return OK
-
-
-def _line(item: RolloutSummary) -> str:
-    reward = "" if item.reward is None else f", reward {item.reward.value:g}"
-    return clean(f"{item.rollout_id}: {rows.state(item).plain}{reward}")
 
 
 async def _live(chosen: Chosen) -> int:
