@@ -1,6 +1,7 @@
 """An evaluation on a terminal, while it runs and afterwards."""
 
 from collections.abc import Sequence
+from typing import Final
 
 import orjson
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -12,7 +13,8 @@ from penstock.client.types.results import PhaseChanged, RolloutEvent
 from penstock.evaluation import Attempt, Book, Estimate, Summary, summarise
 from penstock.evaluation.compare import Comparison
 
-_SHOWN_TASKS = 40
+_SHOWN_TASKS: Final = 40
+_ONE_TASK: Final = "one task: the intervals are over its attempts, and say nothing about other tasks"
 
 
 def table(summary: Summary) -> RenderableType:
@@ -55,6 +57,8 @@ def _totals(summary: Summary) -> list[RenderableType]:
         lines.append(Text.assemble((f"pass@{k} ", "bold"), rate(found)))
     if summary.reward is not None:
         lines.append(Text.assemble(("reward ", "bold"), rate(summary.reward)))
+        if summary.reward.tasks == 1:
+            lines.append(Text(_ONE_TASK, style="dim"))
     for name, count in summary.excluded.items():
         lines.append(Text(clean(f"not graded, not counted: {counted(count, 'attempt')}, {name}"), style="yellow"))
     for name, count in summary.ended.items():
@@ -134,4 +138,8 @@ def differences(found: Comparison, before: str, after: str) -> RenderableType:
             sure = "clear of zero" if low > 0 or high < 0 else "zero is within it"
             line = f"{found.difference:+.3f}  95 % {low:+.3f} to {high:+.3f} {over}: {sure}"
         lines.append(Text.assemble(("pass@1 ", "bold"), line))
+        if found.p is None:
+            lines.append(Text("no exact test: the numbers of attempts have too little in common", style="dim"))
+        else:
+            lines.append(Text.assemble(("p ", "bold"), f"{found.p:.3g}  exact permutation test {over}"))
     return Group(*lines)
