@@ -159,10 +159,10 @@ async def see_through(
 ) -> int:
     """Shows rollouts to their end, and saves them; an interruption cancels them. Returns the exit code."""
     progress: GroupProgress | None = None
-    if n > 1 and isinstance(handle, GroupHandle) and not as_json:
-        async with aclosing(ps.rollouts.list(group_id=handle.group_id)) as found:
-            progress = GroupProgress([item async for item in found], run_id)
     try:
+        if n > 1 and isinstance(handle, GroupHandle) and not as_json:
+            async with aclosing(ps.rollouts.list(group_id=handle.group_id)) as found:
+                progress = GroupProgress([item async for item in found], run_id)
         ended = await _watch(handle, progress, save, as_json)
     except asyncio.CancelledError:
         err.print("cancelling")
