@@ -76,6 +76,7 @@ class Standing:
         self._fresh: dict[str, RolloutSummary] | None = None
         self._shown: list[RolloutSummary] | None = None
         self._groups: list[GroupStanding] | None = None
+        self._curves: dict[By | None, tuple[list[Point], str]] = {}
         self._prune_at = most + _SLACK
         self.complete = False
         """Whether the full state has arrived once."""
@@ -113,6 +114,7 @@ class Standing:
             self._prune()
         if new or lost or change.complete:
             self._shown = self._groups = None
+            self._curves.clear()
         return new, lost
 
     def _prune(self) -> None:
@@ -162,7 +164,10 @@ class Standing:
 
     def curve(self, by: By | None = None) -> tuple[list[Point], str]:
         """Returns the points of the reward curve, oldest first, and the meaning of a point."""
-        return points(self.rollouts(), [group.rewards for group in reversed(self.groups())], self.range(), by)
+        if by not in self._curves:
+            rewards = [group.rewards for group in reversed(self.groups())]
+            self._curves[by] = points(self.rollouts(), rewards, self.range(), by)
+        return self._curves[by]
 
 
 def is_cancelled(item: RolloutSummary) -> bool:
