@@ -108,6 +108,10 @@ EXAMPLES: Final[Mapping[str, Sequence[str]]] = {
         "penstock eval run tasks --agent opencode -n 5 --out runs/evals/mine",
         'penstock eval run tasks --agent shell --task "sort-*" --report report.html',
     ),
+    "eval matrix": (
+        "penstock eval matrix tasks --agent codex --agent opencode --agent pi -n 5",
+        "penstock eval matrix tasks --agent codex --agent pi --picture matrix.png",
+    ),
     "eval show": ("penstock eval show runs/evals/mine",),
     "eval report": ("penstock eval report runs/evals/mine --out report.html",),
     "eval diff": ("penstock eval diff runs/evals/before runs/evals/after",),

@@ -20,7 +20,6 @@ from penstock.cli.commands import (
     dashboard,
     diff,
     drain,
-    evals,
     export,
     logprob_diff,
     openenv,
@@ -34,6 +33,7 @@ from penstock.cli.commands import (
 )
 from penstock.cli.commands.assay import scan
 from penstock.cli.commands.doctor import command as doctor
+from penstock.cli.commands.evals import command as evals
 from penstock.cli.commands.grades import regrade, rewards
 from penstock.cli.examples import add_examples, epilog
 from penstock.cli.terminal.console import EXIT_CODES, INTERRUPTED, err, out

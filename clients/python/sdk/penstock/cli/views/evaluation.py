@@ -75,14 +75,24 @@ def rate(found: Estimate) -> str:
 
 
 class Board:
-    """The live table, and for programs and pipes a line for each attempt that ends."""
+    """The live table, and for programs and pipes a line for each attempt that ends, with the agent if one is given."""
 
-    def __init__(self, book: Book, tasks: Sequence[str], wanted: int, threshold: float, *, as_json: bool) -> None:
+    def __init__(
+        self,
+        book: Book,
+        tasks: Sequence[str],
+        wanted: int,
+        threshold: float,
+        *,
+        as_json: bool,
+        agent: str | None = None,
+    ) -> None:
         self._book = book
         self._tasks = tasks
         self._wanted = wanted
         self._threshold = threshold
         self._as_json = as_json
+        self._agent = agent
         self._lines = not as_json and not err.is_terminal
         self._phases: dict[tuple[str, int], str] = {}
 
@@ -95,11 +105,13 @@ class Board:
         """Prints a line where there is no live table."""
         self._phases.pop((attempt.task_id, attempt.index), None)
         if self._as_json:
-            emit({"attempt": orjson.Fragment(attempt.line().rstrip())})
+            of = {} if self._agent is None else {"agent": self._agent}
+            emit({**of, "attempt": orjson.Fragment(attempt.line().rstrip())})
         elif self._lines:
             score = "not graded" if attempt.reward is None else f"reward {attempt.reward:g}"
             why = f", {attempt.cause}: {attempt.reason}" if attempt.reason is not None else ""
-            err.print(Text(clean(f"{attempt.task_id} {attempt.index}: {score}{why}, {attempt.seconds:.1f} s")))
+            name = attempt.task_id if self._agent is None else f"{self._agent} {attempt.task_id}"
+            err.print(Text(clean(f"{name} {attempt.index}: {score}{why}, {attempt.seconds:.1f} s")))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         summary = summarise(self._book.attempts, self._tasks, self._wanted, self._threshold)
