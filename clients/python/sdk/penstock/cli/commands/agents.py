@@ -50,7 +50,7 @@ def list_(as_json: AsJson = False, state_dir: StateDir = None) -> None:
     run(_list(as_json, state_dir))
 
 
-@app.command()
+@app.command(short_help="An agent in short, or its whole spec.")
 def show(
     name: Annotated[str, typer.Argument(help="The agent's name.", autocompletion=agent_names)],
     full: Annotated[bool, typer.Option("--full", help="The whole spec on a terminal, too.")] = False,
