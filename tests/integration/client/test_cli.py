@@ -214,6 +214,8 @@ async def test_up_keeps_services_running_until_stopped(tmp_path: Path) -> None:
     assert connection.stat().st_mode & 0o777 == 0o600
     content = orjson.loads(connection.read_bytes())
     assert content["addresses"]["driver"].endswith(f":{port}")
+    page = str(told["dashboard"] or "").partition("#")[0]
+    assert content.get("dashboard", "") == page, "commands link to its pages, without the token"
     code, out, err = await penstock("agents", "list", environment={"PENSTOCK_CONNECTION": str(connection)})
     assert code == 0 and "opencode" in out, err
     assert content["token"] not in out + err

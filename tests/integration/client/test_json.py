@@ -119,6 +119,7 @@ RUNS: dict[str, Callable[[Ground], list[str]]] = {
     "tasks prove": lambda _: ["tasks", "prove", "task.yaml"],
     "tasks assay": lambda _: ["tasks", "assay", "task.yaml", "--solutions", "1", "--mutants", "1", "--no-attacks"],
     "eval run": lambda _: ["eval", "run", "task.yaml", "--agent", "shell", "--out", "another"],
+    "eval matrix": lambda _: ["eval", "matrix", "task.yaml", "--agent", "shell", "--out", "matrix"],
     "eval show": lambda _: ["eval", "show", "evaluation"],
     "eval diff": lambda _: ["eval", "diff", "evaluation", "evaluation"],
     "eval report": lambda _: ["eval", "report", "evaluation"],

@@ -66,6 +66,7 @@ COMMANDS: Final[Mapping[str, str]] = {
     "penstock tasks assay": "dozens of rollouts; tests/integration/evaluation/test_assay.py runs it",
     "penstock scan": "of the reader's rollouts; tests/integration/evaluation/test_assay.py runs it",
     "penstock rollout --agent opencode --task tasks/greet --require-assay": "wants the lines of an assay; likewise",
+    "penstock eval matrix": "installs three agents; tests/integration/evaluation/test_eval_matrix.py runs two",
     "penstock eval run tasks --agent opencode --require-assay": "likewise",
     "penstock agents check mine.yaml --install": "the package is an example's, which npm has not; "
     "tests/conformance/agents installs and runs agents",

@@ -42,6 +42,14 @@ def test_the_connection_files_token_goes_to_no_address_that_the_environment_chos
     assert resolve().token is None
 
 
+def test_a_connection_file_names_the_dashboard_of_its_services() -> None:
+    """By which commands link to a page; files of earlier versions name none."""
+    write_connection(connection_file(), Endpoints(token="t", dashboard="http://127.0.0.1:1/"), pid=None)
+    assert resolve().dashboard == "http://127.0.0.1:1/"
+    write_connection(connection_file(), Endpoints(token="t"), pid=None)
+    assert b"dashboard" not in connection_file().read_bytes() and resolve().dashboard == ""
+
+
 def test_the_file_of_a_stack_that_is_gone_is_not_believed() -> None:
     """A kill -9 leaves the file behind; its token is for nobody any more."""
     write_connection(connection_file(), Endpoints(token="file"), pid=2**22 + 1)

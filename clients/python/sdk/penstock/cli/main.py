@@ -20,7 +20,6 @@ from penstock.cli.commands import (
     dashboard,
     diff,
     drain,
-    evals,
     export,
     logprob_diff,
     openenv,
@@ -34,7 +33,9 @@ from penstock.cli.commands import (
 )
 from penstock.cli.commands.assay import scan
 from penstock.cli.commands.doctor import command as doctor
+from penstock.cli.commands.evals import command as evals
 from penstock.cli.commands.grades import regrade, rewards
+from penstock.cli.examples import add_examples, epilog
 from penstock.cli.terminal.console import EXIT_CODES, INTERRUPTED, err, out
 
 _UsageError = cast(
@@ -81,7 +82,7 @@ app = typer.Typer(
     name="penstock",
     cls=_Group,
     help="Run coding agents in sandboxes and record their model calls.",
-    epilog=EXIT_CODES,
+    epilog=f"{epilog(())}\n\n{EXIT_CODES}",
     no_args_is_help=True,
     pretty_exceptions_show_locals=False,
     rich_markup_mode=None,  # its tables truncate option names on narrow terminals
@@ -142,6 +143,7 @@ app.command(name="scan", short_help="Search the tool calls of trajectories for c
 _add(logprob_diff.gap)
 _add(conformance.conformance)
 _add(completion)
+add_examples(app)
 
 
 DISTRIBUTIONS: Final = "penstock"

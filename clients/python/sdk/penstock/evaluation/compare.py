@@ -5,10 +5,12 @@ cancel out.
 """
 
 from dataclasses import asdict, dataclass
+from fractions import Fraction
 from typing import Any
 
+from penstock.evaluation.permutation import sign_flips
 from penstock.evaluation.statistics import mean
-from penstock.evaluation.summary import Summary
+from penstock.evaluation.summary import Summary, TaskScore
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +31,9 @@ class TaskDifference:
 class Comparison:
     """The comparison; `difference` is the mean over tasks with its 95 % half-width, None without a common task.
 
-    The half-width is None too where the tasks show no variance: there is one, or all differ by the same.
+    The half-width is None too where the tasks show no variance: there is one, or all differ by the same. `p` is of the
+    exact paired permutation test: the probability of a difference at least as large if each task's had either sign by
+    chance.
     """
 
     tasks: tuple[TaskDifference, ...]
@@ -37,6 +41,7 @@ class Comparison:
     only_after: tuple[str, ...]
     difference: float | None
     half_width: float | None
+    p: float | None
 
     def as_dict(self) -> dict[str, Any]:
         """Returns plain values, for programs."""
@@ -45,9 +50,10 @@ class Comparison:
 
 def compare(before: Summary, after: Summary) -> Comparison:
     """Compares two evaluations over the tasks that were graded in both."""
-    first = {task.task_id: task.pass_at[1] for task in before.tasks if task.attempts}
-    second = {task.task_id: task.pass_at[1] for task in after.tasks if task.attempts}
-    common = tuple(TaskDifference(name, first[name], second[name]) for name in sorted(first.keys() & second.keys()))
+    first = {task.task_id: task for task in before.tasks if task.attempts}
+    second = {task.task_id: task for task in after.tasks if task.attempts}
+    names = sorted(first.keys() & second.keys())
+    common = tuple(TaskDifference(name, first[name].pass_at[1], second[name].pass_at[1]) for name in names)
     found = mean([task.difference for task in common])
     return Comparison(
         tasks=common,
@@ -55,4 +61,10 @@ def compare(before: Summary, after: Summary) -> Comparison:
         only_after=tuple(sorted(second.keys() - first.keys())),
         difference=None if found is None else found[0],
         half_width=None if found is None else found[1],
+        p=sign_flips([_rate(second[name]) - _rate(first[name]) for name in names]),
     )
+
+
+def _rate(task: TaskScore) -> Fraction:
+    """The pass rate without rounding: equal sums must be found equal."""
+    return Fraction(task.passed, task.attempts)

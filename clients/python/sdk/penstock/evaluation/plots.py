@@ -75,7 +75,7 @@ def _grid(chosen: dict[tuple[str, int], Attempt], summary: Summary) -> str:
                 else FAILED
             )
             axes.barh(row, 0.92, left=index + 0.04, height=0.8, color=colour)
-    axes.set_yticks(range(len(tasks)), [_short(task.task_id) for task in tasks])
+    axes.set_yticks(range(len(tasks)), [short(task.task_id) for task in tasks])
     axes.set_ylim(len(tasks) - 0.4, -0.6)
     axes.set_xlim(0, summary.wanted)
     marked = range(0, summary.wanted, max(1, summary.wanted // 10))
@@ -154,5 +154,7 @@ def _svg(figure: Any) -> str:
     return text[text.index("<svg") :]
 
 
-def _short(name: str) -> str:
-    return name if len(name) <= 40 else f"{name[:24]}…{name[-15:]}"
+def short(name: str) -> str:
+    """Returns a name that fits beside a plot: beginning and end of a long one, without what has no picture."""
+    shown = "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in name)
+    return shown if len(shown) <= 40 else f"{shown[:24]}…{shown[-15:]}"

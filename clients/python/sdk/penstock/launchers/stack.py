@@ -8,6 +8,7 @@ from types import MappingProxyType, TracebackType
 from typing import Any, Final, Protocol, Self
 
 from penstock.client.errors import ConfigurationError
+from penstock.client.similar_names import did_you_mean
 from penstock.client.transport.endpoints import Endpoints, ServiceName
 from penstock.local.processes import START_TIMEOUT_S
 from penstock.local.stack import UpstreamEndpoint
@@ -80,7 +81,10 @@ def launched(on: str, own: Mapping[str, Any], options: Mapping[str, Any]) -> Run
         ConfigurationError: there is no such launcher, or an option is not its own.
     """
     if on not in LAUNCHERS:
-        raise ConfigurationError(f"There is no {on!r}: use one of {', '.join(LAUNCHERS)}.", reason="STACK_ON_UNKNOWN")
+        meant = did_you_mean(on, LAUNCHERS) or ":"
+        raise ConfigurationError(
+            f"There is no {on!r}{meant} use one of {', '.join(LAUNCHERS)}.", reason="STACK_ON_UNKNOWN"
+        )
     launcher = LAUNCHERS[on]
     given = {name: value for name, value in own.items() if value is not None}
     if wrong := sorted(given.keys() - launcher.options):

@@ -13,6 +13,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from penstock.client.errors import InvalidArgument
+from penstock.client.similar_names import did_you_mean
 
 _LOADER: Final = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """libyaml, where PyYAML was built with it: a tenth of the time."""
@@ -152,8 +153,9 @@ def select(names: Sequence[str] = (), classes: Sequence[str] = ()) -> list[Attac
     unknown = [name for name in names if name not in known]
     unknown += [name for name in classes if name not in set(AttackClass)]
     if unknown:
+        meant = did_you_mean(unknown[0], known if unknown[0] in names else AttackClass)
         raise InvalidArgument(
-            f"There is no attack and no class {', '.join(unknown)}; classes: {', '.join(AttackClass)},"
+            f"There is no attack and no class {', '.join(unknown)}{meant or ';'} classes: {', '.join(AttackClass)},"
             " `penstock doctor --attack --list` lists the attacks",
             reason="ATTACK_UNKNOWN",
         )

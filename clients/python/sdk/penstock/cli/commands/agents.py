@@ -20,6 +20,7 @@ from penstock.cli.connections.completion import agent_names
 from penstock.cli.connections.options import AsJson, Backend, StateDir
 from penstock.cli.connections.service_selection import services
 from penstock.cli.terminal.console import FAILED, OK, columns, emit, out, quoted, read, run, usage_error
+from penstock.cli.views import agent_summary
 from penstock.client.agents import Agent, CheckFinding
 from penstock.client.connection import Penstock
 from penstock.client.errors import PenstockError
@@ -49,14 +50,15 @@ def list_(as_json: AsJson = False, state_dir: StateDir = None) -> None:
     run(_list(as_json, state_dir))
 
 
-@app.command()
+@app.command(short_help="An agent in short, or its whole spec.")
 def show(
     name: Annotated[str, typer.Argument(help="The agent's name.", autocompletion=agent_names)],
+    full: Annotated[bool, typer.Option("--full", help="The whole spec on a terminal, too.")] = False,
     as_json: AsJson = False,
     state_dir: StateDir = None,
 ) -> None:
-    """An agent's spec, as the file that `register` takes."""
-    run(_show(name, as_json, state_dir))
+    """An agent in short; with --full, or to a file or a pipe, the whole spec: the file that `register` takes."""
+    run(_show(name, full or not out.is_terminal, as_json, state_dir))
 
 
 @app.command()
@@ -165,11 +167,15 @@ def _shape(agent: Agent) -> dict[str, Any]:
     }
 
 
-async def _show(name: str, as_json: bool, state_dir: Path | None) -> int:
+async def _show(name: str, full: bool, as_json: bool, state_dir: Path | None) -> int:
     async with services(state_dir=state_dir) as ps:
         agent = await ps.agents.get(name)
     if as_json:
         emit({**_shape(agent), "spec": yaml.safe_load(dump_spec(agent.spec))})
+        return OK
+    if not full:
+        out.print(agent_summary.summary(agent))
+        out.print("[dim]the whole spec: --full, or redirect the output to a file[/]", soft_wrap=True)
         return OK
     # To a file unchanged: a console would wrap and colour it. YAML escapes control characters.
     typer.echo(f"# {agent.name} {agent.version}, spec {agent.spec_sha256}\n{dump_spec(agent.spec)}", nl=False)

@@ -108,21 +108,22 @@ async def _check_token(endpoints: Endpoints) -> None:
 
 
 @asynccontextmanager
-async def beside(endpoints: Endpoints, token: str, port: int) -> AsyncIterator[str]:
-    """Runs the dashboard of one's own services while open; yields its address with the token.
+async def beside(endpoints: Endpoints, token: str, port: int) -> AsyncIterator[tuple[str, str]]:
+    """Runs the dashboard of one's own services while open; yields its address, and the same with the token.
 
-    If it cannot run, the block goes on without it, after an explanation, and the address is empty.
+    If it cannot run, the block goes on without it, after an explanation, and both are empty.
     """
     if importlib.util.find_spec("aiohttp") is None:
         err.print(f"no dashboard: {escape(MISSING)}", soft_wrap=True)
-        yield ""
+        yield "", ""
         return
     from penstock.dashboard.serving import Place, serve  # aiohttp is an extra
 
     async with AsyncExitStack() as opened:
-        link = ""
+        address = link = ""
         try:
-            link = (await opened.enter_async_context(serve(endpoints, Place(port=port)))).link(token)
+            shown = await opened.enter_async_context(serve(endpoints, Place(port=port)))
+            address, link = shown.address, shown.link(token)
         except ConfigurationError as error:
             err.print(f"no dashboard: {escape(str(error))}", soft_wrap=True)
-        yield link
+        yield address, link

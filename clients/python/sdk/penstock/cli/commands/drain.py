@@ -1,7 +1,7 @@
 """`penstock drain`: makes a service take no new work, and waits until nothing runs there."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Final
 
@@ -12,6 +12,7 @@ from penstock.cli.connections.options import AsJson, StateDir
 from penstock.cli.connections.service_selection import running
 from penstock.cli.terminal.console import FAILED, OK, emit, err, out, run, usage_error
 from penstock.client import Penstock, PenstockError, connect
+from penstock.client.similar_names import did_you_mean
 from penstock.client.transport.endpoints import SERVICES, ServiceName
 
 _WORK: Final = {
@@ -96,9 +97,15 @@ async def _found(ps: Penstock, name: str) -> _Target:
     names = ", ".join(sorted(f"{one.service}/{one.name or one.address}" for one in wanted or known)) or "none"
     if wanted:
         return usage_error(f"{len(wanted)} services are called {name!r}: give one of {names}")
+    meant = did_you_mean(name, _names(known)) or ";"
     return usage_error(
-        f"no service of this connection ({ps.endpoints.origin}) has the name {name!r}; there are: {names}{why}"
+        f"no service of this connection ({ps.endpoints.origin}) has the name {name!r}{meant} there are: {names}{why}"
     )
+
+
+def _names(targets: Sequence[_Target]) -> set[str]:
+    """The names by which services may be given."""
+    return {*SERVICES, *(name for one in targets for name in (one.name, f"{one.service}/{one.name}") if one.name)}
 
 
 async def _own(ps: Penstock, service: ServiceName) -> _Target:

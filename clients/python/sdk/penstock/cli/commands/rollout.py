@@ -2,14 +2,17 @@
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
+from urllib.parse import quote
 
 import typer
+from rich.live import Live
 from rich.markup import escape
+from rich.text import Text
 
 from penstock.analysis.export import write_jsonl
 from penstock.cli.connections.model_sources import Engine, ModelDir, Script, answered, answerer, model_choice
@@ -34,9 +37,10 @@ from penstock.cli.connections.options import (
     required_assays,
     rollout_options,
 )
-from penstock.cli.terminal.console import FAILED, OK, emit, err, out, quoted, read, run
+from penstock.cli.terminal.console import FAILED, OK, clean, emit, err, out, read, run
 from penstock.cli.views import events as show
-from penstock.cli.views import outcomes
+from penstock.cli.views import group_progress, outcomes, rows
+from penstock.cli.views.group_progress import GroupProgress
 from penstock.cli.views.json_shapes import event_shape
 from penstock.client import (
     AgentChoice,
@@ -60,7 +64,9 @@ from penstock.client.errors import first_of
 from penstock.client.transport.atomic_files import write_whole
 from penstock.tasks.images import with_image
 
-_CANCEL_S = 30.0
+_CANCEL_S: Final = 30.0
+_REDRAW_S: Final = 0.25
+"""Seconds between two drawings of a group."""
 
 
 def rollout(
@@ -139,24 +145,38 @@ async def _run(
             handle = await ps.groups.create(task, agent, n, group_id=name, **options)
         if not as_json:
             err.print(f"{'rollout' if n == 1 else 'group'}: {name}", markup=False)
-        return await see_through(ps, handle, n, save, as_json)
+        return await see_through(ps, handle, n, save, as_json, run_id=options.get("run_id"))
 
 
-async def see_through(ps: Penstock, handle: RolloutHandle | GroupHandle, n: int, save: Path, as_json: bool) -> int:
+async def see_through(
+    ps: Penstock,
+    handle: RolloutHandle | GroupHandle,
+    n: int,
+    save: Path,
+    as_json: bool,
+    *,
+    run_id: str | None = None,
+) -> int:
     """Shows rollouts to their end, and saves them; an interruption cancels them. Returns the exit code."""
+    progress: GroupProgress | None = None
     try:
-        ended = await _watch(handle, n, save, as_json)
+        if n > 1 and isinstance(handle, GroupHandle) and not as_json:
+            async with aclosing(ps.rollouts.list(group_id=handle.group_id)) as found:
+                progress = GroupProgress([item async for item in found], run_id)
+        ended = await _watch(handle, progress, save, as_json)
     except asyncio.CancelledError:
         err.print("cancelling")
         with suppress(TimeoutError):
             async with asyncio.timeout(_CANCEL_S):
                 await handle.cancel("interrupted")
         raise
-    failed = False
     for rollout_id, outcome in ended.items():
-        failed |= outcome.failure is not None
-        await _finish(ps, rollout_id, outcome, save, as_json)
-    return FAILED if failed else OK
+        trajectory = await _save(ps, rollout_id, save)
+        if progress is None:
+            _show_end(rollout_id, outcome, trajectory, save, as_json)
+    if progress is not None:
+        _show_group(progress, ended, save, ps.endpoints.dashboard)
+    return FAILED if any(outcome.failure is not None for outcome in ended.values()) else OK
 
 
 @asynccontextmanager
@@ -187,11 +207,13 @@ async def _pass_on(call: Any) -> None:
         await call.delegate()
 
 
-async def _watch(handle: RolloutHandle | GroupHandle, n: int, save: Path, as_json: bool) -> dict[str, Outcome]:
-    """Shows events until all have ended; returns the outcomes in the order of their end."""
+async def _watch(
+    handle: RolloutHandle | GroupHandle, progress: GroupProgress | None, save: Path, as_json: bool
+) -> dict[str, Outcome]:
+    """Shows events, or a group's progress, until all have ended; returns the outcomes in the order of their end."""
     ended: dict[str, Outcome] = {}
     events: AsyncGenerator[RolloutEvent, None] = handle.events()
-    async with aclosing(events):
+    async with _table(progress) as drawn, aclosing(events):
         async for item in events:
             payload = item.payload
             if isinstance(payload, ArtifactCollected):
@@ -200,23 +222,68 @@ async def _watch(handle: RolloutHandle | GroupHandle, n: int, save: Path, as_jso
                 ended[item.rollout_id] = payload.outcome
             if as_json:
                 emit(event_shape(item))
-                continue
-            shown = show.event(item)
-            if shown is not None:
-                if n > 1:
-                    out.print(f"[dim]{escape(item.rollout_id.rpartition('-')[2])}[/] ", end="")
+            elif progress is not None:
+                changed = progress.apply(item)
+                if changed is not None and not drawn:
+                    out.print(Text(rows.line(changed)))
+            elif (shown := show.event(item)) is not None:
                 out.print(shown)
     return ended
 
 
-async def _finish(ps: Penstock, rollout_id: str, outcome: Outcome, save: Path, as_json: bool) -> None:
-    """Saves the trajectory and prints the outcome."""
+@asynccontextmanager
+async def _table(progress: GroupProgress | None) -> AsyncIterator[bool]:
+    """Draws a group live while open, where a terminal can be drawn on; yields whether it does."""
+    if progress is None or not out.is_terminal or out.is_dumb_terminal:
+        yield False
+        return
+
+    async def redraw(live: Live) -> None:
+        while True:
+            await asyncio.sleep(_REDRAW_S)
+            live.refresh()
+
+    # Drawn by this loop: a thread of its own would meet a table that is being changed.
+    with Live(progress, console=out, auto_refresh=False, transient=True) as live:
+        redrawing = asyncio.create_task(redraw(live), name="penstock-redraw")
+        try:
+            yield True
+        finally:
+            redrawing.cancel()
+            with suppress(asyncio.CancelledError):
+                await redrawing
+
+
+async def _save(ps: Penstock, rollout_id: str, save: Path) -> Trajectory | None:
+    """Saves a trajectory and returns it; None if the rollout ended before there was one."""
     folder = save / rollout_id
-    trajectory: Trajectory | None = None
-    with suppress(FailedPrecondition):  # it ended before there was one
+    with suppress(FailedPrecondition):
         trajectory = await ps.rollouts.trajectory(rollout_id, bodies=True)
         write_jsonl([trajectory], folder / "turns.jsonl", "turns")
         write_jsonl([trajectory], folder / "sequences.jsonl", "sequences")
+        return trajectory
+    return None
+
+
+def _show_group(progress: GroupProgress, ended: Mapping[str, Outcome], save: Path, dashboard: str) -> None:
+    """Prints a group that has ended: its table, failures, and the summary."""
+    group = progress.group
+    width = out.width if out.is_terminal else rows.WIDE * 2
+    out.print()
+    out.print(progress.table(width), width=width)
+    out.print()
+    for part in group_progress.failures(ended):
+        out.print(part)
+    for line in group_progress.summary(group):
+        out.print(line, soft_wrap=True)
+    out.print(f"saved in {escape(str(save / group.group_id))}-*", style="dim", soft_wrap=True)
+    if dashboard:
+        out.print(f"{escape(clean(dashboard))}#/groups/{quote(group.group_id, safe='')}", style="dim", soft_wrap=True)
+
+
+def _show_end(rollout_id: str, outcome: Outcome, trajectory: Trajectory | None, save: Path, as_json: bool) -> None:
+    """Prints the outcome of one rollout."""
+    folder = save / rollout_id
     if as_json:
         emit(
             {
@@ -232,8 +299,7 @@ async def _finish(ps: Penstock, rollout_id: str, outcome: Outcome, save: Path, a
     out.print(f"[bold]{escape(rollout_id)}[/] ", end="")
     out.print(outcomes.outcome(outcome))
     if outcome.failure is not None and outcome.agent_stderr:
-        out.print("[dim]the agent's standard error ends with:[/]")
-        out.print(quoted(outcome.agent_stderr.decode("utf-8", errors="replace"), "red"))
+        out.print(outcomes.agent_stderr(outcome.agent_stderr))
     if trajectory is None:
         out.print("[dim]no trajectory: it ended before the gate was opened[/]")
         return

@@ -31,6 +31,7 @@ from penstock.cli.connections.model_sources import (
 from penstock.cli.connections.options import StateDir
 from penstock.cli.terminal.console import OK, TERMINATED, clean, columns, emit, err, out, run, usage_error
 from penstock.client.errors import ConfigurationError
+from penstock.client.similar_names import did_you_mean
 from penstock.client.transport.endpoints import (
     DEFAULT_DASHBOARD_PORT,
     SERVICES,
@@ -128,7 +129,8 @@ def up(
         if not is_url(item.base_url):
             usage_error(f"--upstream {name}: expected a URL like http://host:port/v1")
     if keys:
-        usage_error(f"--api-key-env: there is no --upstream {next(iter(keys))}=URL")
+        name = next(iter(keys))
+        usage_error(f"--api-key-env: there is no --upstream {name}=URL{did_you_mean(name, endpoints)}")
     # Elsewhere a model is none of this machine's directories.
     here = on != "kubernetes"
     if not here and (model_dir is not None or script is not None or engine != "numpy"):
@@ -216,7 +218,9 @@ async def _up(
                 link = ""
                 if dashboard_port is not None:
                     dashboard = beside(stack.endpoints, stack.trainer_token, dashboard_port)
-                    link = await beside_it.enter_async_context(dashboard)
+                    address, link = await beside_it.enter_async_context(dashboard)
+                    if address:
+                        write_connection(connection, replace(stack.endpoints, dashboard=address), pid=os.getpid())
                 _say_where(stack, connection, link, as_json, example)
                 if command:
                     code = await _beside(command, connection, discover=stack.endpoints.discover)
@@ -307,7 +311,8 @@ def serve(
 ) -> None:
     """Run one service in the foreground; further arguments are its own (`penstock serve sandbox --help`)."""
     if service not in SERVICES:
-        usage_error(f"there is no service {service!r}; services: {', '.join(SERVICES)}")
+        meant = did_you_mean(service, SERVICES) or ";"
+        usage_error(f"there is no service {service!r}{meant} services: {', '.join(SERVICES)}")
     if importlib.util.find_spec(f"penstock_{service}") is None:
         usage_error(f"the {service} service is not installed: {LOCAL_EXTRA}")
     os.execv(sys.executable, [sys.executable, "-m", f"penstock_{service}", *context.args])  # noqa: S606 - no shell

@@ -15,11 +15,12 @@ from penstock.cli.connections.watching import Chosen, Connected, Trouble, follow
 from penstock.cli.terminal.console import FAILED, OK, clean, counted, emit, err, out, run
 from penstock.cli.terminal.screen import Screen, interactive
 from penstock.cli.views import rows
+from penstock.cli.views.curve_points import By
 from penstock.cli.views.json_shapes import summary_shape
 from penstock.cli.views.live_table import MOST_ENDED, Standing, is_cancelled, totals
 from penstock.cli.views.reward_curve import Curve
 from penstock.client.errors import first_of
-from penstock.client.types.results import RolloutChanges, RolloutSummary
+from penstock.client.types.results import RolloutChanges
 
 _KEYS: Final = "q quit  tab rollouts, groups or both  up/down scroll"
 _LOW: Final = 5
@@ -47,6 +48,12 @@ def watch(
             help="How many ended rollouts are shown, newest first, with all of their groups.",
         ),
     ] = MOST_ENDED,
+    by: Annotated[
+        By | None,
+        typer.Option(
+            help="A point of the curve: default the label `step` where rollouts have it, else the policy version."
+        ),
+    ] = None,
     once_only: Annotated[bool, typer.Option("--once", help="Print the present state and exit.")] = False,
     all_namespaces: AllNamespaces = False,
     as_json: AsJson = False,
@@ -59,14 +66,14 @@ def watch(
     """
     chosen = Chosen(run_id, group_id, task_id, agent, label_filter(label), ended, state_dir, all_namespaces)
     if once_only:
-        run(_once(chosen, as_json))
+        run(_once(chosen, by, as_json))
     elif as_json or not interactive(out):
         run(_lines(chosen, as_json))
     else:
-        run(_live(chosen))
+        run(_live(chosen, by))
 
 
-async def _once(chosen: Chosen, as_json: bool) -> int:
+async def _once(chosen: Chosen, by: By | None, as_json: bool) -> int:
     standing = Standing(chosen.ended_limit)
     standing.apply(await once(chosen))
     if as_json:
@@ -75,7 +82,7 @@ async def _once(chosen: Chosen, as_json: bool) -> int:
     elif len(standing):
         width = out.width if out.is_terminal else rows.WIDE * 2
         parts: list[RenderableType] = [_summary(standing)]
-        parts += _curve(standing, _HIGH)
+        parts += _curve(standing, by, _HIGH)
         groups = standing.groups()
         if groups:
             parts += [Text(), rows.groups(groups, width, standing.range(), fill=False)]
@@ -125,7 +132,7 @@ async def _lines(chosen: Chosen, as_json: bool) -> int:
                 if not len(standing):
                     err.print(Text(clean(f"no rollout yet: {chosen}; waiting for one to be created")), soft_wrap=True)
             for item in new:
-                line = _line(item)
+                line = rows.line(item)
                 if as_json:
                     emit(summary_shape(item))
                 elif shown.get(item.rollout_id) != line:
@@ -141,13 +148,8 @@ async def _lines(chosen: Chosen, as_json: bool) -> int:
     return OK
 
 
-def _line(item: RolloutSummary) -> str:
-    reward = "" if item.reward is None else f", reward {item.reward.value:g}"
-    return clean(f"{item.rollout_id}: {rows.state(item).plain}{reward}")
-
-
-async def _live(chosen: Chosen) -> int:
-    view = View(chosen)
+async def _live(chosen: Chosen, by: By | None) -> int:
+    view = View(chosen, by)
     async with Screen(out) as screen:
         view.changed = screen.wake
         try:
@@ -166,8 +168,9 @@ async def _live(chosen: Chosen) -> int:
 class View:
     """The state of the screen."""
 
-    def __init__(self, chosen: Chosen) -> None:
+    def __init__(self, chosen: Chosen, by: By | None = None) -> None:
         self._chosen = chosen
+        self._by = by
         self.standing = Standing(chosen.ended_limit)
         self._where = ""
         self._trouble: str | None = None
@@ -230,7 +233,7 @@ class View:
             parts.append(_one_line(Text(clean(self._trouble), style="bold yellow")))
             room -= 1
         lines = _HIGH if height >= 32 else _LOW
-        if height >= 20 and (curve := _curve(self.standing, lines)):
+        if height >= 20 and (curve := _curve(self.standing, self._by, lines)):
             parts += curve
             room -= lines + 2
         groups = self.standing.groups()
@@ -299,6 +302,6 @@ def _summary(standing: Standing) -> Text:
     return line
 
 
-def _curve(standing: Standing, lines: int) -> list[RenderableType]:
-    points, caption = standing.curve()
+def _curve(standing: Standing, by: By | None, lines: int) -> list[RenderableType]:
+    points, caption = standing.curve(by)
     return [Curve(points, *standing.range(), lines, caption), Text()] if len(points) > 1 else []

@@ -1,6 +1,7 @@
 """An evaluation on a terminal, while it runs and afterwards."""
 
 from collections.abc import Sequence
+from typing import Final
 
 import orjson
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -12,7 +13,8 @@ from penstock.client.types.results import PhaseChanged, RolloutEvent
 from penstock.evaluation import Attempt, Book, Estimate, Summary, summarise
 from penstock.evaluation.compare import Comparison
 
-_SHOWN_TASKS = 40
+_SHOWN_TASKS: Final = 40
+_ONE_TASK: Final = "one task: the intervals are over its attempts, and say nothing about other tasks"
 
 
 def table(summary: Summary) -> RenderableType:
@@ -55,6 +57,8 @@ def _totals(summary: Summary) -> list[RenderableType]:
         lines.append(Text.assemble((f"pass@{k} ", "bold"), rate(found)))
     if summary.reward is not None:
         lines.append(Text.assemble(("reward ", "bold"), rate(summary.reward)))
+        if summary.reward.tasks == 1:
+            lines.append(Text(_ONE_TASK, style="dim"))
     for name, count in summary.excluded.items():
         lines.append(Text(clean(f"not graded, not counted: {counted(count, 'attempt')}, {name}"), style="yellow"))
     for name, count in summary.ended.items():
@@ -71,14 +75,24 @@ def rate(found: Estimate) -> str:
 
 
 class Board:
-    """The live table, and for programs and pipes a line for each attempt that ends."""
+    """The live table, and for programs and pipes a line for each attempt that ends, with the agent if one is given."""
 
-    def __init__(self, book: Book, tasks: Sequence[str], wanted: int, threshold: float, *, as_json: bool) -> None:
+    def __init__(
+        self,
+        book: Book,
+        tasks: Sequence[str],
+        wanted: int,
+        threshold: float,
+        *,
+        as_json: bool,
+        agent: str | None = None,
+    ) -> None:
         self._book = book
         self._tasks = tasks
         self._wanted = wanted
         self._threshold = threshold
         self._as_json = as_json
+        self._agent = agent
         self._lines = not as_json and not err.is_terminal
         self._phases: dict[tuple[str, int], str] = {}
 
@@ -91,11 +105,13 @@ class Board:
         """Prints a line where there is no live table."""
         self._phases.pop((attempt.task_id, attempt.index), None)
         if self._as_json:
-            emit({"attempt": orjson.Fragment(attempt.line().rstrip())})
+            of = {} if self._agent is None else {"agent": self._agent}
+            emit({**of, "attempt": orjson.Fragment(attempt.line().rstrip())})
         elif self._lines:
             score = "not graded" if attempt.reward is None else f"reward {attempt.reward:g}"
             why = f", {attempt.cause}: {attempt.reason}" if attempt.reason is not None else ""
-            err.print(Text(clean(f"{attempt.task_id} {attempt.index}: {score}{why}, {attempt.seconds:.1f} s")))
+            name = attempt.task_id if self._agent is None else f"{self._agent} {attempt.task_id}"
+            err.print(Text(clean(f"{name} {attempt.index}: {score}{why}, {attempt.seconds:.1f} s")))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         summary = summarise(self._book.attempts, self._tasks, self._wanted, self._threshold)
@@ -134,4 +150,8 @@ def differences(found: Comparison, before: str, after: str) -> RenderableType:
             sure = "clear of zero" if low > 0 or high < 0 else "zero is within it"
             line = f"{found.difference:+.3f}  95 % {low:+.3f} to {high:+.3f} {over}: {sure}"
         lines.append(Text.assemble(("pass@1 ", "bold"), line))
+        if found.p is None:
+            lines.append(Text("no exact test: the numbers of attempts have too little in common", style="dim"))
+        else:
+            lines.append(Text.assemble(("p ", "bold"), f"{found.p:.3g}  exact permutation test {over}"))
     return Group(*lines)

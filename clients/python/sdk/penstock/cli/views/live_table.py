@@ -5,14 +5,14 @@ however long rollouts are watched.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import groupby
 from statistics import fmean, pstdev
 from typing import Final
 
-from penstock.analysis.readable_calls import counted
+from penstock.cli.views.curve_points import By, points
 from penstock.cli.views.reward_curve import Point
 from penstock.client.types.results import FailureCause, Phase, RolloutChanges, RolloutSummary
 
@@ -20,8 +20,6 @@ MOST_ENDED: Final = 10_000
 """Maximum ended rollouts held, the newest, plus the rest of their groups: a driver's maximum, too."""
 _SLACK: Final = 500
 """Further rollouts held before the oldest are pruned: pruning scans all of them."""
-_WINDOW: Final = 8
-"""Number of rollouts without a group that form one point of the curve."""
 _LONG_AGO: Final = datetime.min.replace(tzinfo=UTC)
 
 
@@ -78,6 +76,7 @@ class Standing:
         self._fresh: dict[str, RolloutSummary] | None = None
         self._shown: list[RolloutSummary] | None = None
         self._groups: list[GroupStanding] | None = None
+        self._curves: dict[By | None, tuple[list[Point], str]] = {}
         self._prune_at = most + _SLACK
         self.complete = False
         """Whether the full state has arrived once."""
@@ -115,6 +114,7 @@ class Standing:
             self._prune()
         if new or lost or change.complete:
             self._shown = self._groups = None
+            self._curves.clear()
         return new, lost
 
     def _prune(self) -> None:
@@ -162,32 +162,17 @@ class Standing:
         ranges = [(item.reward.range_min, item.reward.range_max) for item in self.rollouts() if item.reward]
         return (min(low for low, _ in ranges), max(high for _, high in ranges)) if ranges else (0.0, 1.0)
 
-    def curve(self) -> tuple[list[Point], str]:
+    def curve(self, by: By | None = None) -> tuple[list[Point], str]:
         """Returns the points of the reward curve, oldest first, and the meaning of a point."""
-        groups = [group.rewards for group in reversed(self.groups()) if group.rewards]
-        if groups:
-            return [
-                _point(rewards) for rewards in groups
-            ], f"mean and range of {counted(len(groups), 'group')} in the order in which they began"
-        over = sorted((item for item in self.rollouts() if item.reward), key=lambda item: item.end_time or _LONG_AGO)
-        rewards = [item.reward.value for item in over if item.reward is not None]
-        points = [_point(part) for part in _windows(rewards)]
-        of = counted(len(rewards), "rollout")
-        return points, f"{of} in the order in which they ended; mean and range of {_WINDOW} together"
+        if by not in self._curves:
+            rewards = [group.rewards for group in reversed(self.groups())]
+            self._curves[by] = points(self.rollouts(), rewards, self.range(), by)
+        return self._curves[by]
 
 
 def is_cancelled(item: RolloutSummary) -> bool:
     """Whether it was cancelled on request, which is no failure."""
     return item.failure is not None and item.failure.cause is FailureCause.CANCELLED
-
-
-def _point(rewards: Sequence[float]) -> Point:
-    return Point(min(rewards), fmean(rewards), max(rewards))
-
-
-def _windows(values: Sequence[float]) -> Iterator[Sequence[float]]:
-    for end in range(1, len(values) + 1):
-        yield values[max(0, end - _WINDOW) : end]
 
 
 def _newest(items: Iterable[RolloutSummary], most: int) -> list[RolloutSummary]:

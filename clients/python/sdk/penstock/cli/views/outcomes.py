@@ -35,6 +35,12 @@ def outcome(result: Outcome) -> RenderableType:
     return Text.assemble(line, "   reward ", (f"{reward.value:g}", "bold"), (scale, "dim"))
 
 
+def agent_stderr(text: bytes, lines: int = 12) -> RenderableType:
+    """Shows the last lines of a failed agent's standard error."""
+    shown = quoted(text.decode("utf-8", errors="replace"), "red", lines=lines)
+    return Text.assemble(("the agent's standard error ends with:", "dim"), "\n", shown)
+
+
 def _components(reward: Reward) -> str:
     return "".join(f"  {clean(name)} {value:g}" for name, value in reward.components.items())
 

@@ -105,6 +105,12 @@ def state(item: RolloutSummary) -> Text:
     return Text(reason, style="yellow" if is_cancelled(item) else "red")
 
 
+def line(item: RolloutSummary) -> str:
+    """Formats a rollout's state as a line, for programs and logs."""
+    reward = "" if item.reward is None else f", reward {item.reward.value:g}"
+    return clean(f"{item.rollout_id}: {state(item).plain}{reward}")
+
+
 def versions(items: Sequence[RolloutSummary]) -> str:
     """Formats the policy versions of the answers."""
     low = min((item.min_version for item in items if item.min_version is not None), default=None)

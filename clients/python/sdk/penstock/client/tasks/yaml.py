@@ -4,7 +4,6 @@ Invariants: JSON is YAML, so both are read alike. A duplicate key is refused (YA
 is a file whose aliases expand to more than `MAX_NODES` values. An unknown key is refused, with the closest valid key.
 """
 
-import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -14,6 +13,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from penstock.client.errors import InvalidArgument, Violation
+from penstock.client.similar_names import did_you_mean
 from penstock.client.tasks.named_files import Beside, CannotRead, regular
 from penstock.client.tasks.strict_model import Place, in_words
 
@@ -217,8 +217,7 @@ def _describe(item: Mapping[str, Any], model: type[BaseModel]) -> str:
     if item["type"] != "extra_forbidden":
         return in_words(item)
     wrong = str(item["loc"][-1])
-    meant = difflib.get_close_matches(wrong, sorted(_keys(model, item["loc"][:-1])), n=1)
-    return f"no such key; did you mean {meant[0]}?" if meant else "no such key"
+    return f"no such key{did_you_mean(wrong, _keys(model, item['loc'][:-1]))}"
 
 
 def _of_what(model: type[BaseModel], place: Sequence[str | int]) -> str:

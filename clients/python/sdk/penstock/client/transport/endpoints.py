@@ -75,6 +75,8 @@ class Endpoints:
     discover: bool = True
     """Whether the driver is asked which other drivers, gates and sandbox services there are. False, or
     `PENSTOCK_DISCOVER=false` in the environment = only the addresses given here."""
+    dashboard: str = ""
+    """Address of a dashboard of these services, such as http://127.0.0.1:7790/. Empty = none is known."""
     origin: str = "the defaults"
     """Origin of the addresses, for people."""
     token_origin: str = _GIVEN
@@ -225,6 +227,8 @@ def write_connection(file: Path, endpoints: Endpoints, *, pid: int | None) -> No
     }
     if not endpoints.discover:
         content["discover"] = False
+    if endpoints.dashboard:
+        content["dashboard"] = endpoints.dashboard
     if endpoints.tls is not None and endpoints.tls.ca is not None:
         content["ca"] = str(endpoints.tls.ca)
     data = orjson.dumps(content)
@@ -261,7 +265,10 @@ def read_connection(
         addresses = _addresses(content["addresses"])
         sent, found = (token, token_origin) if token else (content["token"], str(file))
         discover = bool(addresses.get("driver")) and content.get("discover") is not False
-        return Endpoints(**addresses, token=sent, tls=tls, discover=discover, origin=str(file), token_origin=found)
+        return Endpoints(
+            **addresses, token=sent, tls=tls, discover=discover, dashboard=str(content.get("dashboard", "")),
+            origin=str(file), token_origin=found,
+        )  # fmt: skip
     except OSError as error:
         raise ConfigurationError(f"{file} cannot be read: {error.strerror}", reason="CONNECTION_FILE") from None
     except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError):

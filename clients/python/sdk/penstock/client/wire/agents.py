@@ -9,7 +9,6 @@ meaning on registration. `load_spec` reads the output of `dump_spec` as the same
 """
 
 import base64
-import difflib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -20,6 +19,7 @@ from google.protobuf.json_format import MessageToDict, ParseDict, ParseError
 from google.protobuf.message import Message
 
 from penstock.client.errors import InvalidArgument, Violation
+from penstock.client.similar_names import did_you_mean
 from penstock.client.tasks.named_files import Beside, CannotRead
 from penstock.client.tasks.yaml import YamlFile, text_node
 from penstock.driver.v1 import agent_pb2
@@ -140,8 +140,8 @@ def _field(descriptor: Descriptor, key: Any, place: str) -> tuple[str, FieldDesc
     if stem != key and stem in fields and _full_name(fields[stem]) == "google.protobuf.Duration":
         return stem, fields[stem]
     written = sorted(_LONG_NAMES.get(item, item) + _unit(fields[item]) for item in fields)
-    meant = difflib.get_close_matches(str(key), written, n=1)
-    raise _Wrong(place, f"no such key; did you mean {meant[0]}?" if meant else _NO_KEY + ", ".join(written))
+    meant = did_you_mean(str(key), written)
+    raise _Wrong(place, f"no such key{meant}" if meant else _NO_KEY + ", ".join(written))
 
 
 def _unit(field: FieldDescriptor) -> str:

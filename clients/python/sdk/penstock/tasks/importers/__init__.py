@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from penstock.client.errors import InvalidArgument
+from penstock.client.similar_names import did_you_mean
 from penstock.tasks.importers import harbor, nemo_gym, swe, terminal_bench
 from penstock.tasks.importers.common import Choices, Imported, Refused
 
@@ -33,7 +34,10 @@ def import_tasks(form: str, source: Path, destination: Path, choices: Choices | 
             one of the same name.
     """
     if form not in FORMATS:
-        raise InvalidArgument(f"there is no format {form!r}; formats: {', '.join(FORMATS)}", reason="TASK_FORMAT")
+        raise InvalidArgument(
+            f"there is no format {form!r}{did_you_mean(form, FORMATS) or ';'} formats: {', '.join(FORMATS)}",
+            reason="TASK_FORMAT",
+        )
     if not source.exists():
         raise InvalidArgument(f"there is no {source}", reason="TASK_IMPORT")
     destination.mkdir(parents=True, exist_ok=True)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from penstock.client.errors import InvalidArgument
+from penstock.client.similar_names import did_you_mean
 from penstock.tasks.importers.common import Choices, Folder, Imported, Refused, text_of
 from penstock.tasks.importers.git import clone_of, extract
 
@@ -70,8 +71,9 @@ def _chosen(source: Path, wanted: str) -> dict[str, Any]:
     matches = [name for name in by_name if not wanted or wanted in (name, name.rpartition("@")[0])]
     if len(matches) != 1:
         some = ", ".join(sorted(by_name)[:20]) + (", ..." if len(by_name) > 20 else "")
+        meant = "" if matches else did_you_mean(wanted, [*by_name, *(name.rpartition("@")[0] for name in by_name)])
         raise InvalidArgument(
-            f"{source}: {len(matches)} data sets match {wanted!r}; choose one by --dataset: {some}",
+            f"{source}: {len(matches)} data sets match {wanted!r}{meant or ';'} choose one by --dataset: {some}",
             reason="TASK_IMPORT",
         )
     return dict(by_name[matches[0]])

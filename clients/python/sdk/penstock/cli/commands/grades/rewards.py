@@ -11,6 +11,7 @@ from penstock.cli.commands.grades.chosen import chosen
 from penstock.cli.connections.options import AsJson, StateDir
 from penstock.cli.connections.service_selection import services
 from penstock.cli.terminal.console import FAILED, OK, clean, columns, emit, out, run, usage_error
+from penstock.client.similar_names import did_you_mean
 
 app = typer.Typer(help="Compare rewards.", no_args_is_help=True)
 
@@ -45,7 +46,8 @@ def diff(
             usage_error(f"{run_id}: no rollout has a further grade; make them with `penstock regrade`")
         for name in (grade, against):
             if name and name not in (FIRST, *names):
-                usage_error(f"there is no grade {name}; there are {FIRST}, {', '.join(names)}")
+                meant = did_you_mean(name, (FIRST, *names)) or ";"
+                usage_error(f"there is no grade {name}{meant} there are {FIRST}, {', '.join(names)}")
         found = reward_diff(rollouts, against, grade or names[-1])
         if as_json:
             emit(found.as_dict())

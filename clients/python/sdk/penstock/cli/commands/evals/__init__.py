@@ -1,0 +1,1 @@
+"""`penstock eval`: task sets, with one agent or several."""

@@ -1,0 +1,210 @@
+"""`penstock eval`: a task set, n attempts at each task, success rates, a report; an interrupted run can be resumed."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import orjson
+import typer
+from rich.markup import escape
+from typer.core import TyperGroup
+
+from penstock.cli.commands.evals import running
+from penstock.cli.commands.evals.matrix import matrix_
+from penstock.cli.commands.evals.running import (
+    Attempts,
+    BlackBox,
+    Build,
+    Concurrency,
+    Only,
+    Retries,
+    Tasks,
+    Temperature,
+    Threshold,
+)
+from penstock.cli.connections.model_sources import Engine, ModelDir, Script, answered, model_choice
+from penstock.cli.connections.options import (
+    AgentName,
+    AgentOptions,
+    AgentTimeout,
+    ApiKeyEnv,
+    AsJson,
+    AssayKey,
+    Backend,
+    FilesFrom,
+    KeepEndState,
+    MaxCalls,
+    RequireAssay,
+    Seed,
+    SkipPermissions,
+    StateDir,
+    UpstreamChoice,
+    UpstreamModel,
+    agent_choice,
+    required_assays,
+)
+from penstock.cli.terminal.console import FAILED, OK, emit, err, out, read, run
+from penstock.cli.views.evaluation import differences, table
+from penstock.evaluation import (
+    Attempt,
+    Summary,
+    read_attempts,
+    read_config,
+    summarise,
+)
+from penstock.evaluation.compare import compare
+from penstock.evaluation.report import check_plots, write_report
+
+
+class _RunIsMeant(TyperGroup):
+    """Makes `penstock eval TASKS` mean `penstock eval run TASKS`."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """As click's; a name that is no command is a task set."""
+        if args and args[0] not in self.commands:
+            args = ["run", *args]
+        return super().resolve_command(ctx, args)
+
+
+app = typer.Typer(help="Run a set of tasks n times each: pass@k, resumable.", cls=_RunIsMeant, no_args_is_help=True)
+Folder = Annotated[Path, typer.Argument(help="Results directory of an evaluation.")]
+
+
+@app.command("run", short_help="Run every task n times and keep every attempt; the default command.")
+def run_(
+    tasks: Tasks,
+    agent: AgentName,
+    n: Attempts = 1,
+    concurrency: Concurrency = 4,
+    to: Annotated[
+        Path | None,
+        typer.Option("--out", help="Results directory; an existing one is resumed. Default: from the names."),
+    ] = None,
+    only: Only = None,
+    upstream: UpstreamChoice = None,
+    model: UpstreamModel = "",
+    api_key_env: ApiKeyEnv = None,
+    black_box: BlackBox = False,
+    option: AgentOptions = None,
+    skip_permissions: SkipPermissions = False,
+    backend: Backend = "",
+    build: Build = False,
+    timeout: AgentTimeout = None,
+    max_calls: MaxCalls = None,
+    temperature: Temperature = None,
+    seed: Seed = None,
+    keep_end_state: KeepEndState = None,
+    retries: Retries = 2,
+    threshold: Threshold = 1.0,
+    report: Annotated[Path | None, typer.Option(metavar="FILE", help="Write an HTML report, too.")] = None,
+    require_assay: RequireAssay = None,
+    assay_key: AssayKey = None,
+    model_dir: ModelDir = None,
+    engine: Engine = "numpy",
+    script: Script = None,
+    state_dir: StateDir = None,
+    files_from: FilesFrom = None,
+    as_json: AsJson = False,
+) -> None:
+    """Run every task n times, show a live table, and keep every attempt in a results directory."""
+    if report is not None:
+        read(lambda _: check_plots(), report)
+    given = running.plan(
+        tasks, attempts=n, concurrency=concurrency, only=only or (), upstream=upstream, model=model,
+        api_key_env=api_key_env, black_box=black_box, backend=backend, timeout=timeout, max_calls=max_calls,
+        temperature=temperature, seed=seed, keep_end_state=keep_end_state, retries=retries, threshold=threshold,
+        model_dir=model_dir, files_from=files_from or (), as_json=as_json,
+    )  # fmt: skip
+    choice = model_choice(model_dir, engine, script)
+    required_assays(given.options, require_assay, assay_key)
+    chosen = agent_choice(agent, option, skip_permissions)
+    folder = to or Path("runs/evals") / running.directory_name(given.config_of(chosen), agent)
+
+    async def work() -> int:
+        if "require_assay" in given.options:
+            for task in given.tasks:  # all of them before any starts
+                given.options["require_assay"].require(task)
+        if build:
+            await running.build(given)
+        async with answered(choice, given.upstream, state_dir=state_dir) as ps:
+            attempts, summary = await running.evaluate(ps, given, chosen, folder)
+        _show(summary, as_json)
+        if report is not None:
+            write_report(report, read_config(folder), attempts, summary)
+        err.print(f"[dim]results in {escape(str(folder))}[/]", soft_wrap=True)
+        return OK if summary.complete else FAILED
+
+    run(work())
+
+
+app.command("matrix", short_help="Run every task n times with several agents: agents by tasks, a picture.")(matrix_)
+
+
+@app.command(short_help="The table of an evaluation.")
+def show(folder: Folder, threshold: Threshold = 1.0, as_json: AsJson = False) -> None:
+    """The table of an evaluation, whether it has ended or not."""
+
+    async def work() -> int:
+        attempts, summary, _ = _read(folder, threshold)
+        for attempt in attempts if as_json else ():
+            emit({"attempt": orjson.loads(attempt.line())})
+        _show(summary, as_json)
+        return OK if summary.complete else FAILED
+
+    run(work())
+
+
+@app.command(short_help="An evaluation as one HTML file.")
+def report(
+    folder: Folder,
+    to: Annotated[Path | None, typer.Option("--out", help="The file; default: report.html in the directory.")] = None,
+    threshold: Threshold = 1.0,
+    as_json: AsJson = False,
+) -> None:
+    """One HTML file with tables, plots and the output of each attempt."""
+
+    async def work() -> int:
+        check_plots()
+        attempts, summary, config = _read(folder, threshold)
+        file = to or folder / "report.html"
+        write_report(file, config, attempts, summary)
+        if as_json:
+            emit({"file": str(file)})
+        else:
+            out.print(escape(str(file)), soft_wrap=True)
+        return OK
+
+    run(work())
+
+
+@app.command(short_help="Two evaluations side by side.")
+def diff(
+    before: Folder,
+    after: Annotated[Path, typer.Argument(help="Results directory of another one.")],
+    threshold: Threshold = 1.0,
+    as_json: AsJson = False,
+) -> None:
+    """Two evaluations side by side: the tasks that both have, and the difference with its interval."""
+
+    async def work() -> int:
+        first, second = _read(before, threshold)[1], _read(after, threshold)[1]
+        found = compare(first, second)
+        if as_json:
+            emit(found.as_dict())
+        else:
+            out.print(differences(found, str(before), str(after)))
+        return OK
+
+    run(work())
+
+
+def _read(folder: Path, threshold: float) -> tuple[list[Attempt], Summary, dict[str, Any]]:
+    config = read_config(folder)
+    attempts = read_attempts(folder)
+    return attempts, summarise(attempts, config["tasks"], int(config["attempts"]), threshold), config
+
+
+def _show(summary: Summary, as_json: bool) -> None:
+    if as_json:
+        emit({"summary": summary.table()})
+    else:
+        out.print(table(summary))
