@@ -17,7 +17,7 @@ def test_services_of_all_kinds_return_after_their_machines_are_lost() -> None:
         assert f"{name} is back at " in said
 
 
-@pytest.mark.on_demand("a second Ray cluster: the first one has machines that come late and services that are killed too")
+@pytest.mark.on_demand("a second Ray cluster: services return on the first one, too")
 @pytest.mark.requirement("R125")
 def test_the_autoscaler_adds_a_machine_for_full_services_and_a_killed_engine_returns() -> None:
     said = run("ray", "--rollouts", "6", "--at-once", "5", "--work", "4", "--late", "--gpus", "1")
