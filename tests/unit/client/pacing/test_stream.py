@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Iterable, Iterator
 from contextlib import aclosing
 from dataclasses import replace
 from itertools import count
+from typing import Any, cast
 
 import pytest
 from tests.unit.analysis.trajectory_cases import failed, sample, trajectory
@@ -94,7 +95,7 @@ class World:
             return self.groups[-1]
 
         return RolloutStream(
-            create,
+            cast(Any, create),
             endless() if tasks is None else tasks,
             size=size,
             pacing=pacing,
@@ -152,21 +153,23 @@ async def test_a_rollout_that_is_left_out_ends_late_and_counts_in_the_baselines_
     world: World,
 ) -> None:
     """What is not waited for goes on; its reward is what those left out later are reckoned with."""
-    async with world.stream(Paced(batch=1, max_staleness=0, leave_out=0.5), size=2) as stream:
-        async with aclosing(stream.batches()) as batches:
-            first = await world.wait_created(0)
-            first.end(1.0)
-            batch = await anext(batches)
-            (group,) = batch.groups
-            assert (group.left_out, group.baseline, [one.rollout_id for one in group.results]) == (1, 1.0, ["t0-0"])
-            waiting = asyncio.ensure_future(anext(batches))
-            second = await world.wait_created(1)
-            first.end(0.0)
-            second.end(1.0)
-            batch = await waiting
-            (group,) = batch.groups
-            assert (group.number, group.left_out, group.baseline) == (1, 1, 0.5)
-            assert [(late.rollout_id, late.trajectory) for late in batch.late] == [("t0-1", None)]
+    async with (
+        world.stream(Paced(batch=1, max_staleness=0, leave_out=0.5), size=2) as stream,
+        aclosing(stream.batches()) as batches,
+    ):
+        first = await world.wait_created(0)
+        first.end(1.0)
+        batch = await anext(batches)
+        (group,) = batch.groups
+        assert (group.left_out, group.baseline, [one.rollout_id for one in group.results]) == (1, 1.0, ["t0-0"])
+        waiting = asyncio.ensure_future(anext(batches))
+        second = await world.wait_created(1)
+        first.end(0.0)
+        second.end(1.0)
+        batch = await waiting
+        (group,) = batch.groups
+        assert (group.number, group.left_out, group.baseline) == (1, 1, 0.5)
+        assert [(late.rollout_id, late.trajectory) for late in batch.late] == [("t0-1", None)]
     assert second.cancelled and not first.cancelled
     assert (stream.bias().started, stream.bias().trained) == (4, 2)
 
@@ -197,6 +200,24 @@ async def test_an_announced_version_is_the_one_that_staleness_counts_from(world:
             assert [first.groups[0].staleness, second.groups[0].staleness] == [7, 7]
             (await world.wait_created(4)).end(1.0)
             assert [(await anext(batches)).groups[0].policy_version for _ in range(3)] == [0, 0, 7]
+
+
+async def test_a_trainer_that_takes_several_batches_for_a_version_is_not_left_waiting(world: World) -> None:
+    """Even if no group may be older than the weights."""
+    async with world.stream(Paced(batch=1, max_staleness=0), some(3)) as stream, aclosing(stream.batches()) as batches:
+        for number in range(3):
+            waiting = asyncio.ensure_future(anext(batches))
+            (await world.wait_created(number)).end(1.0)
+            batch = await waiting
+            assert (numbers(batch), batch.policy_version) == ([number], 5 if number else 0)
+            stream.announce(5)
+
+
+async def test_a_stream_that_ends_as_it_begins_leaves_no_task(world: World) -> None:
+    """Not even one that has not run yet."""
+    async with world.stream(InOrder(batch=1, most=3)) as stream:
+        pass
+    assert stream.bias().running == 0 and stream.bias().started == 3
 
 
 async def test_a_group_that_the_policy_drops_is_cancelled_and_makes_room(world: World) -> None:
@@ -235,9 +256,8 @@ async def test_an_error_of_the_tasks_comes_out_of_the_batches(world: World) -> N
         raise RuntimeError("the file of tasks ended early")
 
     with pytest.raises(RuntimeError, match="ended early"):
-        async with world.stream(InOrder(batch=1, most=2), broken()) as stream:
-            async with aclosing(stream.batches()) as batches:
-                await anext(batches)
+        async with world.stream(InOrder(batch=1, most=2), broken()) as stream, aclosing(stream.batches()) as batches:
+            await anext(batches)
 
 
 async def test_a_group_that_its_driver_lost_comes_with_what_ended_and_the_error(world: World) -> None:
@@ -289,9 +309,11 @@ async def test_a_stream_creates_groups_with_the_options_that_it_was_given(fakes:
         [pb.GetTrajectoryResponse(trajectory=trajectory_pb2.Trajectory(rollout_id="r0", task_id="t0"))],
     )
     pacing = Paced(batch=4, max_staleness=1)
-    async with ps.stream(some(1), "shell", 1, pacing=pacing, concurrency=1, run_id="run-7", seed=3) as stream:
-        async with aclosing(stream.batches()) as batches:
-            (found,) = [batch async for batch in batches]
+    async with (
+        ps.stream(some(1), "shell", 1, pacing=pacing, concurrency=1, run_id="run-7", seed=3) as stream,
+        aclosing(stream.batches()) as batches,
+    ):
+        (found,) = [batch async for batch in batches]
     assert [(one.group_id, one.baseline) for one in found.groups] == [("g", 0.5)], "the last batch may be smaller"
     spec = fakes.requests["CreateGroup"][0].spec
     assert (spec.run_id, spec.seed, spec.task.task_id, spec.agent.name) == ("run-7", 3, "t0", "shell")

@@ -196,7 +196,8 @@ class Paced(Policy):
 
     def choose(self, now: Now) -> Choice:
         """See `Policy`."""
-        left_out, found = now.left_out, []
+        left_out = now.left_out
+        found: list[Group] = []
         for group in now.groups:
             if group.ready is None:
                 left_out += group.running

@@ -7,7 +7,7 @@ stream keeps is bounded by its policy: the results of groups that wait for their
 
 import asyncio
 import contextvars
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -96,7 +96,7 @@ class RolloutStream:
 
     def __init__(
         self,
-        create: Callable[[Task], Any],
+        create: Callable[[Task], Coroutine[Any, Any, GroupHandle]],
         tasks: Iterable[Task],
         *,
         size: int,
@@ -121,8 +121,8 @@ class RolloutStream:
         self._changed = asyncio.Event()
         self._is_open = self._is_last = False
         self._failure: BaseException | None = None
-        # Groups are started from wherever something changed; they belong to whoever opened the stream.
-        self._context: contextvars.Context | None = None
+        # Groups are started wherever something changes; they belong to the program that opened the stream.
+        self._context = contextvars.copy_context()
 
     @property
     def policy_version(self) -> int:
@@ -171,6 +171,8 @@ class RolloutStream:
             As `ps.groups.create`, after which nothing more is started; and what the iterator of tasks raises.
         """
         while self._is_open:
+            if not self._groups:  # of a bound of 0 the next batch is of this version, or there is none
+                self._is_taken = False
             self._fill()
             batch = self._take()
             if batch is not None:
@@ -215,8 +217,10 @@ class RolloutStream:
             self._live.add(group)
             self._meter.start(task.task_id, self._size)
             group.work = asyncio.get_running_loop().create_task(
-                self._run(group), name=f"penstock-stream-{group.number}", context=self._context
+                self._run(group), name=f"penstock-stream-{group.number}", context=self._context.copy()
             )
+            # Not in `_run`: a task that is cancelled before its first step runs nothing.
+            group.work.add_done_callback(partial(self._over, group))
 
     async def _run(self, group: _Started) -> None:
         """Creates a group and collects its rollouts; cancels it if cancelled."""
@@ -234,8 +238,6 @@ class RolloutStream:
             raise
         except Exception as error:  # noqa: BLE001 - `batches` raises it
             self._fail(error)
-        finally:
-            self._over(group)
 
     # Ends.
 
@@ -253,7 +255,7 @@ class RolloutStream:
         self._fill()
         self._notify()
 
-    def _over(self, group: _Started) -> None:
+    def _over(self, group: _Started, _: asyncio.Task[None]) -> None:
         """Nothing more comes of a group: what has not ended is lost."""
         for _ in range(group.running):
             self._meter.end(Facts(group.task.task_id))
