@@ -255,7 +255,7 @@ class RolloutStream:
         self._fill()
         self._notify()
 
-    def _over(self, group: _Started, _: asyncio.Task[None]) -> None:
+    def _over(self, group: _Started, _work: asyncio.Task[None]) -> None:
         """Nothing more comes of a group: what has not ended is lost."""
         for _ in range(group.running):
             self._meter.end(Facts(group.task.task_id))
