@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 from tests.unit.analysis.trajectory_cases import failed, sample, trajectory
-from tests.unit.client.conftest import Fakes
+from tests.unit.client.conftest import TOKEN, Fakes
 
 from penstock.client import (
     Bias,
@@ -25,6 +25,7 @@ from penstock.client import (
     RolloutStream,
     StreamBatch,
     Task,
+    sync,
 )
 from penstock.client.pacing.policies import DropStale, InOrder, Policy
 from penstock.driver.v1 import rollout_pb2
@@ -295,19 +296,22 @@ def test_a_concurrency_below_one_group_is_refused(world: World) -> None:
         world.stream(Paced(batch=1, max_staleness=1), size=8, concurrency=4)
 
 
-async def test_a_stream_creates_groups_with_the_options_that_it_was_given(fakes: Fakes, ps: Penstock) -> None:
-    """Over the wire: the same requests as `ps.groups.create`."""
+def queue_a_group(fakes: Fakes) -> None:
+    """A group of one rollout, r0 of g, with a reward of 0.5."""
     ended = rollout_pb2.Outcome(reward=trajectory_pb2.Reward(value=0.5, range_min=0, range_max=1))
     rollout = rollout_pb2.Rollout(rollout_id="r0", group_id="g", phase=rollout_pb2.PHASE_ENDED, outcome=ended)
     group = rollout_pb2.Group(group_id="g", size=1, rollout_ids=["r0"], ended=True)
     event = rollout_pb2.RolloutEvent(sequence=1, rollout_id="r0", ended=ended)
+    trajectory = trajectory_pb2.Trajectory(rollout_id="r0", task_id="t0")
     fakes.queue("CreateGroup", pb.CreateGroupResponse(group=rollout_pb2.Group(group_id="g", size=1)))
     fakes.queue("WatchGroup", [pb.WatchGroupResponse(event=event), pb.WatchGroupResponse(group=group)])
     fakes.queue("GetRollout", pb.GetRolloutResponse(rollout=rollout))
-    fakes.queue(
-        "GetTrajectory",
-        [pb.GetTrajectoryResponse(trajectory=trajectory_pb2.Trajectory(rollout_id="r0", task_id="t0"))],
-    )
+    fakes.queue("GetTrajectory", [pb.GetTrajectoryResponse(trajectory=trajectory)])
+
+
+async def test_a_stream_creates_groups_with_the_options_that_it_was_given(fakes: Fakes, ps: Penstock) -> None:
+    """Over the wire: the same requests as `ps.groups.create`."""
+    queue_a_group(fakes)
     pacing = Paced(batch=4, max_staleness=1)
     async with (
         ps.stream(some(1), "shell", 1, pacing=pacing, concurrency=1, run_id="run-7", seed=3) as stream,
@@ -317,3 +321,23 @@ async def test_a_stream_creates_groups_with_the_options_that_it_was_given(fakes:
     assert [(one.group_id, one.baseline) for one in found.groups] == [("g", 0.5)], "the last batch may be smaller"
     spec = fakes.requests["CreateGroup"][0].spec
     assert (spec.run_id, spec.seed, spec.task.task_id, spec.agent.name) == ("run-7", 3, "t0", "shell")
+
+
+async def test_a_trainer_without_await_has_the_same_stream(fakes: Fakes, address: str) -> None:
+    """In a thread of its own, whose batches are the same values."""
+    queue_a_group(fakes)
+
+    def trained() -> list[StreamBatch]:
+        target = dict.fromkeys(("sandbox", "driver", "interception", "inference"), address)
+        with sync.connect(target, TOKEN) as ps:
+            pacing = Paced(batch=4, max_staleness=1)
+            with ps.stream(some(1), "shell", 1, pacing=pacing, concurrency=1) as stream:
+                found = []
+                for batch in stream.batches():
+                    found.append(batch)
+                    stream.announce(batch.policy_version + 1)
+                assert (stream.policy_version, stream.bias().trained) == (1, 1)
+            return found
+
+    (batch,) = await asyncio.to_thread(trained)
+    assert [result.rollout_id for result in batch.results] == ["r0"]

@@ -1229,9 +1229,9 @@ class GroupHandle:
         """Deletes the ended group with its rollouts."""
 
 class RolloutStream:
-    """An `with` block that starts groups and gives a trainer its batches; made by `ps.stream`.
+    """Starts groups and gives a trainer its batches, in a `with` block; made by `ps.stream`.
 
-    Inside, `batches()` yields them, and rollouts run meanwhile. The end of the block cancels those that still run.
+    `batches()` yields them, and rollouts run meanwhile. The end of the block cancels those that still run.
     """
     @property
     def policy_version(self) -> int:

@@ -89,9 +89,9 @@ class _Started:
 
 
 class RolloutStream:
-    """An `async with` block that starts groups and gives a trainer its batches; made by `ps.stream`.
+    """Starts groups and gives a trainer its batches, in an `async with` block; made by `ps.stream`.
 
-    Inside, `batches()` yields them, and rollouts run meanwhile. The end of the block cancels those that still run.
+    `batches()` yields them, and rollouts run meanwhile. The end of the block cancels those that still run.
     """
 
     def __init__(
