@@ -9,18 +9,21 @@ from penstock.adapters.openenv.serving import Listen
 from penstock.chat.v1 import completion_pb2
 from penstock.client import (
     AgentKeyTerms,
+    Bias,
     Completion,
     Exit,
     GateRollout,
     ModelCall,
     Output,
     OutputGap,
+    Paced,
     Penstock,
     Rollout,
     RolloutResult,
     RunResult,
     SandboxHandle,
     Selector,
+    StreamBatch,
     Task,
     connect,
     sync,
@@ -45,6 +48,11 @@ def trainer() -> None:
             call.deliver(answer)
         for result in group.results():
             assert_type(result, RolloutResult)
+        with ps.stream([TASK], "shell", 8, pacing=Paced(batch=1, max_staleness=1), concurrency=8, run_id="r") as stream:
+            for batch in stream.batches():
+                assert_type(batch, StreamBatch)
+                stream.announce(batch.policy_version + 1)
+            assert_type(stream.bias(), Bias)
         assert_type(ps.rollouts.create(TASK, "shell"), sync.RolloutHandle)
         assert_type(ps.rollouts.create(TASK, "shell", n=2), sync.GroupHandle)
         assert_type(ps.rollouts.list(run_id="r"), Generator[Rollout, None, None])

@@ -46,6 +46,9 @@ from penstock.client.intercept.gate import GateRolloutHandle, LeasedCall
 from penstock.client.intercept.host_tools import HostTool, HostToolCall, ToolFailed
 from penstock.client.intercept.session import InterceptSession, Selector
 from penstock.client.operations import LeftSandbox, Member, ServerInfo, ServiceStatus, Trouble
+from penstock.client.pacing.meter import Bias, BiasMeter
+from penstock.client.pacing.policies import Paced
+from penstock.client.pacing.stream import RolloutStream, StreamBatch, StreamedGroup
 from penstock.client.rollouts.assays import Assays
 from penstock.client.rollouts.client import RolloutOptions
 from penstock.client.rollouts.handles import GroupHandle, RolloutHandle
@@ -195,6 +198,8 @@ __all__ = [
     "Assays",
     "AttemptFailed",
     "Backend",
+    "Bias",
+    "BiasMeter",
     "Branch",
     "BranchPoint",
     "Budgets",
@@ -269,6 +274,7 @@ __all__ = [
     "Outcome",
     "Output",
     "OutputGap",
+    "Paced",
     "Packages",
     "ParsedMessage",
     "Part",
@@ -307,6 +313,7 @@ __all__ = [
     "RolloutPaused",
     "RolloutResult",
     "RolloutResumed",
+    "RolloutStream",
     "RunBudgets",
     "RunResult",
     "Runtime",
@@ -327,6 +334,8 @@ __all__ = [
     "SourceCheck",
     "StalePolicy",
     "Stats",
+    "StreamBatch",
+    "StreamedGroup",
     "Task",
     "Terminal",
     "TerminalHandle",

@@ -1,9 +1,10 @@
 """The connection that `connect` returns, with one client per service."""
 
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING, Final, NoReturn, Self
+from functools import partial
+from typing import TYPE_CHECKING, Final, NoReturn, Self, Unpack
 
 from penstock.client.agents import AgentsClient
 from penstock.client.errors import ConfigurationError
@@ -11,10 +12,14 @@ from penstock.client.inference.client import InferenceClient
 from penstock.client.intercept.gate import GateClient
 from penstock.client.intercept.session import InterceptSession, Selector, SessionOptions
 from penstock.client.operations import OperationsClient
-from penstock.client.rollouts.client import GroupsClient, RolloutsClient
+from penstock.client.pacing.policies import Policy
+from penstock.client.pacing.stream import RolloutStream
+from penstock.client.rollouts.client import GroupsClient, RolloutOptions, RolloutsClient
 from penstock.client.rollouts.driver_rpc import Drivers
 from penstock.client.sandboxes.client import SandboxesClient
 from penstock.client.sandboxes.toolboxes import ToolboxesClient
+from penstock.client.tasks.spec import AgentChoice
+from penstock.client.tasks.task import Task
 from penstock.client.terminals import TerminalsClient
 from penstock.client.transport.cluster import Cluster, Member
 from penstock.client.transport.endpoints import SERVICES, Endpoints, ServiceName, Target, Tls, resolve
@@ -162,6 +167,39 @@ class Penstock:
                 bodies=bodies,
                 reconnect_timeout=reconnect_timeout,
             ),
+        )
+
+    def stream(
+        self,
+        tasks: Iterable[Task],
+        agent: str | AgentChoice,
+        n: int,
+        *,
+        pacing: Policy,
+        concurrency: int,
+        policy_version: int = 0,
+        top: bool = False,
+        **options: Unpack[RolloutOptions],
+    ) -> RolloutStream:
+        """Groups for an asynchronous trainer: `async with ps.stream(...) as stream: async for batch in
+        stream.batches()`.
+
+        Groups start as fast as the policy admits them, while the trainer trains. Open the session that answers their
+        calls first.
+
+        Args:
+            tasks: a group of each, in this order; read as groups start, so it may be endless.
+            agent: a registered agent's name, or a choice with options.
+            n: rollouts of a group, 1 to 256.
+            pacing: `Paced(batch=16, max_staleness=8)`, or another policy of `penstock.client.pacing.policies`.
+            concurrency: how many rollouts run at once, at least `n`.
+            policy_version: the newest weights that the trainer has.
+            top: with alternatives (top-k logprobs), as in `group.results`.
+            **options: see `RolloutOptions`.
+        """
+        create = partial(self.groups.create, agent=agent, n=n, **options)
+        return RolloutStream(
+            create, tasks, size=n, pacing=pacing, concurrency=concurrency, policy_version=policy_version, top=top
         )
 
     def _intercept(self, selector: Selector, *, credits: int, policy_version: int | None) -> InterceptSession:

@@ -24,6 +24,7 @@ from penstock.client.intercept.calls import ModelCall
 from penstock.client.intercept.gate import GateClient, GateRolloutHandle, LeasedCall
 from penstock.client.intercept.session import InterceptSession
 from penstock.client.operations import OperationsClient
+from penstock.client.pacing.stream import RolloutStream
 from penstock.client.rollouts.client import GroupsClient, RolloutsClient
 from penstock.client.rollouts.handles import GroupHandle, RolloutHandle
 from penstock.client.sandboxes.client import SandboxesClient
@@ -47,6 +48,7 @@ LIVE: Final = (
     OperationsClient,
     RolloutHandle,
     GroupHandle,
+    RolloutStream,
     SandboxHandle,
     ProcessHandle,
     Fork,

@@ -4,7 +4,7 @@ import asyncio
 import secrets
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing, suppress
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeVar
 
 from penstock.client.errors import PenstockError, ResourceExhausted, Unavailable, is_broken
 from penstock.client.intercept.calls import ModelCall
@@ -20,6 +20,8 @@ from penstock.client.wire import chat, specs
 from penstock.client.wire import results as wire_results
 from penstock.client.wire.chat import duration
 from penstock.driver.v1 import rollout_service_pb2 as pb
+
+H = TypeVar("H", "RolloutHandle", "GroupHandle")
 
 PAUSE_S: Final = 60.0
 """Seconds for the services to hold a rollout, or to let it go."""
@@ -342,8 +344,8 @@ def branch_request(
     return request
 
 
-async def abandon(handle: RolloutHandle, reason: str) -> None:
-    """Cancels a rollout even if the caller is cancelled meanwhile; errors are suppressed."""
+async def abandon(handle: RolloutHandle | GroupHandle, reason: str) -> None:
+    """Cancels a rollout or a group even if the caller is cancelled meanwhile; errors are suppressed."""
     # In a task of its own: the caller's task may be cancelled again while it waits.
     work = asyncio.ensure_future(handle.cancel(reason))
     with suppress(Exception, asyncio.CancelledError):
@@ -351,7 +353,7 @@ async def abandon(handle: RolloutHandle, reason: str) -> None:
     work.cancel()
 
 
-async def created_with_room(create: Callable[[], Coroutine[Any, Any, RolloutHandle]], reason: str) -> RolloutHandle:
+async def created_with_room(create: Callable[[], Coroutine[Any, Any, H]], reason: str) -> H:
     """Awaits a creation as `created` does, and repeats it for as long as the driver is full."""
     backoff = Backoff(_FULL_FIRST_S, _FULL_MOST_S)
     while True:
@@ -361,8 +363,8 @@ async def created_with_room(create: Callable[[], Coroutine[Any, Any, RolloutHand
             await asyncio.sleep(backoff.next(full))
 
 
-async def created(creation: Coroutine[Any, Any, RolloutHandle], reason: str) -> RolloutHandle:
-    """Awaits a creation; if cancelled meanwhile, cancels the rollout that it creates."""
+async def created(creation: Coroutine[Any, Any, H], reason: str) -> H:
+    """Awaits a creation; if cancelled meanwhile, cancels what it creates."""
     creating = asyncio.ensure_future(creation)
     try:
         return await asyncio.shield(creating)
