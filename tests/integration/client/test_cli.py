@@ -404,6 +404,15 @@ async def test_export_writes_a_file(connection: dict[str, str], task_file: Path,
     code, out, err = await penstock("export", str(file), "--run-id", "cli-export", environment=connection)
     assert code == 0 and "1 row of" in out, (out, err)
     assert orjson.loads(file.read_bytes())["reward"] == 1.0
+    file = tmp_path / "chat.jsonl"
+    code, out, err = await penstock(
+        "export", str(file), "--table", "chat", "--run-id", "cli-export", environment=connection
+    )
+    assert code == 0 and "1 row of chat" in out, (out, err)
+    row = orjson.loads(file.read_bytes())
+    said = [message["role"] for message in row["messages"]]
+    assert said[0] == "system" and said[-1] == "assistant" and "tool" in said and row["left_out"] == []
+    assert row["tools"][0]["function"]["name"] and len(row["call_ids"]) == said.count("assistant")
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])

@@ -1,6 +1,7 @@
 """Exports trajectories to files: the tables `turns` (a row per model call, lossless), `sequences` (a row per training
-sample), `tool_calls` (a row per call of a host tool) and `rollouts`, as JSON Lines or Parquet. docs/exports.md
-documents each column; `penstock.tables.rows` makes the rows, for drivers too.
+sample), `tool_calls` (a row per call of a host tool), `rollouts`, and `chat` (a conversation per branch, for supervised
+fine-tuning), as JSON Lines or Parquet. docs/exports.md documents each column; `penstock.tables.rows` makes the rows of
+all tables but `chat`, for drivers too.
 
 Each row has its own digest and its rollout's number of rows in the table; `verify_chain.verify` checks both.
 """
@@ -11,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from penstock.analysis import chat_rows
 from penstock.analysis.export_files import Format, Sink, format_of, new_file, read_exports, read_rows
 from penstock.client.errors import InvalidArgument
 from penstock.client.types.results import Outcome
@@ -25,6 +27,7 @@ __all__ = [
     "Format",
     "Row",
     "Table",
+    "chat",
     "format_of",
     "read_exports",
     "read_rows",
@@ -65,11 +68,21 @@ def rollouts(trajectory: Trajectory) -> Iterator[Row]:
     return _rows(Table.ROLLOUTS, trajectory)
 
 
+def chat(trajectory: Trajectory) -> Iterator[Row]:
+    """Yields a row per branch: its conversation as messages.
+
+    Raises:
+        InvalidArgument: `BODIES_MISSING`, the trajectory was read without request bodies (`bodies=True`).
+    """
+    return _rows(Table.CHAT, trajectory)
+
+
 ROWS: Final[dict[Table, Callable[[Trajectory], Iterator[Row]]]] = {
     Table.TURNS: turns,
     Table.SEQUENCES: sequences,
     Table.TOOL_CALLS: tool_calls,
     Table.ROLLOUTS: rollouts,
+    Table.CHAT: chat,
 }
 """The function that makes each table's rows from a trajectory."""
 
@@ -82,7 +95,7 @@ def _rows(table: Table, trajectory: Trajectory) -> Iterator[Row]:
         "task_metadata": dict(trajectory.task_metadata),
         "reward_components": {} if reward is None else dict(reward.components),
     }
-    make = rows.ROWS[table]
+    make = chat_rows.chat if table is Table.CHAT else rows.ROWS[table]
     if table is Table.SEQUENCES:
         samples = trajectory.samples
         advantages = {one.sample_id: one.advantages.tolist() for one in samples if one.advantages is not None}
@@ -92,6 +105,9 @@ def _rows(table: Table, trajectory: Trajectory) -> Iterator[Row]:
             yield row | {name: value for name, value in maps.items() if name in row}
     except rows.BrokenSample as error:
         raise InvalidArgument(str(error), reason="SAMPLE_BROKEN") from None
+    except chat_rows.BodiesMissing as error:
+        message = f"The table chat needs request bodies, and {error}: read trajectories with bodies=True"
+        raise InvalidArgument(message, reason="BODIES_MISSING") from None
 
 
 async def write(

@@ -18,7 +18,7 @@ from penstock.client import InvalidArgument
 def export(
     file: Annotated[Path, typer.Argument(help="File to write; .parquet writes Parquet, anything else JSON Lines.")],
     table: Annotated[
-        Table, typer.Option(help="One row per model call, sample, host tool call or rollout.")
+        Table, typer.Option(help="One row per model call, sample, host tool call, rollout or conversation.")
     ] = Table.SEQUENCES,
     format_: Annotated[Format | None, typer.Option("--format", help="Default: from the file's name.")] = None,
     run_id: Annotated[str | None, typer.Option(help="Only of this run.")] = None,
@@ -69,7 +69,7 @@ def export(
                 labels=labels,
                 task_id=task_id,
                 agent=agent,
-                bodies=bodies,
+                bodies=bodies or table is Table.CHAT,
                 top=top,
                 grade=grade,
                 all_namespaces=all_namespaces,
