@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import atif
 import orjson
 import pytest
 import yaml
@@ -404,15 +405,20 @@ async def test_export_writes_a_file(connection: dict[str, str], task_file: Path,
     code, out, err = await penstock("export", str(file), "--run-id", "cli-export", environment=connection)
     assert code == 0 and "1 row of" in out, (out, err)
     assert orjson.loads(file.read_bytes())["reward"] == 1.0
+    of_run = ("--run-id", "cli-export")
     file = tmp_path / "chat.jsonl"
-    code, out, err = await penstock(
-        "export", str(file), "--table", "chat", "--run-id", "cli-export", environment=connection
-    )
+    code, out, err = await penstock("export", str(file), "--table", "chat", *of_run, environment=connection)
     assert code == 0 and "1 row of chat" in out, (out, err)
     row = orjson.loads(file.read_bytes())
     said = [message["role"] for message in row["messages"]]
     assert said[0] == "system" and said[-1] == "assistant" and "tool" in said and row["left_out"] == []
     assert row["tools"][0]["function"]["name"] and len(row["call_ids"]) == said.count("assistant")
+    code, out, err = await penstock("export", str(tmp_path / "atif"), "--atif", *of_run, environment=connection)
+    assert code == 0 and "1 rollout in" in out, (out, err)
+    (document,) = (tmp_path / "atif").iterdir()
+    kept = atif.Trajectory.model_validate_json(document.read_bytes())
+    sampled = [step.metrics for step in kept.steps if step.source == "agent"]
+    assert len(sampled) == said.count("assistant") and all(one and one.completion_token_ids for one in sampled)
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])

@@ -12,8 +12,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tests.support.dialect_bodies import DIALECTS
 from tests.support.families import template
 
-from penstock.analysis.chat_rows import conversation
 from penstock.analysis.export import Row, chat
+from penstock.analysis.interchange.chat_rows import conversation
 from penstock.chat.v1 import chat_pb2, completion_pb2
 from penstock.client import InvalidArgument
 from penstock.client.wire.results import trajectory as from_proto

@@ -12,8 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from penstock.analysis import chat_rows
 from penstock.analysis.export_files import Format, Sink, format_of, new_file, read_exports, read_rows
+from penstock.analysis.interchange import chat_rows
 from penstock.client.errors import InvalidArgument
 from penstock.client.types.results import Outcome
 from penstock.client.types.trajectories import Trajectory

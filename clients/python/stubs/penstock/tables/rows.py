@@ -212,7 +212,7 @@ ROWS: Final[Mapping[Table, Callable[[trajectory_pb2.Trajectory], Iterator[Row]]]
     Table.ROLLOUTS: rollouts,
 }
 """The function that makes each table's rows. `rollouts` is last: it has a row for each rollout. Clients alone make
-`chat` (`penstock.analysis.chat_rows`), which needs the agents' request bodies."""
+`chat` (`penstock.analysis.interchange.chat_rows`), which needs the agents' request bodies."""
 
 
 def common(trajectory: trajectory_pb2.Trajectory) -> Row:

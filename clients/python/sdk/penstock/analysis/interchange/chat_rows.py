@@ -5,7 +5,7 @@ with the id and the name of their call. They are the agent's last request of the
 texts: a template may render other tokens from them than were sampled. The sampled tokens are in `sequences`.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby, takewhile
 from typing import Any
@@ -31,46 +31,71 @@ class Conversation:
     left_out: list[str] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
+class BranchConversation:
+    """The conversation of a branch: its last call with an answer, and the calls from the root to it.
+
+    `shared` messages at the beginning are those of an earlier conversation of the rollout.
+    """
+
+    branch: pb.Branch
+    leaf: pb.Call
+    line: tuple[pb.Call, ...]
+    messages: list[Row]
+    left_out: list[str]
+    tools: list[Row]
+    shared: int
+
+
 def chat(trajectory: pb.Trajectory) -> Iterator[Row]:
     """Yields a row per branch that has an answer.
 
     Raises:
         BodiesMissing: a call has no request body here.
     """
+    made = list(conversations(trajectory))
+    for index, one in enumerate(made):
+        done = one.leaf.completion
+        row = {
+            **rows.common(trajectory),
+            "conversation_index": index,
+            "branch_id": one.branch.branch_id,
+            "role": rows.word(pb.CallClass, one.branch.branch_class),
+            "call_id": one.leaf.call_id,
+            "call_ids": [call.call_id for call in one.line],
+            "messages": one.messages,
+            "tools": one.tools,
+            "shared_messages": one.shared,
+            "left_out": one.left_out,
+            "model": done.model or one.leaf.model_requested,
+            "finish_reason": rows.word(chat_pb2.FinishReason, done.finish_reason),
+            "injected": any(call.injected for call in one.line),
+            **rows.reward(trajectory),
+            "grade": rows.word(pb.Grade, trajectory.grade),
+            "parent_rollout_id": trajectory.branched_from.parent_rollout_id or None,
+            "branch_call_id": trajectory.branched_from.call_id or None,
+        }
+        yield sealed(row, len(made))
+
+
+def conversations(trajectory: pb.Trajectory) -> Iterator[BranchConversation]:
+    """Yields the conversation of each branch that has an answer.
+
+    Raises:
+        BodiesMissing: a call has no request body here.
+    """
     calls = {call.call_id: call for call in trajectory.calls}
     tools = {call.tools_sha256: call.tools for call in trajectory.calls if call.tools}
-    leaves = [(branch, leaf) for branch in trajectory.branches if (leaf := _leaf(branch, calls)) is not None]
     earlier: list[list[Row]] = []
-    made = []
-    for index, (branch, leaf) in enumerate(leaves):
-        done = leaf.completion
-        line = list(_line(leaf, calls))
-        found = conversation(_body(leaf), rows.message_row(done.message))
+    for branch in trajectory.branches:
+        leaf = _leaf(branch, calls)
+        if leaf is None:
+            continue
+        found = conversation(_body(leaf), rows.message_row(leaf.completion.message))
         shared = max((_shared(found.messages, other) for other in earlier), default=0)
         earlier.append(found.messages)
-        made.append(
-            {
-                **rows.common(trajectory),
-                "conversation_index": index,
-                "branch_id": branch.branch_id,
-                "role": rows.word(pb.CallClass, branch.branch_class),
-                "call_id": leaf.call_id,
-                "call_ids": [call.call_id for call in line],
-                "messages": found.messages,
-                "tools": [_tool(tool) for tool in tools.get(leaf.tools_sha256, ())],
-                "shared_messages": shared,
-                "left_out": found.left_out,
-                "model": done.model or leaf.model_requested,
-                "finish_reason": rows.word(chat_pb2.FinishReason, done.finish_reason),
-                "injected": any(call.injected for call in line),
-                **rows.reward(trajectory),
-                "grade": rows.word(pb.Grade, trajectory.grade),
-                "parent_rollout_id": trajectory.branched_from.parent_rollout_id or None,
-                "branch_call_id": trajectory.branched_from.call_id or None,
-            }
-        )
-    for row in made:
-        yield sealed(row, len(made))
+        own = [_tool(tool) for tool in tools.get(leaf.tools_sha256, ())]
+        yield BranchConversation(branch, leaf, _line(leaf, calls), found.messages, found.left_out, own, shared)
 
 
 def conversation(body: object, answer: object = None) -> Conversation:
@@ -169,12 +194,12 @@ def _leaf(branch: pb.Branch, calls: Mapping[str, pb.Call]) -> pb.Call | None:
     return None
 
 
-def _line(leaf: pb.Call, calls: Mapping[str, pb.Call]) -> Iterable[pb.Call]:
+def _line(leaf: pb.Call, calls: Mapping[str, pb.Call]) -> tuple[pb.Call, ...]:
     """Returns the calls from the root to the leaf."""
     line = [leaf]
     while line[-1].parent_call_id in calls:
         line.append(calls[line[-1].parent_call_id])
-    return reversed(line)
+    return tuple(reversed(line))
 
 
 def _body(call: pb.Call) -> object:
