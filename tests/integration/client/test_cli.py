@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process
@@ -397,10 +398,13 @@ async def test_an_agent_that_does_not_repeat_itself_is_told_why(connection: dict
 
 async def test_export_writes_a_file(connection: dict[str, str], task_file: Path, tmp_path: Path) -> None:
     """Trajectories leave as rows."""
-    await penstock(
-        "rollout", "--agent", "shell", "--task", str(task_file), "--run-id", "cli-export", environment=connection,
-        cwd=tmp_path,
+    (tmp_path / "prices.yaml").write_text('models: {"*": {prompt: 1000000, completion: 0}}')
+    _, out, _ = await penstock(
+        "rollout", "--agent", "shell", "--task", str(task_file), "--run-id", "cli-export", "--prices", "prices.yaml",
+        environment=connection, cwd=tmp_path,
     )  # fmt: skip
+    (prompt,) = re.findall(r"(\d+) prompt and", out)
+    assert f"cost {int(prompt):.4f} USD" in out
     file = tmp_path / "rows.jsonl"
     code, out, err = await penstock("export", str(file), "--run-id", "cli-export", environment=connection)
     assert code == 0 and "1 row of" in out, (out, err)

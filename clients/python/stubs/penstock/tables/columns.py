@@ -180,6 +180,7 @@ COLUMNS: Final = MappingProxyType(
             "end_time": Kind.TEXT,
             "seconds": Kind.DOUBLE,
             "branched_from": Kind.JSON,
+            "cost": Kind.JSON,
             **_SEAL,
         },
         Table.CHAT: {

@@ -180,8 +180,11 @@ def tool_calls(trajectory: trajectory_pb2.Trajectory) -> Iterator[Row]:
         yield sealed(row, len(trajectory.host_tool_calls))
 
 
-def rollouts(trajectory: trajectory_pb2.Trajectory) -> Iterator[Row]:
-    """Yields the one row of the rollout, which exists also for one without a call."""
+def rollouts(trajectory: trajectory_pb2.Trajectory, cost: Row | None = None) -> Iterator[Row]:
+    """Yields the one row of the rollout, which exists also for one without a call.
+
+    `cost` is of its calls. A trajectory has none: who knows prices passes it.
+    """
     seconds = times.seconds(trajectory.duration) if trajectory.HasField("duration") else None
     row = {
         **common(trajectory),
@@ -201,6 +204,7 @@ def rollouts(trajectory: trajectory_pb2.Trajectory) -> Iterator[Row]:
         "end_time": _time(trajectory, "end_time"),
         "seconds": seconds,
         "branched_from": _branch(trajectory.branched_from) if trajectory.HasField("branched_from") else None,
+        "cost": cost,
     }
     yield sealed(row, 1)
 

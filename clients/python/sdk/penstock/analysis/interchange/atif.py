@@ -6,7 +6,7 @@ Steps are texts with counts, sampled ids and logprobs; prompts' ids are in the t
 """
 
 import asyncio
-from collections.abc import AsyncIterable, Iterator
+from collections.abc import AsyncIterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,6 +14,7 @@ import numpy as np
 import orjson
 
 from penstock.analysis.interchange.chat_rows import BodiesMissing, BranchConversation, conversation, conversations
+from penstock.analysis.prices import Prices, used
 from penstock.chat.v1 import chat_pb2
 from penstock.client.errors import InvalidArgument
 from penstock.client.transport.atomic_files import replacing
@@ -29,8 +30,12 @@ _SOURCES: Final = {"system": "system", "assistant": "agent"}
 """Of steps, by the roles of messages; others are the user's."""
 
 
-def document(trajectory: Trajectory) -> Row | None:
+def document(trajectory: Trajectory, prices: Prices | None = None) -> Row | None:
     """Returns a rollout's document; None if no call of it has an answer: a document has a step.
+
+    Args:
+        trajectory: with its calls.
+        prices: in USD, for the costs of steps; a step whose model has no price has none.
 
     Raises:
         InvalidArgument: `BODIES_MISSING`, the trajectory was read without request bodies (`bodies=True`).
@@ -44,14 +49,19 @@ def document(trajectory: Trajectory) -> Row | None:
     if not found:
         return None
     root = next((one for one in found if one.branch.branch_class == pb.CALL_CLASS_MAIN), found[0])
-    made = _document(message, root, shared=0)
+    costs = {} if prices is None else _costs(trajectory, prices)
+    made = _document(message, root, costs, shared=0)
     made["session_id"] = message.rollout_id
     made["extra"] |= _of_rollout(message)
-    others = [_document(message, one, shared=one.shared) for one in found if one is not root]
+    others = [_document(message, one, costs, shared=one.shared) for one in found if one is not root]
     return made | ({"subagent_trajectories": others} if others else {})
 
 
-async def write(trajectories: AsyncIterable[Trajectory | tuple[Trajectory, Outcome]], directory: Path) -> int:
+async def write(
+    trajectories: AsyncIterable[Trajectory | tuple[Trajectory, Outcome]],
+    directory: Path,
+    prices: Prices | None = None,
+) -> int:
     """Writes each rollout to `ROLLOUT_ID.json` in a directory, which is created; a file appears once complete.
 
     Returns:
@@ -63,7 +73,7 @@ async def write(trajectories: AsyncIterable[Trajectory | tuple[Trajectory, Outco
     written = 0
     async for item in trajectories:
         trajectory = item if isinstance(item, Trajectory) else item[0]
-        made = document(trajectory)
+        made = document(trajectory, prices)
         if made is not None:
             await asyncio.to_thread(_store, made, directory / f"{trajectory.rollout_id}.json")
             written += 1
@@ -75,12 +85,20 @@ def _store(made: Row, path: Path) -> None:
         stream.write(orjson.dumps(made, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
 
 
-def _document(trajectory: pb.Trajectory, one: BranchConversation, *, shared: int) -> Row:
-    steps = list(_steps(one, shared))
-    totals: dict[str, int] = {}
+def _costs(trajectory: Trajectory, prices: Prices) -> dict[str, float]:
+    """Returns the costs of the calls that were sampled and have a price, by their ids."""
+    if prices.currency != "USD":
+        raise InvalidArgument(f"ATIF has costs in USD, not {prices.currency}", reason="PRICES_INVALID")
+    found = {call.call_id: prices.cost(tokens) for call in trajectory.calls if (tokens := used([call]))}
+    return {call_id: cost.amount for call_id, cost in found.items() if not cost.unpriced}
+
+
+def _document(trajectory: pb.Trajectory, one: BranchConversation, costs: Mapping[str, float], *, shared: int) -> Row:
+    steps = list(_steps(one, costs, shared))
+    totals: dict[str, float] = {}
     for step in steps:
         for name, value in step.get("metrics", {}).items():
-            if name.endswith("_tokens"):
+            if name.endswith(("_tokens", "_usd")):
                 totals[f"total_{name}"] = totals.get(f"total_{name}", 0) + value
     extra: Row = {
         "branch_id": one.branch.branch_id,
@@ -114,7 +132,7 @@ def _of_rollout(trajectory: pb.Trajectory) -> Row:
     return found
 
 
-def _steps(one: BranchConversation, shared: int) -> Iterator[Row]:
+def _steps(one: BranchConversation, costs: Mapping[str, float], shared: int) -> Iterator[Row]:
     calls = _calls(one)
     step: Row | None = None
     number = 0
@@ -132,7 +150,7 @@ def _steps(one: BranchConversation, shared: int) -> Iterator[Row]:
         if message["role"] == "assistant":
             step |= _acted(message)
         if place in calls:
-            step |= _of_call(calls[place])
+            step |= _of_call(calls[place], costs)
         if place < shared:
             step["is_copied_context"] = True
     if step is not None:
@@ -194,13 +212,15 @@ def _heart(message: Row) -> tuple[Any, ...]:
     return message["content"].strip(), [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
 
 
-def _of_call(call: pb.Call) -> Row:
+def _of_call(call: pb.Call, costs: Mapping[str, float]) -> Row:
     done = call.completion
     span = done.span
     metrics: Row = {"prompt_tokens": call.prompt_count or done.usage.prompt_tokens}
     metrics["completion_tokens"] = span.count or done.usage.completion_tokens
     if done.usage.HasField("cached_tokens"):
         metrics["cached_tokens"] = done.usage.cached_tokens
+    if call.call_id in costs:
+        metrics["cost_usd"] = costs[call.call_id]
     if span.token_ids:
         metrics["completion_token_ids"] = np.frombuffer(span.token_ids, "<i4").tolist()
     if span.logprobs:

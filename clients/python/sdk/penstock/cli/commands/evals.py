@@ -16,6 +16,7 @@ from rich.live import Live
 from rich.markup import escape
 from typer.core import TyperGroup
 
+from penstock.analysis.prices import Cost, Prices, Used
 from penstock.cli.connections.model_sources import Engine, ModelDir, Script, answered, answerer, model_choice
 from penstock.cli.connections.options import (
     AgentName,
@@ -28,6 +29,7 @@ from penstock.cli.connections.options import (
     FilesFrom,
     KeepEndState,
     MaxCalls,
+    PriceFile,
     RequireAssay,
     Seed,
     SkipPermissions,
@@ -110,6 +112,7 @@ def run_(
     report: Annotated[Path | None, typer.Option(metavar="FILE", help="Write an HTML report, too.")] = None,
     require_assay: RequireAssay = None,
     assay_key: AssayKey = None,
+    prices: PriceFile = None,
     model_dir: ModelDir = None,
     engine: Engine = "numpy",
     script: Script = None,
@@ -122,6 +125,7 @@ def run_(
     if black_box and answers is None:
         usage_error("--black-box needs --upstream")
     choice = model_choice(model_dir, engine, script)
+    table_of_prices = _prices(prices)
     if report is not None:
         read(lambda _: check_plots(), report)
     chosen_tasks = [
@@ -176,9 +180,10 @@ def run_(
                 await evaluation.run()
                 attempts = list(book.attempts)
         summary = summarise(attempts, names, n, threshold)
-        _show(summary, as_json)
+        cost = _cost(table_of_prices, attempts, answered_by)
+        _show(summary, cost, as_json)
         if report is not None:
-            write_report(report, read_config(folder), attempts, summary)
+            write_report(report, read_config(folder), attempts, summary, cost)
         err.print(f"[dim]results in {escape(str(folder))}[/]", soft_wrap=True)
         return OK if summary.complete else FAILED
 
@@ -186,14 +191,15 @@ def run_(
 
 
 @app.command(short_help="The table of an evaluation.")
-def show(folder: Folder, threshold: Threshold = 1.0, as_json: AsJson = False) -> None:
+def show(folder: Folder, threshold: Threshold = 1.0, prices: PriceFile = None, as_json: AsJson = False) -> None:
     """The table of an evaluation, whether it has ended or not."""
+    table_of_prices = _prices(prices)
 
     async def work() -> int:
-        attempts, summary, _ = _read(folder, threshold)
+        attempts, summary, config = _read(folder, threshold)
         for attempt in attempts if as_json else ():
             emit({"attempt": orjson.loads(attempt.line())})
-        _show(summary, as_json)
+        _show(summary, _cost(table_of_prices, attempts, config["model"]), as_json)
         return OK if summary.complete else FAILED
 
     run(work())
@@ -204,15 +210,17 @@ def report(
     folder: Folder,
     to: Annotated[Path | None, typer.Option("--out", help="The file; default: report.html in the directory.")] = None,
     threshold: Threshold = 1.0,
+    prices: PriceFile = None,
     as_json: AsJson = False,
 ) -> None:
     """One HTML file with tables, plots and the output of each attempt."""
+    table_of_prices = _prices(prices)
 
     async def work() -> int:
         check_plots()
         attempts, summary, config = _read(folder, threshold)
         file = to or folder / "report.html"
-        write_report(file, config, attempts, summary)
+        write_report(file, config, attempts, summary, _cost(table_of_prices, attempts, config["model"]))
         if as_json:
             emit({"file": str(file)})
         else:
@@ -249,11 +257,27 @@ def _read(folder: Path, threshold: float) -> tuple[list[Attempt], Summary, dict[
     return attempts, summarise(attempts, config["tasks"], int(config["attempts"]), threshold), config
 
 
-def _show(summary: Summary, as_json: bool) -> None:
+def _show(summary: Summary, cost: Cost | None, as_json: bool) -> None:
     if as_json:
-        emit({"summary": summary.table()})
-    else:
-        out.print(table(summary))
+        emit({"summary": summary.table() | ({} if cost is None else {"cost": cost.as_dict()})})
+        return
+    out.print(table(summary))
+    if cost is not None:
+        out.print(f"[bold]cost[/] {escape(str(cost))}", soft_wrap=True)
+
+
+def _prices(file: Path | None) -> Prices | None:
+    return None if file is None else read(Prices.load, file)
+
+
+def _cost(prices: Prices | None, attempts: Sequence[Attempt], model: str) -> Cost | None:
+    """What all attempts cost, repeated ones too. Those of an older version have no models: `model` answered them."""
+    if prices is None:
+        return None
+    of_old = (
+        Used(model, one.prompt_tokens, one.completion_tokens) for one in attempts if one.prompt_tokens and not one.used
+    )
+    return prices.cost([*(found for one in attempts for found in one.used), *of_old])
 
 
 @contextmanager

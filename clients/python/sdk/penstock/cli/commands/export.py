@@ -9,11 +9,20 @@ from rich.markup import escape
 
 from penstock.analysis.export import Format, Table, format_of, write
 from penstock.analysis.interchange import atif
+from penstock.analysis.prices import Prices
 from penstock.analysis.reward_diff import FIRST
 from penstock.cli.connections import completion
-from penstock.cli.connections.options import AllNamespaces, AsJson, Labels, StateDir, directory_of, label_filter
+from penstock.cli.connections.options import (
+    AllNamespaces,
+    AsJson,
+    Labels,
+    PriceFile,
+    StateDir,
+    directory_of,
+    label_filter,
+)
 from penstock.cli.connections.service_selection import services
-from penstock.cli.terminal.console import FAILED, OK, clean, counted, emit, err, out, run, usage_error
+from penstock.cli.terminal.console import FAILED, OK, clean, counted, emit, err, out, read, run, usage_error
 from penstock.client import InvalidArgument, Outcome, Trajectory
 
 
@@ -46,6 +55,7 @@ def export(
     bodies: Annotated[bool, typer.Option(help="With the agents' request bodies (table turns).")] = False,
     top: Annotated[bool, typer.Option(help="With the alternatives of sampled tokens (top-k logprobs).")] = False,
     grade: Annotated[str, typer.Option(help="Rewards of the further grade of this name; default: the first.")] = "",
+    prices: PriceFile = None,
     all_namespaces: AllNamespaces = False,
     state_dir: StateDir = None,
     as_json: AsJson = False,
@@ -56,6 +66,9 @@ def export(
     if as_atif and (table is not None or format_ is not None or top):
         usage_error("--atif has no --table, --format and --top")
     kept = table or Table.SEQUENCES
+    if prices is not None and not as_atif and kept is not Table.ROLLOUTS:
+        usage_error("--prices goes with --table rollouts, or with --atif")
+    priced = None if prices is None else read(Prices.load, prices)
     if state_dir is not None and not state_dir.is_dir():
         usage_error(f"--state-dir: there is no directory {state_dir}")
     asked = {"run id": run_id, "group id": group_id, "task id": task_id, "agent": agent}
@@ -91,9 +104,9 @@ def export(
                 all_namespaces=all_namespaces,
             )
             if as_atif:
-                count = await atif.write(found, file)
+                count = await atif.write(found, file, priced)
             else:
-                count = await _rows(found, file, kept, chosen)
+                count = await _rows(found, file, kept, chosen, priced)
         what = "answer" if as_atif else f"row of {kept.value}"
         if not count:
             which = "; ".join(f"{name} {value}" for name, value in asked.items() if value)
@@ -111,10 +124,16 @@ def export(
     run(work())
 
 
-async def _rows(found: AsyncIterable[tuple[Trajectory, Outcome]], file: Path, table: Table, form: Format | None) -> int:
+async def _rows(
+    found: AsyncIterable[tuple[Trajectory, Outcome]],
+    file: Path,
+    table: Table,
+    form: Format | None,
+    prices: Prices | None,
+) -> int:
     """Returns the number of rows; without one there is no file."""
     try:
-        return await write(found, file, table=table, format=form)
+        return await write(found, file, table=table, format=form, prices=prices)
     except InvalidArgument as error:
         if error.reason != "EMPTY":
             raise

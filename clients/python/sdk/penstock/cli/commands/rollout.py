@@ -12,6 +12,7 @@ import typer
 from rich.markup import escape
 
 from penstock.analysis.export import write_jsonl
+from penstock.analysis.prices import Prices, used
 from penstock.cli.connections.model_sources import Engine, ModelDir, Script, answered, answerer, model_choice
 from penstock.cli.connections.options import (
     AgentName,
@@ -24,6 +25,7 @@ from penstock.cli.connections.options import (
     FilesFrom,
     KeepEndState,
     MaxCalls,
+    PriceFile,
     RequireAssay,
     Seed,
     SkipPermissions,
@@ -92,6 +94,7 @@ def rollout(
     require_assay: RequireAssay = None,
     assay_key: AssayKey = None,
     keep_end_state: KeepEndState = None,
+    prices: PriceFile = None,
     model_dir: ModelDir = None,
     engine: Engine = "numpy",
     script: Script = None,
@@ -103,6 +106,7 @@ def rollout(
     """Run an agent on a task, watch it live, and save its trajectory."""
     answers = answerer(upstream, model, api_key_env)
     choice = model_choice(model_dir, engine, script)
+    priced = None if prices is None else read(Prices.load, prices)
     given = with_image(read(partial(Task.load, files_from=files_from or ()), task))
     options = rollout_options(
         answers, backend=backend, timeout=timeout, max_calls=max_calls, seed=seed, keep_end_state=keep_end_state
@@ -121,13 +125,20 @@ def rollout(
         if "require_assay" in options:
             options["require_assay"].require(given)
         async with answered(choice, answers, state_dir=state_dir) as ps:
-            return await _run(ps, given, chosen, n, options, save, as_json)
+            return await _run(ps, given, chosen, n, options, save, priced, as_json)
 
     run(work())
 
 
 async def _run(
-    ps: Penstock, task: Task, agent: AgentChoice, n: int, options: RolloutOptions, save: Path, as_json: bool
+    ps: Penstock,
+    task: Task,
+    agent: AgentChoice,
+    n: int,
+    options: RolloutOptions,
+    save: Path,
+    prices: Prices | None,
+    as_json: bool,
 ) -> int:
     name = f"{agent.name}-{task.task_id}"[:100] + f"-{secrets.token_hex(4)}"
     selector: dict[str, Any] = {"rollout_ids": (name,)} if n == 1 else {"group_id": name}
@@ -139,10 +150,18 @@ async def _run(
             handle = await ps.groups.create(task, agent, n, group_id=name, **options)
         if not as_json:
             err.print(f"{'rollout' if n == 1 else 'group'}: {name}", markup=False)
-        return await see_through(ps, handle, n, save, as_json)
+        return await see_through(ps, handle, n, save, as_json, prices=prices)
 
 
-async def see_through(ps: Penstock, handle: RolloutHandle | GroupHandle, n: int, save: Path, as_json: bool) -> int:
+async def see_through(
+    ps: Penstock,
+    handle: RolloutHandle | GroupHandle,
+    n: int,
+    save: Path,
+    as_json: bool,
+    *,
+    prices: Prices | None = None,
+) -> int:
     """Shows rollouts to their end, and saves them; an interruption cancels them. Returns the exit code."""
     try:
         ended = await _watch(handle, n, save, as_json)
@@ -155,7 +174,7 @@ async def see_through(ps: Penstock, handle: RolloutHandle | GroupHandle, n: int,
     failed = False
     for rollout_id, outcome in ended.items():
         failed |= outcome.failure is not None
-        await _finish(ps, rollout_id, outcome, save, as_json)
+        await _finish(ps, rollout_id, outcome, save, prices, as_json)
     return FAILED if failed else OK
 
 
@@ -209,7 +228,9 @@ async def _watch(handle: RolloutHandle | GroupHandle, n: int, save: Path, as_jso
     return ended
 
 
-async def _finish(ps: Penstock, rollout_id: str, outcome: Outcome, save: Path, as_json: bool) -> None:
+async def _finish(
+    ps: Penstock, rollout_id: str, outcome: Outcome, save: Path, prices: Prices | None, as_json: bool
+) -> None:
     """Saves the trajectory and prints the outcome."""
     folder = save / rollout_id
     trajectory: Trajectory | None = None
@@ -217,6 +238,7 @@ async def _finish(ps: Penstock, rollout_id: str, outcome: Outcome, save: Path, a
         trajectory = await ps.rollouts.trajectory(rollout_id, bodies=True)
         write_jsonl([trajectory], folder / "turns.jsonl", "turns")
         write_jsonl([trajectory], folder / "sequences.jsonl", "sequences")
+    cost = None if prices is None or trajectory is None else prices.cost(used(trajectory.calls))
     if as_json:
         emit(
             {
@@ -225,6 +247,7 @@ async def _finish(ps: Penstock, rollout_id: str, outcome: Outcome, save: Path, a
                 "failure": None if outcome.failure is None else outcome.failure.reason,
                 "reward": None if outcome.reward is None else outcome.reward.value,
                 "saved": str(folder) if trajectory is not None else None,
+                **({} if cost is None else {"cost": cost.as_dict()}),
             }
         )
         return
@@ -240,6 +263,8 @@ async def _finish(ps: Penstock, rollout_id: str, outcome: Outcome, save: Path, a
     if trajectory.calls:
         out.print(outcomes.calls(trajectory))
     out.print(outcomes.totals(trajectory), style="dim")
+    if cost is not None:
+        out.print(f"cost {escape(str(cost))}", style="dim", soft_wrap=True)
     out.print(f"saved in {escape(str(folder))}", style="dim")
 
 
