@@ -22,6 +22,8 @@ from penstock.trajectory.v1 import trajectory_pb2 as pb
 from penstock_codec.chat import Message, Role, TextPart, ToolCallPart, ToolResultPart
 from penstock_codec.template import ChatTemplate
 from penstock_interception.ingress.dialects.base import Ask, DialectCodec, Route
+from penstock_interception.ingress.dialects.responses.dialect import Responses
+from penstock_interception.ingress.dialects.responses.items import sealed
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 NOW = datetime(2026, 3, 4, tzinfo=UTC)
@@ -104,25 +106,35 @@ def test_what_is_no_message_is_named() -> None:
     ]
 
 
-def test_calls_of_shells_and_of_free_text_are_calls() -> None:
-    """Responses has an item type for each; what a model did in one turn is one message."""
-    patch = {"type": "custom_tool_call", "call_id": "p", "name": "apply_patch", "input": "*** Begin"}
-    shell = {"type": "local_shell_call", "call_id": "s", "action": {"command": ["ls"]}}
-    results = [
-        {"type": "custom_tool_call_output", "call_id": "p", "output": "done"},
-        {"type": "local_shell_call_output", "call_id": "s", "output": [{"type": "input_text", "text": "a.txt"}]},
-    ]
-    said = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I patch."}]}
-    turn, first, second = conversation({"input": [said, patch, shell, *results]}).messages
-    assert turn["content"] == "I patch."
+def test_items_of_shells_patches_and_free_text_are_the_calls_that_the_model_made() -> None:
+    """Responses has an item type for each. They are one turn, and render as the gate rendered them."""
+    body = {
+        "model": "m",
+        "tools": [{"type": "local_shell"}, {"type": "apply_patch"}, {"type": "custom", "name": "note"}],
+        "input": [
+            {"type": "message", "role": "user", "content": "Patch it."},
+            {"type": "reasoning", "summary": [], "encrypted_content": sealed("I patch.")},
+            {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Done."}]},
+            {"type": "custom_tool_call", "call_id": "n", "name": "note", "input": "*** Begin"},
+            {"type": "local_shell_call", "call_id": "s", "action": {"type": "exec", "command": ["ls"], "env": {}}},
+            {"type": "apply_patch_call", "call_id": "p", "operation": {"type": "delete_file", "path": "a"}},
+            {"type": "custom_tool_call_output", "call_id": "n", "output": "noted"},
+            {"type": "local_shell_call_output", "call_id": "s", "output": "a.txt"},
+            {"type": "apply_patch_call_output", "call_id": "p", "status": "completed", "output": "gone"},
+        ],
+    }
+    made = conversation(body).messages
+    request = Responses().parse(orjson.dumps(body), Route(Ask.COMPLETION, "m"))
+    (turn,) = [message for message in made if message["role"] == "assistant"]
     assert [call["function"] for call in turn["tool_calls"]] == [
-        {"name": "apply_patch", "arguments": "*** Begin"},
+        {"name": "note", "arguments": {"input": "*** Begin"}},
         {"name": "local_shell", "arguments": {"command": ["ls"]}},
+        {"name": "apply_patch", "arguments": {"type": "delete_file", "path": "a"}},
     ]
-    assert [(row["name"], row["content"]) for row in (first, second)] == [
-        ("apply_patch", "done"),
-        ("local_shell", "a.txt"),
-    ]
+    assert [row["name"] for row in made if row["role"] == "tool"] == ["note", "local_shell", "apply_patch"]
+    text = template("qwen3")
+    gate = ChatTemplate(text, SPECIAL, now=lambda: NOW).render(request.messages, add_generation_prompt=False)
+    assert as_transformers(text, made, []) == gate and "I patch." in gate
 
 
 @pytest.mark.parametrize("arguments", ["{cut", "[1]", '"text"'])

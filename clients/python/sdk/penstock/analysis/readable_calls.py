@@ -3,11 +3,14 @@
 A body may have any shape; parts that are not understood are shown as JSON, never dropped.
 """
 
+import base64
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Final
 
 import orjson
+
+_SEAL: Final = "penstock.1."
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,14 +77,13 @@ def _message(item: object) -> Iterator[MessagePart]:
         return
     role = str(item.get("role", ""))
     kind = str(item.get("type", ""))
-    if kind.endswith("_call"):  # items of Responses: of functions, shells, patches and free text
-        asked = next((item[key] for key in ("arguments", "input", "action", "operation") if key in item), "")
-        name = str(item.get("name") or kind.removesuffix("_call"))
-        yield MessagePart("assistant", "tool_call", _text(asked), name, _id(item, "call_id"))
+    if kind.endswith("_call"):
+        yield _called(kind, item)
     elif kind.endswith("_call_output"):
         yield from _result(item.get("output", ""), "", _id(item, "call_id"))
     elif kind == "reasoning":
-        yield MessagePart("assistant", "reasoning", _text(_joined(item.get("summary") or item.get("content") or "")))
+        thought = item.get("content") or _unsealed(item.get("encrypted_content")) or item.get("summary") or ""
+        yield MessagePart("assistant", "reasoning", _text(_joined(thought)))
     elif role == "tool":
         yield from _result(item.get("content", ""), str(item.get("name", "")), _id(item, "tool_call_id"))
     else:
@@ -97,6 +99,36 @@ def _message(item: object) -> Iterator[MessagePart]:
                 yield MessagePart(role, "tool_call", _text(asked.get("arguments", "")), name, _id(call, "id"))
             else:
                 yield MessagePart(role, "other", _text(call))
+
+
+def _called(kind: str, item: Mapping[str, Any]) -> MessagePart:
+    """Reads a call's item of Responses as the model wrote the call, which is how the gate reads it: free text is the
+    argument `input`, and what a shell or a patch needs has no constants and nothing empty."""
+    asked: object = item.get("arguments", "")
+    if kind == "custom_tool_call":
+        text = item.get("input", "")
+        asked = text if _id(item, "id").startswith("ctx_") else {"input": text}
+    elif "arguments" not in item:
+        found = item.get("action") or item.get("operation") or {}
+        is_exec = isinstance(found, Mapping) and found.get("type") == "exec"
+        asked = found
+        if isinstance(found, Mapping):
+            kept = {key: value for key, value in found.items() if value is not None and value != {}}
+            asked = {key: value for key, value in kept.items() if not (is_exec and key == "type")}
+    name, space = str(item.get("name") or kind.removesuffix("_call")), _id(item, "namespace")
+    if space:
+        name = f"{space.removesuffix('__')}__{name}"
+    return MessagePart("assistant", "tool_call", _text(asked), name, _id(item, "call_id"))
+
+
+def _unsealed(text: object) -> str:
+    """Returns reasoning that the gate handed to an agent as `encrypted_content`; a provider's own is not readable."""
+    if not isinstance(text, str) or not text.startswith(_SEAL):
+        return ""
+    try:
+        return base64.b64decode(text.removeprefix(_SEAL), b"-_", validate=True).decode("utf-8", "replace")
+    except ValueError:
+        return ""
 
 
 def _content(role: str, content: object) -> Iterator[MessagePart]:
@@ -159,7 +191,7 @@ def _joined(content: object) -> object:
     if isinstance(content, Sequence) and not isinstance(content, str):
         texts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
         if texts and all(isinstance(text, str) for text in texts):
-            return "\n".join(str(text) for text in texts)
+            return "".join(str(text) for text in texts)
     return content
 
 
