@@ -247,7 +247,7 @@ async def _finish(
                 "failure": None if outcome.failure is None else outcome.failure.reason,
                 "reward": None if outcome.reward is None else outcome.reward.value,
                 "saved": str(folder) if trajectory is not None else None,
-                **({} if cost is None else {"cost": cost.as_dict()}),
+                "cost": None if cost is None else cost.as_dict(),
             }
         )
         return
