@@ -157,7 +157,7 @@ kept = SQLiteStorage.get_logs("p", "n")
 """,
     ),
     "wandb": (
-        "wandb",
+        "wandb==0.31.0",
         """
 import pathlib
 from penstock.adapters.loggers import WandbLogger
@@ -168,7 +168,7 @@ kept = [{"step": 3} | {name: value for name, value in METRICS.items() if name.en
 """,
     ),
     "mlflow": (
-        "mlflow-skinny",
+        "mlflow-skinny==3.11.1",  # 3.17.2 lacks a module of its own
         """
 import mlflow
 from penstock.adapters.loggers import MlflowLogger

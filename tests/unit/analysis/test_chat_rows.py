@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from tests.support.dialect_bodies import DIALECTS
+from tests.support.endpoints.dialect_bodies import DIALECTS
 from tests.support.families import template
 
 from penstock.analysis.export import Row, chat

@@ -12,7 +12,7 @@ import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.dialect_bodies import DIALECTS
+from tests.support.endpoints.dialect_bodies import DIALECTS
 
 from penstock_codec import Codec, tiny_tokenizer
 from penstock_codec import cache as codec_cache
