@@ -12,9 +12,9 @@ from typing import Final
 
 import structlog
 
-from penstock_chassis.telemetry import tracing
+from penstock_chassis.telemetry import gen_ai, tracing
 from penstock_interception import cache, metrics
-from penstock_interception.domain.calls import CallState
+from penstock_interception.domain.calls import CallState, Dialect
 from penstock_interception.domain.state import Call, CallTrace
 from penstock_interception.domain.totals import tokens_of
 
@@ -42,6 +42,14 @@ def admitted(call: Call) -> None:
         mode=spec.mode.value,
     )
     if whole is not None:
+        is_google = call.request.dialect is Dialect.GENERATE_CONTENT
+        gen_ai.note_request(
+            whole,
+            operation=gen_ai.GENERATE_CONTENT if is_google else gen_ai.CHAT,
+            provider="penstock",
+            model=call.request.model_requested,
+            conversation=spec.rollout_id,
+        )
         call.trace = CallTrace(whole, tracing.start("queue", whole, call_id=call.id))
 
 
@@ -80,6 +88,15 @@ def ended(call: Call) -> None:
         tracing.finish(trace.step, failure)
         trace.step = None
         tracing.note(trace.whole, prompt_tokens=prompt, completion_tokens=completion, state=call.state.value)
+        if call.state is CallState.DELIVERED and (done := call.completion) is not None:
+            gen_ai.note_response(
+                trace.whole,
+                model=done.model,
+                finish_reason="" if done.finish_reason is None else done.finish_reason.value,
+                input_tokens=prompt,
+                output_tokens=completion,
+                cached_tokens=None if done.usage is None else done.usage.cached_tokens,
+            )
         if call.attached <= 0:
             _close(call, trace)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process
@@ -9,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import atif
 import orjson
 import pytest
 import yaml
@@ -398,14 +400,31 @@ async def test_an_agent_that_does_not_repeat_itself_is_told_why(connection: dict
 
 async def test_export_writes_a_file(connection: dict[str, str], task_file: Path, tmp_path: Path) -> None:
     """Trajectories leave as rows."""
-    await penstock(
-        "rollout", "--agent", "shell", "--task", str(task_file), "--run-id", "cli-export", environment=connection,
-        cwd=tmp_path,
+    (tmp_path / "prices.yaml").write_text('models: {"*": {prompt: 1000000, completion: 0}}')
+    _, out, _ = await penstock(
+        "rollout", "--agent", "shell", "--task", str(task_file), "--run-id", "cli-export", "--prices", "prices.yaml",
+        environment=connection, cwd=tmp_path,
     )  # fmt: skip
+    (prompt,) = re.findall(r"(\d+) prompt and", out)
+    assert f"cost {int(prompt):.4f} USD" in out
     file = tmp_path / "rows.jsonl"
     code, out, err = await penstock("export", str(file), "--run-id", "cli-export", environment=connection)
     assert code == 0 and "1 row of" in out, (out, err)
     assert orjson.loads(file.read_bytes())["reward"] == 1.0
+    of_run = ("--run-id", "cli-export")
+    file = tmp_path / "chat.jsonl"
+    code, out, err = await penstock("export", str(file), "--table", "chat", *of_run, environment=connection)
+    assert code == 0 and "1 row of chat" in out, (out, err)
+    row = orjson.loads(file.read_bytes())
+    said = [message["role"] for message in row["messages"]]
+    assert said[0] == "system" and said[-1] == "assistant" and "tool" in said and row["left_out"] == []
+    assert row["tools"][0]["function"]["name"] and len(row["call_ids"]) == said.count("assistant")
+    code, out, err = await penstock("export", str(tmp_path / "atif"), "--atif", *of_run, environment=connection)
+    assert code == 0 and "1 rollout in" in out, (out, err)
+    (document,) = (tmp_path / "atif").iterdir()
+    kept = atif.Trajectory.model_validate_json(document.read_bytes())
+    sampled = [step.metrics for step in kept.steps if step.source == "agent"]
+    assert len(sampled) == said.count("assistant") and all(one and one.completion_token_ids for one in sampled)
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])

@@ -69,17 +69,23 @@ async def test_an_evaluation_is_run_shown_reported_and_compared(stack: Running, 
     assert "&lt;b&gt;no reward&lt;/b&gt;" in report
     assert "<b>no reward</b>" not in report
 
+    (tmp_path / "prices.yaml").write_text('models: {"*": {prompt: 1000000, completion: 2000000}}')
     code, out, _ = await penstock(
         stack, tmp_path, "eval", "run", "tasks", "--agent", "shell", "--task", "ha*", "--task", "done",
-        "--threshold", "0.5", "--out", "second", "--json",
+        "--threshold", "0.5", "--out", "second", "--json", "--prices", "prices.yaml",
     )  # fmt: skip
     assert code == 0
     lines = [orjson.loads(line) for line in out.splitlines()]
     assert [next(iter(line)) for line in lines] == ["attempt", "attempt", "summary"]
     assert lines[-1]["summary"]["pass_at"]["1"]["value"] == 1.0
+    ended = [line["attempt"] for line in lines[:-1]]
+    paid = sum(one["prompt_tokens"] + 2 * one["completion_tokens"] for one in ended)
+    assert paid and lines[-1]["summary"]["cost"] == {"amount": float(paid), "currency": "USD", "unpriced": []}
 
-    code, out, _ = await penstock(stack, tmp_path, "eval", "show", "first", "--threshold", "0.5")
-    assert (code, "pass@1 1.000" in out) == (1, True)
+    code, out, _ = await penstock(
+        stack, tmp_path, "eval", "show", "first", "--threshold", "0.5", "--prices", "prices.yaml"
+    )
+    assert (code, "pass@1 1.000" in out, "cost " in out) == (1, True, True)
     code, out, _ = await penstock(stack, tmp_path, "eval", "diff", "first", "second")
     assert code == 0
     assert "2 tasks unchanged" in out

@@ -127,6 +127,13 @@ async def test_one_trace_goes_from_agent_through_gate_and_trainer_to_engine(
         assert span.facts["penstock.group_id"] == "a-group"
         assert not span.failed
     assert whole.facts["penstock.completion_tokens"] == generate.facts["penstock.sampled_tokens"] > 0
+    for span in (whole, generate):
+        assert span.facts["gen_ai.operation.name"] == "chat"
+        assert span.facts["gen_ai.response.model"]
+        assert span.facts["gen_ai.response.finish_reasons"] in (["stop"], ["length"])
+        assert span.facts["gen_ai.usage.output_tokens"] == whole.facts["penstock.completion_tokens"]
+        assert span.facts["gen_ai.usage.input_tokens"] == whole.facts["penstock.prompt_tokens"] > 0
+    assert whole.facts["gen_ai.request.model"] and whole.facts["gen_ai.conversation.id"] == agent.rollout_id
     assert PROMPT not in str(stack.collector.spans)
 
 

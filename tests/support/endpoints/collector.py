@@ -53,11 +53,16 @@ class Collector(rpc.TraceServiceServicer):
 
 
 def _read(service: str, span: Any) -> CollectedSpan:
-    facts = {item.key: getattr(item.value, item.value.WhichOneof("value")) for item in span.attributes}
+    facts = {item.key: _value(item.value) for item in span.attributes}
     return CollectedSpan(
         service, span.name, span.trace_id.hex(), span.span_id.hex(), span.parent_span_id.hex(), facts,
         span.status.code == 2,
     )  # fmt: skip
+
+
+def _value(value: Any) -> Any:
+    kind = value.WhichOneof("value")
+    return [_value(item) for item in value.array_value.values] if kind == "array_value" else getattr(value, kind or "")
 
 
 @asynccontextmanager

@@ -65,10 +65,13 @@ def call(
 
 
 def trajectory() -> Trajectory:
-    """Two turns: 1 2 | 3 4, then 5 | 6."""
+    """Two turns: 1 2 | 3 4, then 5 | 6, which have one conversation."""
     message = pb.Trajectory(rollout_id="r", task_id="t", grade=pb.GRADE_EXACT, reward=pb.Reward(value=0.5, range_max=1))
     message.calls.append(call("a", 0, ids(1, 2), ids(3, 4)))
     message.calls.append(call("b", 4, ids(5), ids(6), parent="a", index=1))
+    message.calls[1].request_body = b'{"messages": [{"role": "user", "content": "Hello"}]}'
+    message.calls[1].completion.message.parts.add().text.text = "Good day"
+    message.branches.append(pb.Branch(branch_id="m", branch_class=pb.CALL_CLASS_MAIN, call_ids=["a", "b"]))
     message.samples.append(
         pb.Sample(
             sample_id="s", count=6, input_ids=ids(1, 2, 3, 4, 5, 6), loss_mask=bytes([0, 0, 1, 1, 0, 1]),

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
+from penstock.analysis.prices import Used
 from penstock.client import FailedPrecondition, InvalidArgument
 from penstock.evaluation import Attempt, Book, Ran, read_attempts, read_config, summarise
 from penstock.evaluation.attempts import ATTEMPTS_FILE, CONFIG_FILE
@@ -26,7 +27,9 @@ def attempt(task_id: str = "a", index: int = 0, reward: float | None = 1.0, **mo
 def test_written_attempts_are_read_again_under_the_same_id(tmp_path: Path) -> None:
     """Issue 6, point 6: a results directory is all that an evaluation needs to go on."""
     ran = Ran(phase="verifying", command="true", end="exit 0", seconds=0.5, output="ä\n")
-    full = attempt(reward=0.5, components={"x": 1.0}, ran=(ran,), said="<b>", range=(-1.0, 1.0))
+    full = attempt(
+        reward=0.5, components={"x": 1.0}, ran=(ran,), said="<b>", range=(-1.0, 1.0), used=(Used("m", 5, 3, 2),)
+    )
     with Book(tmp_path / "out", CONFIG) as book:
         book.add(full)
         eval_id = book.eval_id

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from penstock.analysis.prices import Cost
 from penstock.client import ConfigurationError
 from penstock.evaluation import Attempt, Ran, plots, summarise
 from penstock.evaluation.report import check_plots, write_report
@@ -101,6 +102,14 @@ def test_the_plots_are_whole_svg_drawings_without_text_of_anybody(tmp_path: Path
         root = ElementTree.fromstring(drawing[drawing.index("<svg") :])
         assert not [item for item in root.iter() if item.tag.endswith("}text")]
     assert page(tmp_path, hostile_attempts(), {"name": "n"})[0] == text
+
+
+def test_the_report_names_what_the_attempts_cost_and_what_has_no_price(tmp_path: Path) -> None:
+    attempts = hostile_attempts()
+    summary = summarise(attempts, {item.task_id for item in attempts}, 1)
+    write_report(tmp_path / "r.html", {"name": "n"}, attempts, summary, Cost(1234.5, "USD", ("<m>",)))
+    text = (tmp_path / "r.html").read_text()
+    assert "1,234.50 USD" in text and "without &lt;m&gt;" in text
 
 
 @pytest.mark.requirement("R74")

@@ -60,11 +60,8 @@ def handed_on(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
         for name, header in _HEADER_OF.items()
         if name in facts and _ID.fullmatch(facts[name])
     ]
-    if _tracer is not None:
-        from opentelemetry.trace import get_current_span
-
-        if parent := parent_of(get_current_span()):
-            metadata.append((TRACE_PARENT, parent))
+    if parent := parent_of(here()):
+        metadata.append((TRACE_PARENT, parent))
     return metadata
 
 
@@ -121,12 +118,18 @@ def note(span: Span | None, **facts: Facts) -> None:
         span.set_attributes({f"penstock.{name}": value for name, value in facts.items() if value != ""})
 
 
+def here() -> Span | None:
+    """Returns the span of the RPC being served; None where tracing is off."""
+    if _tracer is None:
+        return None
+    from opentelemetry.trace import get_current_span
+
+    return get_current_span()
+
+
 def note_here(**facts: Facts) -> None:
     """Adds facts to the span of the RPC being served."""
-    if _tracer is not None:
-        from opentelemetry.trace import get_current_span
-
-        note(get_current_span(), **facts)
+    note(here(), **facts)
 
 
 def finish(span: Span | None, failure: str = "", **facts: Facts) -> None:

@@ -12,6 +12,7 @@ from penstock.inference.v1 import inference_service_pb2 as pb
 from penstock.inference.v1 import inference_service_pb2_grpc as rpc
 from penstock_chassis.auth import DEFAULT_NAMESPACE, caller
 from penstock_chassis.errors import FailedPrecondition, InvalidArgument, PermissionDenied, Violation
+from penstock_chassis.telemetry.gen_ai import note_generation_here
 from penstock_chassis.telemetry.tracing import note_here
 from penstock_chassis.validation import check_request_id, invalid_field
 from penstock_codec.codec import Codec
@@ -88,6 +89,14 @@ class InferenceServicer(rpc.InferenceServiceServicer):
                 async for event in events:
                     if isinstance(event, Done):
                         note_here(sampled_tokens=event.token_ids.size, prompt_tokens=event.prompt_tokens)
+                        note_generation_here(
+                            provider=info.engine,
+                            model=info.model,
+                            finish_reason=event.finish_reason.value,
+                            input_tokens=event.prompt_tokens,
+                            output_tokens=event.token_ids.size,
+                            cached_tokens=event.cached_tokens,
+                        )
                     yield convert.generate_event(event, wanted, info, show_prompt=rendered)
 
     async def Score(self, request: pb.ScoreRequest, context: Context) -> pb.ScoreResponse:  # noqa: N802
@@ -261,7 +270,16 @@ class InferenceServicer(rpc.InferenceServiceServicer):
         chat = request.chat
         options = template_options(chat.thinking if chat.HasField("thinking") else None, chat.template_options_json)
         asked = convert.chat_request(request, info, options, namespace)
-        return convert.chat_done(await self._engine.chat(asked), info)
+        answer = await self._engine.chat(asked)
+        note_generation_here(
+            provider=info.engine,
+            model=info.model,
+            finish_reason=answer.finish_reason.value,
+            input_tokens=answer.usage.prompt_tokens,
+            output_tokens=answer.usage.completion_tokens,
+            cached_tokens=answer.usage.cached_tokens,
+        )
+        return convert.chat_done(answer, info)
 
     def _may_change_weights(self) -> bool:
         return caller().may_reach(self._weights_namespace)

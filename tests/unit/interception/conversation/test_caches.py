@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
 from typing import Any, Final
@@ -13,101 +12,23 @@ import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.endpoints.dialect_bodies import DIALECTS
 
 from penstock_codec import Codec, tiny_tokenizer
 from penstock_codec import cache as codec_cache
-from penstock_codec.chat import FinishReason, Message, Role, TextPart, ToolCallPart
+from penstock_codec.chat import FinishReason, Message, ToolCallPart
 from penstock_interception import cache
 from penstock_interception.conversation.conversation import Conversation
 from penstock_interception.domain.calls import AgentHints, Mode, RolloutSpec
 from penstock_interception.domain.requests import ChatRequest
 from penstock_interception.graph import GraphRecord, LogprobsMode, Plan, Sampled
 from penstock_interception.ingress.dialects.base import Ask, DialectCodec, Route
-from penstock_interception.ingress.dialects.chat.dialect import ChatCompletions
-from penstock_interception.ingress.dialects.generate_content.dialect import GenerateContent
-from penstock_interception.ingress.dialects.messages.dialect import Messages
-from penstock_interception.ingress.dialects.responses.dialect import Responses
 
 ROUTE: Final = Route(Ask.COMPLETION, "m")
 CODEC: Final = Codec.load(tiny_tokenizer.build(["You are a shell agent. Read the note, then write the file.\n"] * 4))
-SCHEMA: Final = {"type": "object", "properties": {"command": {"type": "string"}}}
 WORDS: Final = st.sampled_from(["go", "on", "Read the note.", "12:30 it is", "<|im_end|>", "", "é字"])
 
 
-def _chat(said: Sequence[Message], tools: Sequence[str]) -> dict[str, Any]:
-    written = []
-    for message in said:
-        item: dict[str, Any] = {"role": message.role.value, "content": message.text}
-        if message.tool_calls:
-            item["tool_calls"] = [
-                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments_json}}
-                for call in message.tool_calls
-            ]
-        if message.tool_results:
-            item["tool_call_id"] = message.tool_results[0].call_id
-        written.append(item)
-    named = [{"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in tools]
-    return {"messages": written, "tools": named}
-
-
-def _messages(said: Sequence[Message], tools: Sequence[str]) -> dict[str, Any]:
-    written = []
-    for message in said[1:]:
-        blocks: list[dict[str, Any]] = [
-            {"type": "text", "text": part.text} for part in message.parts if type(part) is TextPart
-        ]
-        blocks += [
-            {"type": "tool_use", "id": call.id, "name": call.name, "input": json.loads(call.arguments_json)}
-            for call in message.tool_calls
-        ]
-        blocks += [
-            {"type": "tool_result", "tool_use_id": result.call_id, "content": result.text}
-            for result in message.tool_results
-        ]
-        written.append({"role": "assistant" if message.role is Role.ASSISTANT else "user", "content": blocks})
-    named = [{"name": name, "input_schema": SCHEMA} for name in tools]
-    return {"model": "m", "max_tokens": 9, "system": said[0].text, "messages": written, "tools": named}
-
-
-def _responses(said: Sequence[Message], tools: Sequence[str]) -> dict[str, Any]:
-    written: list[dict[str, Any]] = []
-    for message in said[1:]:
-        if message.tool_results:
-            result = message.tool_results[0]
-            written.append({"type": "function_call_output", "call_id": result.call_id, "output": result.text})
-            continue
-        written.append({"type": "message", "role": message.role.value, "content": message.text})
-        written += [
-            {"type": "function_call", "call_id": call.id, "name": call.name, "arguments": call.arguments_json}
-            for call in message.tool_calls
-        ]
-    named = [{"type": "function", "name": name, "parameters": SCHEMA} for name in tools]
-    return {"instructions": said[0].text, "input": written, "tools": named}
-
-
-def _generate_content(said: Sequence[Message], tools: Sequence[str]) -> dict[str, Any]:
-    written = []
-    for message in said[1:]:
-        parts: list[dict[str, Any]] = [{"text": part.text} for part in message.parts if type(part) is TextPart]
-        parts += [
-            {"functionCall": {"id": call.id, "name": call.name, "args": json.loads(call.arguments_json)}}
-            for call in message.tool_calls
-        ]
-        parts += [
-            {"functionResponse": {"id": result.call_id, "name": "bash", "response": {"output": result.text}}}
-            for result in message.tool_results
-        ]
-        written.append({"role": "model" if message.role is Role.ASSISTANT else "user", "parts": parts})
-    named = [{"functionDeclarations": [{"name": name, "parameters": SCHEMA} for name in tools]}]
-    return {"systemInstruction": {"parts": [{"text": said[0].text}]}, "contents": written, "tools": named}
-
-
-DIALECTS: Final[dict[DialectCodec, Callable[[Sequence[Message], Sequence[str]], dict[str, Any]]]] = {
-    ChatCompletions(): _chat,
-    Messages(): _messages,
-    Responses(): _responses,
-    GenerateContent(): _generate_content,
-}
 CACHES: Final = (*cache.EVERY, *codec_cache.EVERY, CODEC.caches.words, CODEC.caches.blocks, CODEC.caches.shapes)
 
 

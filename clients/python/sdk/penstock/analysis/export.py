@@ -1,6 +1,7 @@
 """Exports trajectories to files: the tables `turns` (a row per model call, lossless), `sequences` (a row per training
-sample), `tool_calls` (a row per call of a host tool) and `rollouts`, as JSON Lines or Parquet. docs/exports.md
-documents each column; `penstock.tables.rows` makes the rows, for drivers too.
+sample), `tool_calls` (a row per call of a host tool), `rollouts`, and `chat` (a conversation per branch, for supervised
+fine-tuning), as JSON Lines or Parquet. docs/exports.md documents each column; `penstock.tables.rows` makes the rows of
+all tables but `chat`, for drivers too.
 
 Each row has its own digest and its rollout's number of rows in the table; `verify_chain.verify` checks both.
 """
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from penstock.analysis.export_files import Format, Sink, format_of, new_file, read_exports, read_rows
+from penstock.analysis.interchange import chat_rows
+from penstock.analysis.prices import Prices, used
 from penstock.client.errors import InvalidArgument
 from penstock.client.types.results import Outcome
 from penstock.client.types.trajectories import Trajectory
@@ -25,6 +28,7 @@ __all__ = [
     "Format",
     "Row",
     "Table",
+    "chat",
     "format_of",
     "read_exports",
     "read_rows",
@@ -60,9 +64,18 @@ def tool_calls(trajectory: Trajectory) -> Iterator[Row]:
     return _rows(Table.TOOL_CALLS, trajectory)
 
 
-def rollouts(trajectory: Trajectory) -> Iterator[Row]:
-    """Yields the one row of the rollout, which exists also for one without a call."""
-    return _rows(Table.ROLLOUTS, trajectory)
+def rollouts(trajectory: Trajectory, prices: Prices | None = None) -> Iterator[Row]:
+    """Yields the one row of the rollout, which exists also for one without a call; with `prices`, with its cost."""
+    return _rows(Table.ROLLOUTS, trajectory, prices)
+
+
+def chat(trajectory: Trajectory) -> Iterator[Row]:
+    """Yields a row per branch: its conversation as messages.
+
+    Raises:
+        InvalidArgument: `BODIES_MISSING`, the trajectory was read without request bodies (`bodies=True`).
+    """
+    return _rows(Table.CHAT, trajectory)
 
 
 ROWS: Final[dict[Table, Callable[[Trajectory], Iterator[Row]]]] = {
@@ -70,11 +83,12 @@ ROWS: Final[dict[Table, Callable[[Trajectory], Iterator[Row]]]] = {
     Table.SEQUENCES: sequences,
     Table.TOOL_CALLS: tool_calls,
     Table.ROLLOUTS: rollouts,
+    Table.CHAT: chat,
 }
 """The function that makes each table's rows from a trajectory."""
 
 
-def _rows(table: Table, trajectory: Trajectory) -> Iterator[Row]:
+def _rows(table: Table, trajectory: Trajectory, prices: Prices | None = None) -> Iterator[Row]:
     # A message's maps have no order; those of the trajectory keep theirs.
     reward = trajectory.reward
     maps = {
@@ -82,16 +96,21 @@ def _rows(table: Table, trajectory: Trajectory) -> Iterator[Row]:
         "task_metadata": dict(trajectory.task_metadata),
         "reward_components": {} if reward is None else dict(reward.components),
     }
-    make = rows.ROWS[table]
+    make = chat_rows.chat if table is Table.CHAT else rows.ROWS[table]
     if table is Table.SEQUENCES:
         samples = trajectory.samples
         advantages = {one.sample_id: one.advantages.tolist() for one in samples if one.advantages is not None}
         make = partial(rows.sequences, advantages=advantages)
+    if prices is not None:
+        make = partial(rows.rollouts, cost=prices.cost(used(trajectory.calls)).as_dict())
     try:
         for row in make(trajectory_to(trajectory)):
             yield row | {name: value for name, value in maps.items() if name in row}
     except rows.BrokenSample as error:
         raise InvalidArgument(str(error), reason="SAMPLE_BROKEN") from None
+    except chat_rows.BodiesMissing as error:
+        message = f"The table chat needs request bodies, and {error}: read trajectories with bodies=True"
+        raise InvalidArgument(message, reason="BODIES_MISSING") from None
 
 
 async def write(
@@ -100,6 +119,7 @@ async def write(
     *,
     table: Table | str = Table.SEQUENCES,
     format: Format | str | None = None,  # noqa: A002 - the word that everybody uses
+    prices: Prices | None = None,
 ) -> int:
     """Writes trajectories to one file, which appears under its name once complete.
 
@@ -108,6 +128,7 @@ async def write(
         path: the file; its directory is created.
         table: the kind of rows.
         format: None = Parquet for a name that ends in .parquet, else JSON Lines.
+        prices: for the costs of `rollouts`; other tables have none.
 
     Returns:
         The number of rows.
@@ -117,10 +138,11 @@ async def write(
         InvalidArgument: `EMPTY`, there is no row. No file is made then, and an existing one stays unchanged.
     """
     table = Table(table)
+    make = partial(rollouts, prices=prices) if table is Table.ROLLOUTS else ROWS[table]
     with new_file(path, table, format_of(path, format)) as sink:
         batch = _Batch(sink)
         async for item in trajectories:
-            for row in ROWS[table](item if isinstance(item, Trajectory) else item[0]):
+            for row in make(item if isinstance(item, Trajectory) else item[0]):
                 if batch.add(row):
                     await asyncio.to_thread(batch.flush)
         await asyncio.to_thread(batch.flush)

@@ -3,11 +3,14 @@
 A body may have any shape; parts that are not understood are shown as JSON, never dropped.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+import base64
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
 
 import orjson
+
+_SEAL: Final = "penstock.1."
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,24 +22,25 @@ class MessagePart:
     text: str
     name: str = ""
     """Of the tool."""
+    tool_call_id: str = field(default="", compare=False)
+    """Of a call, or of the call that a result answers; empty where the dialect has none."""
+    place: int = field(default=0, compare=False)
+    """Number of its message, or item, among those of the body."""
 
 
 def messages(body: object) -> tuple[MessagePart, ...]:
     """Returns all parts of a parsed request body, in order; nothing if it is no object."""
     if not isinstance(body, Mapping):
         return ()
-    found: list[MessagePart] = []
-    for key in ("system", "instructions", "systemInstruction", "system_instruction"):
-        if body.get(key):
-            found += _content("system", body[key])
+    keys = ("system", "instructions", "systemInstruction", "system_instruction")
+    items: list[Iterable[MessagePart]] = [_content("system", body[key]) for key in keys if body.get(key)]
     for key in ("messages", "input", "contents"):
         given = body.get(key)
         if isinstance(given, str):
-            found.append(MessagePart("user", "text", given))
+            items.append([MessagePart("user", "text", given)])
         elif isinstance(given, Sequence):
-            for item in given:
-                found += _message(item)
-    return tuple(found)
+            items += map(_message, given)
+    return tuple(replace(part, place=place) for place, item in enumerate(items) for part in item)
 
 
 def news(body: object, former: object) -> tuple[int, tuple[MessagePart, ...]]:
@@ -59,7 +63,9 @@ def answered(message: object) -> tuple[MessagePart, ...]:
 def _answered(part: object) -> MessagePart:
     kind = part.get("kind") if isinstance(part, Mapping) else None
     if isinstance(part, Mapping) and kind == "toolcall":
-        return MessagePart("assistant", "tool_call", _text(part.get("arguments_json", "")), str(part.get("name", "")))
+        return MessagePart(
+            "assistant", "tool_call", _text(part.get("arguments_json", "")), str(part.get("name", "")), _id(part, "id")
+        )
     if isinstance(part, Mapping) and kind in ("text", "reasoning"):
         return MessagePart("assistant", kind, _text(part.get("text", "")))
     return _part("assistant", part) if isinstance(part, Mapping) else MessagePart("assistant", "other", _text(part))
@@ -70,15 +76,16 @@ def _message(item: object) -> Iterator[MessagePart]:
         yield MessagePart("", "other", _text(item))
         return
     role = str(item.get("role", ""))
-    kind = item.get("type")
-    if kind == "function_call":  # an item of Responses
-        yield MessagePart("assistant", "tool_call", _text(item.get("arguments", "")), str(item.get("name", "")))
-    elif kind == "function_call_output":
-        yield MessagePart("tool", "tool_result", _text(_joined(item.get("output", ""))))
+    kind = str(item.get("type", ""))
+    if kind.endswith("_call"):
+        yield _called(kind, item)
+    elif kind.endswith("_call_output"):
+        yield from _result(item.get("output", ""), "", _id(item, "call_id"))
     elif kind == "reasoning":
-        yield MessagePart("assistant", "reasoning", _text(_joined(item.get("summary") or item.get("content") or "")))
+        thought = item.get("content") or _unsealed(item.get("encrypted_content")) or item.get("summary") or ""
+        yield MessagePart("assistant", "reasoning", _text(_joined(thought)))
     elif role == "tool":
-        yield MessagePart(role, "tool_result", _text(_joined(item.get("content", ""))), str(item.get("name", "")))
+        yield from _result(item.get("content", ""), str(item.get("name", "")), _id(item, "tool_call_id"))
     else:
         thought = item.get("reasoning_content") or item.get("reasoning")
         if thought:
@@ -88,9 +95,40 @@ def _message(item: object) -> Iterator[MessagePart]:
         for call in calls if isinstance(calls, Sequence) and not isinstance(calls, str) else ():
             asked = call.get("function", call) if isinstance(call, Mapping) else call
             if isinstance(asked, Mapping):
-                yield MessagePart(role, "tool_call", _text(asked.get("arguments", "")), str(asked.get("name", "")))
+                name = str(asked.get("name", ""))
+                yield MessagePart(role, "tool_call", _text(asked.get("arguments", "")), name, _id(call, "id"))
             else:
                 yield MessagePart(role, "other", _text(call))
+
+
+def _called(kind: str, item: Mapping[str, Any]) -> MessagePart:
+    """Reads a call's item of Responses as the model wrote the call, which is how the gate reads it: free text is the
+    argument `input`, and what a shell or a patch needs has no constants and nothing empty."""
+    asked: object = item.get("arguments", "")
+    if kind == "custom_tool_call":
+        text = item.get("input", "")
+        asked = text if _id(item, "id").startswith("ctx_") else {"input": text}
+    elif "arguments" not in item:
+        found = item.get("action") or item.get("operation") or {}
+        is_exec = isinstance(found, Mapping) and found.get("type") == "exec"
+        asked = found
+        if isinstance(found, Mapping):
+            kept = {key: value for key, value in found.items() if value is not None and value != {}}
+            asked = {key: value for key, value in kept.items() if not (is_exec and key == "type")}
+    name, space = str(item.get("name") or kind.removesuffix("_call")), _id(item, "namespace")
+    if space:
+        name = f"{space.removesuffix('__')}__{name}"
+    return MessagePart("assistant", "tool_call", _text(asked), name, _id(item, "call_id"))
+
+
+def _unsealed(text: object) -> str:
+    """Returns reasoning that the gate handed to an agent as `encrypted_content`; a provider's own is not readable."""
+    if not isinstance(text, str) or not text.startswith(_SEAL):
+        return ""
+    try:
+        return base64.b64decode(text.removeprefix(_SEAL), b"-_", validate=True).decode("utf-8", "replace")
+    except ValueError:
+        return ""
 
 
 def _content(role: str, content: object) -> Iterator[MessagePart]:
@@ -100,6 +138,8 @@ def _content(role: str, content: object) -> Iterator[MessagePart]:
             yield MessagePart(role, "text", content)
     elif isinstance(content, Mapping) and isinstance(content.get("parts"), Sequence):
         yield from _content(role, content["parts"])
+    elif isinstance(content, Mapping) and content.get("type") == "tool_result":
+        yield from _result(content.get("content", ""), "", _id(content, "tool_use_id"))
     elif isinstance(content, Mapping):
         yield _part(role, content)
     elif isinstance(content, Sequence):
@@ -112,21 +152,38 @@ def _content(role: str, content: object) -> Iterator[MessagePart]:
 def _part(role: str, part: Mapping[str, Any]) -> MessagePart:
     kind = part.get("type")
     if kind == "tool_use":
-        return MessagePart(role, "tool_call", _text(part.get("input", "")), str(part.get("name", "")))
-    if kind == "tool_result":
-        return MessagePart("tool", "tool_result", _text(_joined(part.get("content", ""))))
+        return MessagePart(role, "tool_call", _text(part.get("input", "")), str(part.get("name", "")), _id(part, "id"))
     if kind == "thinking":
         return MessagePart(role, "reasoning", _text(part.get("thinking", "")))
     for key, what in (("functionCall", "tool_call"), ("functionResponse", "tool_result")):
         called = part.get(key)
         if isinstance(called, Mapping):
             value = called.get("args" if what == "tool_call" else "response", "")
-            return MessagePart(
-                "tool" if what == "tool_result" else role, what, _text(value), str(called.get("name", ""))
-            )
+            author = "tool" if what == "tool_result" else role
+            if what == "tool_result" and isinstance(value, Mapping) and set(value) in ({"output"}, {"error"}):
+                value = next(iter(value.values()))  # the keys that have a meaning, as the gate reads them
+            return MessagePart(author, what, _text(value), str(called.get("name", "")), _id(called, "id"))
     if isinstance(part.get("text"), str):
         return MessagePart(role, "reasoning" if part.get("thought") is True else "text", part["text"])
     return MessagePart(role, "other", _text(part))
+
+
+def _result(content: object, name: str, tool_call_id: str) -> Iterator[MessagePart]:
+    """Yields a tool's result: its texts as one part, then what is no text, such as images."""
+    blocks = content if isinstance(content, Sequence) and not isinstance(content, str) else ()
+    texts = [block for block in blocks if isinstance(block, Mapping) and isinstance(block.get("text"), str)]
+    others = [block for block in blocks if isinstance(block, Mapping) and block not in texts]
+    if not others or len(texts) + len(others) < len(blocks):  # texts alone, or no list of blocks
+        yield MessagePart("tool", "tool_result", _text(_joined(content)), name, tool_call_id)
+        return
+    yield MessagePart("tool", "tool_result", _text(_joined(texts)) if texts else "", name, tool_call_id)
+    for block in others:
+        yield _part("tool", block)
+
+
+def _id(holder: Mapping[str, Any], key: str) -> str:
+    value = holder.get(key)
+    return value if isinstance(value, str) else ""
 
 
 def _joined(content: object) -> object:
@@ -134,7 +191,7 @@ def _joined(content: object) -> object:
     if isinstance(content, Sequence) and not isinstance(content, str):
         texts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
         if texts and all(isinstance(text, str) for text in texts):
-            return "\n".join(str(text) for text in texts)
+            return "".join(str(text) for text in texts)
     return content
 
 

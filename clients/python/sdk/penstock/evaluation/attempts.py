@@ -18,6 +18,7 @@ from typing import Any, Final, Self
 
 import orjson
 
+from penstock.analysis.prices import Used
 from penstock.client.errors import FailedPrecondition, InvalidArgument
 from penstock.client.transport.atomic_files import write_whole, writing
 
@@ -64,6 +65,8 @@ class Attempt:
     completion_tokens: int = 0
     said: str = ""
     ran: Sequence[Ran] = ()
+    used: Sequence[Used] = ()
+    """Tokens by model, also of an earlier attempt of the driver's at the same rollout; for costs."""
 
     @property
     def graded(self) -> bool:
@@ -89,6 +92,7 @@ class Attempt:
         data = {name: value for name, value in data.items() if name in known}
         data["range"] = tuple(data["range"])
         data["ran"] = tuple(Ran(**item) for item in data.get("ran", ()))
+        data["used"] = tuple(Used(**item) for item in data.get("used", ()))
         return cls(**data)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from penstock.analysis.plot_style import EXCLUDED, FAILED, PASSED
+from penstock.analysis.prices import Cost
 from penstock.analysis.readable_calls import counted
 from penstock.client.transport.atomic_files import write_whole
 from penstock.evaluation.attempts import Attempt
@@ -84,18 +85,24 @@ pre {{
 """
 
 
-def write_report(file: Path, config: Mapping[str, Any], attempts: Sequence[Attempt], summary: Summary) -> None:
-    """Writes the report.
+def write_report(
+    file: Path, config: Mapping[str, Any], attempts: Sequence[Attempt], summary: Summary, cost: Cost | None = None
+) -> None:
+    """Writes the report; `cost` is what all attempts cost.
 
     Raises:
         ConfigurationError: `MATPLOTLIB_MISSING`; `FILE_NOT_WRITTEN`.
     """
-    text = "".join(_page(config, attempts, summary, plots(attempts, summary)))
+    text = "".join(_page(config, attempts, summary, plots(attempts, summary), cost))
     write_whole(file, text.encode())
 
 
 def _page(
-    config: Mapping[str, Any], attempts: Sequence[Attempt], summary: Summary, drawings: Iterable[tuple[str, str]]
+    config: Mapping[str, Any],
+    attempts: Sequence[Attempt],
+    summary: Summary,
+    drawings: Iterable[tuple[str, str]],
+    cost: Cost | None,
 ) -> Iterable[str]:
     name, agent, model = (_text(config.get(key, "")) for key in ("name", "agent", "model"))
     yield (
@@ -105,7 +112,7 @@ def _page(
         f"<title>{name}: {agent}, {model}</title><style>{_STYLE}</style></head><body>"
     )
     yield f'<h1>{name}</h1><p class="of">{_about(config, summary)}</p>'
-    yield f'<div class="tiles">{"".join(_tiles(summary))}</div>'
+    yield f'<div class="tiles">{"".join(_tiles(summary, cost))}</div>'
     yield '<h2>At a glance</h2><div class="plots">'
     for caption, drawing in drawings:
         yield f"<figure><figcaption>{_text(caption)}</figcaption>{_wide(caption, drawing)}</figure>"
@@ -134,7 +141,7 @@ def _about(config: Mapping[str, Any], summary: Summary) -> str:
     return " · ".join(_text(part) for part in parts)
 
 
-def _tiles(summary: Summary) -> Iterable[str]:
+def _tiles(summary: Summary, cost: Cost | None) -> Iterable[str]:
     for k, found in summary.pass_at.items():
         if k in (1, summary.wanted):
             yield _tile(f"pass@{k}", f"{found.value:.1%}", _interval(found))
@@ -148,6 +155,9 @@ def _tiles(summary: Summary) -> Iterable[str]:
     )
     if summary.completion_tokens:
         yield _tile("tokens sampled", f"{summary.completion_tokens:,}", f"{summary.prompt_tokens:,} read")
+    if cost is not None:
+        more = f"without {', '.join(cost.unpriced)}" if cost.unpriced else "all attempts"
+        yield _tile("cost", f"{cost.amount:,.2f} {cost.currency}", more)
 
 
 def _tile(name: str, value: str, more: str) -> str:

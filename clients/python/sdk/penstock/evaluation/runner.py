@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import Final, Protocol
 
+from penstock.analysis.prices import Used, by_model, used
 from penstock.client.connection import Penstock
 from penstock.client.errors import AlreadyExists, FailedPrecondition, first_of
 from penstock.client.rollouts.client import RolloutOptions
@@ -68,6 +69,7 @@ class _Story:
     phase: Phase | None = None
     ran: list[Ran] = field(default_factory=list)
     outcome: Outcome = field(default_factory=Outcome)
+    used: list[Used] = field(default_factory=list)
 
     def add(self, event: RolloutEvent) -> None:
         match event.payload:
@@ -77,6 +79,7 @@ class _Story:
                 self.calls += 1
                 self.prompt_tokens += call.prompt_count
                 self.completion_tokens += call.sampled_count
+                self.used += used([call])
             case AgentEvent(kind="assistant", data=data) if str(data.get("text") or "").strip():
                 self.said = str(data["text"])[-_TEXT_CHARACTERS:]
             case CommandFinished() as done:
@@ -91,7 +94,7 @@ class _Story:
                         output=output,
                     )
                 )
-            case AttemptFailed():  # its calls are not in the trajectory either
+            case AttemptFailed():  # its calls are not in the trajectory either; they are paid for
                 self.calls = self.prompt_tokens = self.completion_tokens = 0
                 self.said = ""
                 self.ran.clear()
@@ -267,4 +270,5 @@ def _completed(blank: Attempt, story: _Story, phase_times: Mapping[Phase, float]
         completion_tokens=story.completion_tokens,
         said=story.said,
         ran=tuple(story.ran),
+        used=by_model(story.used),
     )

@@ -22,6 +22,7 @@ class Table(StrEnum):
     SEQUENCES = "sequences"
     TOOL_CALLS = "tool_calls"
     ROLLOUTS = "rollouts"
+    CHAT = "chat"
 
 
 class Kind(StrEnum):
@@ -179,6 +180,28 @@ COLUMNS: Final = MappingProxyType(
             "end_time": Kind.TEXT,
             "seconds": Kind.DOUBLE,
             "branched_from": Kind.JSON,
+            "cost": Kind.JSON,
+            **_SEAL,
+        },
+        Table.CHAT: {
+            **_COMMON,
+            "conversation_index": Kind.INT32,
+            "branch_id": Kind.TEXT,
+            "role": Kind.TEXT,
+            "call_id": Kind.TEXT,
+            "call_ids": Kind.TEXTS,
+            "messages": Kind.JSON,
+            "tools": Kind.JSON,
+            "shared_messages": Kind.INT32,
+            "left_out": Kind.TEXTS,
+            "model": Kind.TEXT,
+            "finish_reason": Kind.TEXT,
+            "injected": Kind.BOOL,
+            "reward": Kind.DOUBLE,
+            "reward_components": Kind.JSON,
+            "grade": Kind.TEXT,
+            "parent_rollout_id": Kind.TEXT,
+            "branch_call_id": Kind.TEXT,
             **_SEAL,
         },
     }

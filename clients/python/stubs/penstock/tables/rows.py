@@ -43,16 +43,16 @@ def turns(trajectory: trajectory_pb2.Trajectory) -> Iterator[Row]:
         span = completion_pb2.TokenSpan() if done is None else done.span
         top = (None, None) if done is None or not span.top_count else _top(span)
         row = {
-            **_common(trajectory),
+            **common(trajectory),
             "turn_index": call.index,
             "call_id": call.call_id,
             "parent_call_id": _optional(call, "parent_call_id"),
             "branch_id": call.branch_id,
-            "role": _word(trajectory_pb2.CallClass, call.call_class),
-            "state": _word(trajectory_pb2.CallState, call.state),
-            "dialect": _word(trajectory_pb2.Dialect, call.dialect),
-            "capture_level": _word(trajectory_pb2.CaptureLevel, call.capture_level),
-            "answerer": _word(trajectory_pb2.Answerer, call.answerer),
+            "role": word(trajectory_pb2.CallClass, call.call_class),
+            "state": word(trajectory_pb2.CallState, call.state),
+            "dialect": word(trajectory_pb2.Dialect, call.dialect),
+            "capture_level": word(trajectory_pb2.CaptureLevel, call.capture_level),
+            "answerer": word(trajectory_pb2.Answerer, call.answerer),
             "injected": call.injected,
             "prompt_token_ids": _prompt(calls, call) if call.capture_level in _EXACT else None,
             "prompt_shared_count": call.prompt_shared_count,
@@ -62,9 +62,9 @@ def turns(trajectory: trajectory_pb2.Trajectory) -> Iterator[Row]:
             "completion_top_logprobs": top[1],
             "completion_top_count": span.top_count,
             "completion_top_sha256": span.top_sha256.hex() or None,
-            "logprobs_mode": None if done is None else _word(completion_pb2.LogprobsMode, span.logprobs_mode),
+            "logprobs_mode": None if done is None else word(completion_pb2.LogprobsMode, span.logprobs_mode),
             "policy_spans": _versions(span.versions),
-            "finish_reason": None if done is None else _word(chat_pb2.FinishReason, done.finish_reason),
+            "finish_reason": None if done is None else word(chat_pb2.FinishReason, done.finish_reason),
             "stop_token_id": None if done is None else _optional(done, "stop_token_id"),
             "stop_text": None if done is None else _optional(done, "stop_text"),
             "sampling_requested": _sampling(call.sampling_requested),
@@ -85,7 +85,7 @@ def turns(trajectory: trajectory_pb2.Trajectory) -> Iterator[Row]:
                 for tool in call.tools
             ],
             "tools_sha256": call.tools_sha256.hex(),
-            "response_message": _message(done.message) if done and done.HasField("message") else None,
+            "response_message": message_row(done.message) if done and done.HasField("message") else None,
             "request_body": call.request_body.decode("utf-8", errors="replace") or None,
             "request_body_sha256": call.request_body_sha256.hex(),
             "http_attempts": call.http_attempts,
@@ -121,17 +121,17 @@ def sequences(
         _check(sample.sample_id, ids, mask, logprobs, top)
         versions = [span.policy_version for span in sample.versions]
         row = {
-            **_common(trajectory),
+            **common(trajectory),
             "sequence_index": index,
             "sample_id": sample.sample_id,
             "branch_id": sample.branch_id,
-            "role": _word(trajectory_pb2.CallClass, sample.branch_class),
+            "role": word(trajectory_pb2.CallClass, sample.branch_class),
             "input_ids": ids,
             "loss_mask": mask,
             "logprobs": logprobs,
             "top_token_ids": top[0],
             "top_logprobs": top[1],
-            "logprobs_mode": _word(completion_pb2.LogprobsMode, sample.logprobs_mode),
+            "logprobs_mode": word(completion_pb2.LogprobsMode, sample.logprobs_mode),
             "prompt_len": sample.prompt_count,
             "turn_spans": [
                 {
@@ -146,9 +146,9 @@ def sequences(
             "policy_version_max": max(versions, default=None),
             "policy_spans": _versions(sample.versions),
             "weight": sample.weight,
-            **_reward(trajectory),
+            **reward(trajectory),
             "truncated": sample.truncated,
-            "grade": _word(trajectory_pb2.Grade, trajectory.grade),
+            "grade": word(trajectory_pb2.Grade, trajectory.grade),
             "findings": _findings(trajectory),
             "temperatures": [(samplings.get(turn.call_id) or {}).get("temperature") for turn in sample.turns],
             "samplings": [samplings.get(turn.call_id) for turn in sample.turns],
@@ -163,11 +163,11 @@ def tool_calls(trajectory: trajectory_pb2.Trajectory) -> Iterator[Row]:
     """Yields a row per call of a host tool, in order of arrival."""
     for call in trajectory.host_tool_calls:
         row = {
-            **_common(trajectory),
+            **common(trajectory),
             "tool_call_index": call.index,
             "tool_call_id": call.tool_call_id,
             "name": call.name,
-            "state": _word(trajectory_pb2.CallState, call.state),
+            "state": word(trajectory_pb2.CallState, call.state),
             "arguments_json": call.arguments_json,
             "is_error": call.is_error,
             "result_json": call.result_json or None,
@@ -180,18 +180,21 @@ def tool_calls(trajectory: trajectory_pb2.Trajectory) -> Iterator[Row]:
         yield sealed(row, len(trajectory.host_tool_calls))
 
 
-def rollouts(trajectory: trajectory_pb2.Trajectory) -> Iterator[Row]:
-    """Yields the one row of the rollout, which exists also for one without a call."""
+def rollouts(trajectory: trajectory_pb2.Trajectory, cost: Row | None = None) -> Iterator[Row]:
+    """Yields the one row of the rollout, which exists also for one without a call.
+
+    `cost` is of its calls. A trajectory has none: who knows prices passes it.
+    """
     seconds = times.seconds(trajectory.duration) if trajectory.HasField("duration") else None
     row = {
-        **_common(trajectory),
+        **common(trajectory),
         "namespace": trajectory.namespace,
         "agent_spec_sha256": trajectory.agent_spec_sha256,
         "task_metadata": _whole(MessageToDict(trajectory.task_metadata)),
-        **_reward(trajectory),
-        "grade": _word(trajectory_pb2.Grade, trajectory.grade),
+        **reward(trajectory),
+        "grade": word(trajectory_pb2.Grade, trajectory.grade),
         "findings": _findings(trajectory),
-        "capture_level": _word(trajectory_pb2.CaptureLevel, trajectory.capture_level),
+        "capture_level": word(trajectory_pb2.CaptureLevel, trajectory.capture_level),
         "calls": len(trajectory.calls),
         "samples": len(trajectory.samples),
         "host_tool_calls": len(trajectory.host_tool_calls),
@@ -201,6 +204,7 @@ def rollouts(trajectory: trajectory_pb2.Trajectory) -> Iterator[Row]:
         "end_time": _time(trajectory, "end_time"),
         "seconds": seconds,
         "branched_from": _branch(trajectory.branched_from) if trajectory.HasField("branched_from") else None,
+        "cost": cost,
     }
     yield sealed(row, 1)
 
@@ -211,10 +215,12 @@ ROWS: Final[Mapping[Table, Callable[[trajectory_pb2.Trajectory], Iterator[Row]]]
     Table.TOOL_CALLS: tool_calls,
     Table.ROLLOUTS: rollouts,
 }
-"""The function that makes each table's rows. `rollouts` is last: it has a row for each rollout."""
+"""The function that makes each table's rows. `rollouts` is last: it has a row for each rollout. Clients alone make
+`chat` (`penstock.analysis.interchange.chat_rows`), which needs the agents' request bodies."""
 
 
-def _common(trajectory: trajectory_pb2.Trajectory) -> Row:
+def common(trajectory: trajectory_pb2.Trajectory) -> Row:
+    """Returns the columns that every table has."""
     return {
         "schema_version": SCHEMA_VERSION,
         "run_id": _optional(trajectory, "run_id"),
@@ -232,18 +238,19 @@ def _common(trajectory: trajectory_pb2.Trajectory) -> Row:
     }
 
 
-def _reward(trajectory: trajectory_pb2.Trajectory) -> Row:
-    reward = trajectory.reward if trajectory.HasField("reward") else None
+def reward(trajectory: trajectory_pb2.Trajectory) -> Row:
+    """Returns the columns of the rollout's reward."""
+    given = trajectory.reward if trajectory.HasField("reward") else None
     return {
-        "reward": None if reward is None else reward.value,
-        "reward_components": {} if reward is None else dict(reward.components),
+        "reward": None if given is None else given.value,
+        "reward_components": {} if given is None else dict(given.components),
     }
 
 
 def _findings(trajectory: trajectory_pb2.Trajectory) -> list[Row]:
     return [
         {
-            "severity": _word(trajectory_pb2.Finding.Severity, finding.severity),
+            "severity": word(trajectory_pb2.Finding.Severity, finding.severity),
             "reason": finding.reason,
             "message": finding.message,
             "call_id": _optional(finding, "call_id"),
@@ -345,9 +352,10 @@ def _sampling_fields() -> tuple[tuple[str, bool], ...]:
     return tuple((field.name, field.is_repeated) for field in fields if not is_provisional(field))
 
 
-def _message(message: chat_pb2.Message) -> Row:
+def message_row(message: chat_pb2.Message) -> Row:
+    """Returns a message as the column `response_message` has it."""
     parts = [{"kind": _kind(part), **_part(part)} for part in message.parts]
-    return {"role": _word(chat_pb2.Role, message.role), "parts": parts}
+    return {"role": word(chat_pb2.Role, message.role), "parts": parts}
 
 
 def _kind(part: chat_pb2.Part) -> str:
@@ -397,8 +405,8 @@ def _time(message: Message, name: str) -> str | None:
     return moment
 
 
-def _word(enum: Any, number: int) -> str:
-    """The lower-case word of an enum's value; the number itself if it is unknown."""
+def word(enum: Any, number: int) -> str:
+    """Returns the lower-case word of an enum's value; the number itself if it is unknown."""
     return _words(enum).get(number, str(number))
 
 

@@ -1,5 +1,6 @@
-"""`penstock export`: writes trajectories to a file."""
+"""`penstock export`: writes trajectories to a file, or each rollout to its own."""
 
+from collections.abc import AsyncIterable
 from pathlib import Path
 from typing import Annotated
 
@@ -7,19 +8,40 @@ import typer
 from rich.markup import escape
 
 from penstock.analysis.export import Format, Table, format_of, write
+from penstock.analysis.interchange import atif
+from penstock.analysis.prices import Prices
 from penstock.analysis.reward_diff import FIRST
 from penstock.cli.connections import completion
-from penstock.cli.connections.options import AllNamespaces, AsJson, Labels, StateDir, directory_of, label_filter
+from penstock.cli.connections.options import (
+    AllNamespaces,
+    AsJson,
+    Labels,
+    PriceFile,
+    StateDir,
+    directory_of,
+    label_filter,
+)
 from penstock.cli.connections.service_selection import services
-from penstock.cli.terminal.console import FAILED, OK, clean, counted, emit, err, out, run, usage_error
-from penstock.client import InvalidArgument
+from penstock.cli.terminal.console import FAILED, OK, clean, counted, emit, err, out, read, run, usage_error
+from penstock.client import InvalidArgument, Outcome, Trajectory
 
 
 def export(
-    file: Annotated[Path, typer.Argument(help="File to write; .parquet writes Parquet, anything else JSON Lines.")],
+    file: Annotated[
+        Path,
+        typer.Argument(
+            help="File to write; .parquet writes Parquet, anything else JSON Lines. With --atif: a directory."
+        ),
+    ],
     table: Annotated[
-        Table, typer.Option(help="One row per model call, sample, host tool call or rollout.")
-    ] = Table.SEQUENCES,
+        Table | None,
+        typer.Option(
+            help="One row per model call, sample, host tool call, rollout or conversation. Default: sequences."
+        ),
+    ] = None,
+    as_atif: Annotated[
+        bool, typer.Option("--atif", help="One JSON file per rollout, in the Agent Trajectory Interchange Format.")
+    ] = False,
     format_: Annotated[Format | None, typer.Option("--format", help="Default: from the file's name.")] = None,
     run_id: Annotated[str | None, typer.Option(help="Only of this run.")] = None,
     group_id: Annotated[
@@ -33,6 +55,7 @@ def export(
     bodies: Annotated[bool, typer.Option(help="With the agents' request bodies (table turns).")] = False,
     top: Annotated[bool, typer.Option(help="With the alternatives of sampled tokens (top-k logprobs).")] = False,
     grade: Annotated[str, typer.Option(help="Rewards of the further grade of this name; default: the first.")] = "",
+    prices: PriceFile = None,
     all_namespaces: AllNamespaces = False,
     state_dir: StateDir = None,
     as_json: AsJson = False,
@@ -40,13 +63,19 @@ def export(
     """Write the trajectories of ended rollouts to a file."""
     labels = label_filter(label)
     directory_of(file)
+    if as_atif and (table is not None or format_ is not None or top):
+        usage_error("--atif has no --table, --format and --top")
+    kept = table or Table.SEQUENCES
+    if prices is not None and not as_atif and kept is not Table.ROLLOUTS:
+        usage_error("--prices goes with --table rollouts, or with --atif")
+    priced = None if prices is None else read(Prices.load, prices)
     if state_dir is not None and not state_dir.is_dir():
         usage_error(f"--state-dir: there is no directory {state_dir}")
     asked = {"run id": run_id, "group id": group_id, "task id": task_id, "agent": agent}
     asked["label"] = ", ".join(label or ())
 
     async def work() -> int:
-        chosen = format_of(file, format_)  # before services are started for it
+        chosen = None if as_atif else format_of(file, format_)  # before services are started for it
         async with services(state_dir=state_dir) as ps:
             if grade not in ("", FIRST):
                 rollouts = ps.rollouts.list(
@@ -69,26 +98,43 @@ def export(
                 labels=labels,
                 task_id=task_id,
                 agent=agent,
-                bodies=bodies,
+                bodies=bodies or as_atif or kept is Table.CHAT,
                 top=top,
                 grade=grade,
                 all_namespaces=all_namespaces,
             )
-            try:
-                count = await write(found, file, table=table, format=chosen)
-            except InvalidArgument as error:
-                if error.reason != "EMPTY":
-                    raise
-                which = "; ".join(f"{name} {value}" for name, value in asked.items() if value)
-                nothing = f"no row of {table.value}, no file written: no ended rollout" + (which and f" with {which}")
-                err.print(escape(clean(nothing + " has one")), soft_wrap=True)
-                if as_json:
-                    emit({"file": None, "table": table.value, "rows": 0})
-                return FAILED
-        if as_json:
-            emit({"file": str(file), "table": table.value, "rows": count})
-        else:
-            out.print(f"{counted(count, 'row')} of {table.value} in {escape(str(file))}", soft_wrap=True)
-        return OK
+            if as_atif:
+                count = await atif.write(found, file, priced)
+            else:
+                count = await _rows(found, file, kept, chosen, priced)
+        what = "answer" if as_atif else f"row of {kept.value}"
+        if not count:
+            which = "; ".join(f"{name} {value}" for name, value in asked.items() if value)
+            nothing = f"no {what}, no file written: no ended rollout" + (which and f" with {which}")
+            err.print(escape(clean(nothing + " has one")), soft_wrap=True)
+        elif not as_json:
+            made = counted(count, "rollout" if as_atif else "row") + ("" if as_atif else f" of {kept.value}")
+            out.print(f"{made} in {escape(str(file))}", soft_wrap=True)
+        if as_json and as_atif:
+            emit({"directory": str(file) if count else None, "rollouts": count})
+        elif as_json:
+            emit({"file": str(file) if count else None, "table": kept.value, "rows": count})
+        return OK if count else FAILED
 
     run(work())
+
+
+async def _rows(
+    found: AsyncIterable[tuple[Trajectory, Outcome]],
+    file: Path,
+    table: Table,
+    form: Format | None,
+    prices: Prices | None,
+) -> int:
+    """Returns the number of rows; without one there is no file."""
+    try:
+        return await write(found, file, table=table, format=form, prices=prices)
+    except InvalidArgument as error:
+        if error.reason != "EMPTY":
+            raise
+        return 0

@@ -15,6 +15,7 @@ from rich.markup import escape
 from rich.text import Text
 
 from penstock.analysis.export import write_jsonl
+from penstock.analysis.prices import Prices, Used, used
 from penstock.cli.connections.model_sources import Engine, ModelDir, Script, answered, answerer, model_choice
 from penstock.cli.connections.options import (
     AgentName,
@@ -27,6 +28,7 @@ from penstock.cli.connections.options import (
     FilesFrom,
     KeepEndState,
     MaxCalls,
+    PriceFile,
     RequireAssay,
     Seed,
     SkipPermissions,
@@ -98,6 +100,7 @@ def rollout(
     require_assay: RequireAssay = None,
     assay_key: AssayKey = None,
     keep_end_state: KeepEndState = None,
+    prices: PriceFile = None,
     model_dir: ModelDir = None,
     engine: Engine = "numpy",
     script: Script = None,
@@ -109,6 +112,7 @@ def rollout(
     """Run an agent on a task, watch it live, and save its trajectory."""
     answers = answerer(upstream, model, api_key_env)
     choice = model_choice(model_dir, engine, script)
+    priced = None if prices is None else read(Prices.load, prices)
     given = with_image(read(partial(Task.load, files_from=files_from or ()), task))
     options = rollout_options(
         answers, backend=backend, timeout=timeout, max_calls=max_calls, seed=seed, keep_end_state=keep_end_state
@@ -127,13 +131,20 @@ def rollout(
         if "require_assay" in options:
             options["require_assay"].require(given)
         async with answered(choice, answers, state_dir=state_dir) as ps:
-            return await _run(ps, given, chosen, n, options, save, as_json)
+            return await _run(ps, given, chosen, n, options, save, priced, as_json)
 
     run(work())
 
 
 async def _run(
-    ps: Penstock, task: Task, agent: AgentChoice, n: int, options: RolloutOptions, save: Path, as_json: bool
+    ps: Penstock,
+    task: Task,
+    agent: AgentChoice,
+    n: int,
+    options: RolloutOptions,
+    save: Path,
+    prices: Prices | None,
+    as_json: bool,
 ) -> int:
     name = f"{agent.name}-{task.task_id}"[:100] + f"-{secrets.token_hex(4)}"
     selector: dict[str, Any] = {"rollout_ids": (name,)} if n == 1 else {"group_id": name}
@@ -145,7 +156,7 @@ async def _run(
             handle = await ps.groups.create(task, agent, n, group_id=name, **options)
         if not as_json:
             err.print(f"{'rollout' if n == 1 else 'group'}: {name}", markup=False)
-        return await see_through(ps, handle, n, save, as_json, run_id=options.get("run_id"))
+        return await see_through(ps, handle, n, save, as_json, run_id=options.get("run_id"), prices=prices)
 
 
 async def see_through(
@@ -156,6 +167,7 @@ async def see_through(
     as_json: bool,
     *,
     run_id: str | None = None,
+    prices: Prices | None = None,
 ) -> int:
     """Shows rollouts to their end, and saves them; an interruption cancels them. Returns the exit code."""
     progress: GroupProgress | None = None
@@ -170,12 +182,16 @@ async def see_through(
             async with asyncio.timeout(_CANCEL_S):
                 await handle.cancel("interrupted")
         raise
+    models = list[Used]()
     for rollout_id, outcome in ended.items():
         trajectory = await _save(ps, rollout_id, save)
+        models += [] if trajectory is None else used(trajectory.calls)
         if progress is None:
-            _show_end(rollout_id, outcome, trajectory, save, as_json)
+            _show_end(rollout_id, outcome, trajectory, save, prices, as_json)
     if progress is not None:
         _show_group(progress, ended, save, ps.endpoints.dashboard)
+        if prices is not None:
+            out.print(f"cost {escape(str(prices.cost(models)))}", style="dim", soft_wrap=True)
     return FAILED if any(outcome.failure is not None for outcome in ended.values()) else OK
 
 
@@ -281,9 +297,17 @@ def _show_group(progress: GroupProgress, ended: Mapping[str, Outcome], save: Pat
         out.print(f"{escape(clean(dashboard))}#/groups/{quote(group.group_id, safe='')}", style="dim", soft_wrap=True)
 
 
-def _show_end(rollout_id: str, outcome: Outcome, trajectory: Trajectory | None, save: Path, as_json: bool) -> None:
+def _show_end(
+    rollout_id: str,
+    outcome: Outcome,
+    trajectory: Trajectory | None,
+    save: Path,
+    prices: Prices | None,
+    as_json: bool,
+) -> None:
     """Prints the outcome of one rollout."""
     folder = save / rollout_id
+    cost = None if prices is None or trajectory is None else prices.cost(used(trajectory.calls))
     if as_json:
         emit(
             {
@@ -292,6 +316,7 @@ def _show_end(rollout_id: str, outcome: Outcome, trajectory: Trajectory | None, 
                 "failure": None if outcome.failure is None else outcome.failure.reason,
                 "reward": None if outcome.reward is None else outcome.reward.value,
                 "saved": str(folder) if trajectory is not None else None,
+                "cost": None if cost is None else cost.as_dict(),
             }
         )
         return
@@ -306,6 +331,8 @@ def _show_end(rollout_id: str, outcome: Outcome, trajectory: Trajectory | None, 
     if trajectory.calls:
         out.print(outcomes.calls(trajectory))
     out.print(outcomes.totals(trajectory), style="dim")
+    if cost is not None:
+        out.print(f"cost {escape(str(cost))}", style="dim", soft_wrap=True)
     out.print(f"saved in {escape(str(folder))}", style="dim")
 
 

@@ -64,6 +64,10 @@ KeepEndState = Annotated[
         help="Keep what the agent leaves, for `penstock regrade`; default: the task's, else if graded in a fresh fork.",
     ),
 ]
+PriceFile = Annotated[
+    Path | None,
+    typer.Option("--prices", metavar="FILE", help="YAML table of prices per million tokens; shows what calls cost."),
+]
 StateDir = Annotated[Path | None, typer.Option(help="State directory of the services; default: per user.")]
 AllNamespaces = Annotated[
     bool, typer.Option("--all-namespaces", "-A", help="For an operator: those of all namespaces.")

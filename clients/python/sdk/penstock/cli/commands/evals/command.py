@@ -1,5 +1,6 @@
 """`penstock eval`: a task set, n attempts at each task, success rates, a report; an interrupted run can be resumed."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -8,6 +9,7 @@ import typer
 from rich.markup import escape
 from typer.core import TyperGroup
 
+from penstock.analysis.prices import Cost, Prices, Used
 from penstock.cli.commands.evals import running
 from penstock.cli.commands.evals.matrix import matrix_
 from penstock.cli.commands.evals.running import (
@@ -33,6 +35,7 @@ from penstock.cli.connections.options import (
     FilesFrom,
     KeepEndState,
     MaxCalls,
+    PriceFile,
     RequireAssay,
     Seed,
     SkipPermissions,
@@ -98,6 +101,7 @@ def run_(
     report: Annotated[Path | None, typer.Option(metavar="FILE", help="Write an HTML report, too.")] = None,
     require_assay: RequireAssay = None,
     assay_key: AssayKey = None,
+    prices: PriceFile = None,
     model_dir: ModelDir = None,
     engine: Engine = "numpy",
     script: Script = None,
@@ -108,6 +112,7 @@ def run_(
     """Run every task n times, show a live table, and keep every attempt in a results directory."""
     if report is not None:
         read(lambda _: check_plots(), report)
+    table_of_prices = _prices(prices)
     given = running.plan(
         tasks, attempts=n, concurrency=concurrency, only=only or (), upstream=upstream, model=model,
         api_key_env=api_key_env, black_box=black_box, backend=backend, timeout=timeout, max_calls=max_calls,
@@ -127,9 +132,11 @@ def run_(
             await running.build(given)
         async with answered(choice, given.upstream, state_dir=state_dir) as ps:
             attempts, summary = await running.evaluate(ps, given, chosen, folder)
-        _show(summary, as_json)
+        config = read_config(folder)
+        cost = _cost(table_of_prices, attempts, config["model"])
+        _show(summary, cost, as_json)
         if report is not None:
-            write_report(report, read_config(folder), attempts, summary)
+            write_report(report, config, attempts, summary, cost)
         err.print(f"[dim]results in {escape(str(folder))}[/]", soft_wrap=True)
         return OK if summary.complete else FAILED
 
@@ -140,14 +147,15 @@ app.command("matrix", short_help="Run every task n times with several agents: ag
 
 
 @app.command(short_help="The table of an evaluation.")
-def show(folder: Folder, threshold: Threshold = 1.0, as_json: AsJson = False) -> None:
+def show(folder: Folder, threshold: Threshold = 1.0, prices: PriceFile = None, as_json: AsJson = False) -> None:
     """The table of an evaluation, whether it has ended or not."""
+    table_of_prices = _prices(prices)
 
     async def work() -> int:
-        attempts, summary, _ = _read(folder, threshold)
+        attempts, summary, config = _read(folder, threshold)
         for attempt in attempts if as_json else ():
             emit({"attempt": orjson.loads(attempt.line())})
-        _show(summary, as_json)
+        _show(summary, _cost(table_of_prices, attempts, config["model"]), as_json)
         return OK if summary.complete else FAILED
 
     run(work())
@@ -158,15 +166,17 @@ def report(
     folder: Folder,
     to: Annotated[Path | None, typer.Option("--out", help="The file; default: report.html in the directory.")] = None,
     threshold: Threshold = 1.0,
+    prices: PriceFile = None,
     as_json: AsJson = False,
 ) -> None:
     """One HTML file with tables, plots and the output of each attempt."""
+    table_of_prices = _prices(prices)
 
     async def work() -> int:
         check_plots()
         attempts, summary, config = _read(folder, threshold)
         file = to or folder / "report.html"
-        write_report(file, config, attempts, summary)
+        write_report(file, config, attempts, summary, _cost(table_of_prices, attempts, config["model"]))
         if as_json:
             emit({"file": str(file)})
         else:
@@ -203,8 +213,24 @@ def _read(folder: Path, threshold: float) -> tuple[list[Attempt], Summary, dict[
     return attempts, summarise(attempts, config["tasks"], int(config["attempts"]), threshold), config
 
 
-def _show(summary: Summary, as_json: bool) -> None:
+def _show(summary: Summary, cost: Cost | None, as_json: bool) -> None:
     if as_json:
-        emit({"summary": summary.table()})
-    else:
-        out.print(table(summary))
+        emit({"summary": summary.table() | ({} if cost is None else {"cost": cost.as_dict()})})
+        return
+    out.print(table(summary))
+    if cost is not None:
+        out.print(f"[bold]cost[/] {escape(str(cost))}", soft_wrap=True)
+
+
+def _prices(file: Path | None) -> Prices | None:
+    return None if file is None else read(Prices.load, file)
+
+
+def _cost(prices: Prices | None, attempts: Sequence[Attempt], model: str) -> Cost | None:
+    """What all attempts cost, repeated ones too. Those of an older version have no models: `model` answered them."""
+    if prices is None:
+        return None
+    of_old = (
+        Used(model, one.prompt_tokens, one.completion_tokens) for one in attempts if one.prompt_tokens and not one.used
+    )
+    return prices.cost([*(found for one in attempts for found in one.used), *of_old])
