@@ -31,7 +31,7 @@ from benchmarks import (
     tokens,
 )
 from benchmarks.gate import by_turns, prompts
-from benchmarks.replaying import branches, credit, regrades, replays, turns
+from benchmarks.replaying import branches, credit, distilled, regrades, replays, turns
 from benchmarks.scale import busy, fairness
 
 BENCHMARKS: Final[Mapping[str, Callable[[Path], Coroutine[None, None, list[report.Section]]]]] = {
@@ -46,6 +46,7 @@ BENCHMARKS: Final[Mapping[str, Callable[[Path], Coroutine[None, None, list[repor
     "credit": credit.measure,
     "turns": turns.measure,
     "pacing": pacing.measure,
+    "distill": distilled.measure,
     "regrade": regrades.measure,
     "gate": gate.measure,
     "gate-by-turns": by_turns.measure,
@@ -58,8 +59,10 @@ BENCHMARKS: Final[Mapping[str, Callable[[Path], Coroutine[None, None, list[repor
     "fairness": fairness.measure,
     "busy": busy.measure,
 }
-ONLY_BY_NAME: Final = frozenset({"companions", "replayed-agents", "turns"})
-"""What needs a Docker daemon, what runs each built-in agent twenty times, what trains a policy eighteen times."""
+ONLY_BY_NAME: Final = frozenset({"companions", "distill", "replayed-agents", "turns"})
+"""What needs a Docker daemon, what trains a policy many times, and what runs each built-in agent twenty times; the last
+three go on with --kept.
+"""
 BACKENDS: Final[Mapping[str, Callable[[Path], Coroutine[None, None, list[report.Section]]]]] = {
     "local": sandboxes.measure,
     "docker": containers.measure,
@@ -96,16 +99,17 @@ def main() -> None:
     )
     parser.add_argument("--tasks", type=int, default=replayed_agents.TASKS, help="how many, of `replayed-agents`")
     parser.add_argument(
-        "--kept", type=Path, help="of `replayed-agents` and `turns`, a file of what was run: it is not run again"
+        "--kept", type=Path, help=f"of {', '.join(sorted(ONLY_BY_NAME))}, a file of what was run: it is not run again"
     )
-    parser.add_argument("--seeds", type=int, default=turns.SEEDS, help="how many, of `turns`")
+    parser.add_argument("--seeds", type=int, default=turns.SEEDS, help="how many, of `turns` and `distill`")
+    parser.add_argument("--teacher", type=Path, help="the model of `distill`'s teacher; none = it is trained first")
     parser.add_argument("--out", type=Path, help="file for the figures (default runs/bench/TIME.json)")
     given = parser.parse_args()
     unknown = sorted(set(given.names) - set(BENCHMARKS))
     if given.seeds < 1:
         parser.error("--seeds must be at least 1")
-    if given.kept and {"replayed-agents", "turns"} <= set(given.names):
-        parser.error("--kept is a file of one benchmark: run replayed-agents and turns apart")
+    if given.kept and len(ONLY_BY_NAME & set(given.names)) > 1:
+        parser.error(f"--kept is a file of one benchmark: run {', '.join(sorted(ONLY_BY_NAME))} apart")
     if unknown:
         parser.error(f"no such benchmark: {', '.join(unknown)}; there are: {', '.join(BENCHMARKS)}")
     measures = {**BENCHMARKS, "sandboxes": BACKENDS[given.backend]}
@@ -118,6 +122,7 @@ def main() -> None:
         measures["fairness"] = partial(fairness.measure, rollouts=given.rollouts)
     measures["replayed-agents"] = partial(replayed_agents.measure, plan=chosen)
     measures["turns"] = partial(turns.measure, seeds=given.seeds, kept=given.kept)
+    measures["distill"] = partial(distilled.measure, seeds=given.seeds, kept=given.kept, teacher=given.teacher)
     facts = report.machine()
     print(", ".join(f"{name}: {value}" for name, value in facts.items()), flush=True)
     sections: list[report.Section] = []

@@ -25,7 +25,7 @@ from penstock_inference.clients.handing_on import HandingOn
 from penstock_inference.engines.base import Engine, EngineOptions
 from penstock_inference.engines.registry import open_engine
 from penstock_inference.replicas.devices import open_replicas
-from penstock_inference.rpc.inference_service import REGISTER, SERVICE, InferenceServicer
+from penstock_inference.rpc.inference_service import FEATURES, REGISTER, SERVICE, InferenceServicer
 from penstock_inference.settings import InferenceSettings
 from penstock_inference.weights.adapters import AdapterUploads
 from penstock_inference.weights.kept import KeptPushes
@@ -75,6 +75,7 @@ async def build(settings: InferenceSettings) -> AsyncIterator[Service]:
         yield Service(
             registrations=[(servicer, REGISTER)],
             roles=ROLES,
+            features=FEATURES,
             draining=Draining(servicer.served.take, servicer.served.count),
             troubles=servicer.health.troubles,
             home=home,

@@ -10,6 +10,8 @@ from tests.support.copy_script import COPY_SCRIPT
 from penstock.client import Command, Penstock, RewardFrom, SeedFile, Task, Verifier, connect
 from penstock.local.stack import LocalStack
 from penstock_codec import tiny_tokenizer
+from penstock_codec.codec import Codec
+from penstock_codec.tokenizer_files import TokenizerFiles
 
 TASK = Task(
     task_id="copy-note",
@@ -30,6 +32,12 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     tiny_tokenizer.build().write(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def codec(model_dir: Path) -> Codec:
+    """The tokenizer of the stack."""
+    return Codec.load(TokenizerFiles.from_directory(model_dir))
 
 
 @pytest.fixture(scope="session")

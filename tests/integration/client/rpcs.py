@@ -76,6 +76,7 @@ METHODS: Final[dict[str, dict[str, str]]] = {
         "GetTokenizer": "InferenceClient.tokenizer",
         "Generate": "InferenceClient.generate",
         "Score": "InferenceClient.score",
+        "ScoreBatch": "InferenceClient.score_batch",
         "Abort": "InferenceClient.abort",
         "Pause": "InferenceClient.pause",
         "Resume": "InferenceClient.resume",

@@ -41,6 +41,7 @@ from penstock.client import (
     TokenScope,
     ToolboxFile,
     ToolboxSpec,
+    ToScore,
     WatchStarted,
     connect,
     sync,
@@ -321,6 +322,7 @@ async def test_engine_is_reached(ps: Penstock, calls: Calls) -> None:
     report = GapReport(mode=LogprobsMode.RAW, clip=(0.8, 1.2), sequences=1, overall=gap, versions=(gap,), worst=())
     for attempt in (
         ps.inference.score(ids, 1),
+        ps.inference.score_batch([ToScore(ids)]),
         ps.inference.sleep(),
         ps.inference.wake(),
         ps.inference.update_weights(1, {"w": np.zeros(1, np.float32)}),

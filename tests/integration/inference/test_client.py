@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from penstock.client import EngineStats, PauseMode, connect
+from penstock.client import EngineStats, PauseMode, Score, ToScore, connect
 from penstock.client.errors import FailedPrecondition, InvalidArgument, Unsupported
 from penstock.client.types.chat import Completion, FinishReason, Sampling
 from penstock_inference.testing import random_config, random_tensors
@@ -45,6 +45,28 @@ async def test_a_trainer_samples_pushes_and_samples_again(served: Open, model_di
     assert update.policy_version == 1 and caught.value.reason == "POLICY_VERSION_UNAVAILABLE"
     assert ids(after) != ids(before)
     assert len({ids(one) for one in group}) > 1
+
+
+@pytest.mark.requirement("R132")
+async def test_a_teacher_scores_one_sequence_or_many(served: Open, model_dir: Path) -> None:
+    """With the likeliest tokens; a batch ends with its first failure, or gives each its own."""
+    good = [ToScore(np.arange(3, 12 + n), n + 1, top_logprobs=n) for n in range(3)]
+    bad = ToScore(PROMPT, 1, exact_version=7)
+    async with served(model_dir) as stub, connect({"inference": stub.address}) as ps:
+        alone = [await ps.inference.score_top(one.token_ids, one.start, one.top_logprobs) for one in good]
+        plain = await ps.inference.score(PROMPT, 5)
+        batch = await ps.inference.score_batch([*good, ToScore(PROMPT, 5)])
+        each = {index: answer async for index, answer in ps.inference.score_each([bad, good[2]])}
+        with pytest.raises(FailedPrecondition) as caught:
+            await ps.inference.score_batch([good[0], bad])
+    for one, other in zip(alone, batch, strict=False):
+        np.testing.assert_array_equal(one.logprobs, other.logprobs)
+    assert batch[0].top_token_ids is None and len(batch[0].logprobs) == 8
+    assert batch[2].top_token_ids is not None and batch[2].top_token_ids.shape == (8, 2)
+    assert batch[2].top_logprobs is not None and (np.diff(batch[2].top_logprobs) <= 0).all()
+    np.testing.assert_array_equal(batch[3].logprobs, plain)
+    assert isinstance(each[0], FailedPrecondition) and isinstance(each[1], Score)
+    assert each[0].reason == caught.value.reason == "POLICY_VERSION_UNAVAILABLE"
 
 
 @pytest.mark.requirement("R26", "R63", "R87")

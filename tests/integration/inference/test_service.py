@@ -155,6 +155,59 @@ async def test_score_gives_the_logprobs_that_were_sampled_with(served: Open, mod
     assert scored.logprobs == done.span.logprobs
 
 
+@pytest.mark.requirement("R132")
+async def test_score_gives_the_alternatives_that_were_sampled_with(served: Open, model_dir: Path) -> None:
+    """Encoded as those of a completion; none unless asked for."""
+    async with served(model_dir) as stub:
+        done = await completion(stub, generate("r", top_logprobs=4))
+        wanted = pb.ScoreRequest(token_ids=ids(range(3, 23)) + done.span.token_ids, start=20, top_logprobs=4)
+        scored = await stub.Score(wanted)
+        wanted.ClearField("top_logprobs")
+        plain = await stub.Score(wanted)
+    assert scored.top_count == 4 and scored.logprobs == plain.logprobs == done.span.logprobs
+    assert (scored.top_token_ids, scored.top_logprobs) == (done.span.top_token_ids, done.span.top_logprobs)
+    assert not plain.top_count and not plain.top_token_ids and not plain.top_logprobs
+
+
+@pytest.mark.requirement("R132")
+async def test_a_batch_has_the_scores_of_its_sequences_and_the_failures_of_the_rest(
+    served: Open, model_dir: Path, failure: Any
+) -> None:
+    """More sequences than are scored at once, each with its own answer."""
+    good = [
+        pb.ScoreRequest(token_ids=ids(range(3, 9 + n)), start=1 + n % 3, top_logprobs=n % 4, temperature=1 + n / 50)
+        for n in range(40)
+    ]
+    bad = [
+        (pb.ScoreRequest(token_ids=ids(range(3, 9)), start=6), "INVALID_ARGUMENT", "FIELD_INVALID"),
+        (pb.ScoreRequest(token_ids=ids([3, 9999]), start=1), "INVALID_ARGUMENT", "FIELD_INVALID"),
+        (pb.ScoreRequest(token_ids=ids([3, 4]), start=1, top_logprobs=21), "INVALID_ARGUMENT", "FIELD_INVALID"),
+        (
+            pb.ScoreRequest(token_ids=ids([3, 4]), start=1, exact_version=1),
+            "FAILED_PRECONDITION",
+            "POLICY_VERSION_UNAVAILABLE",
+        ),
+    ]
+    request = pb.ScoreBatchRequest(sequences=[*good[:20], *(one for one, _, _ in bad), *good[20:]])
+    async with served(model_dir) as stub:
+        answers = {answer.index: answer async for answer in stub.ScoreBatch(request)}
+        alone = [await stub.Score(one) for one in good]
+        for count in (0, 1025):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub.ScoreBatch(pb.ScoreBatchRequest(sequences=[good[0]] * count)).read()
+            assert failure(caught.value).violations[0].field == "sequences"
+    assert sorted(answers) == list(range(44))
+    assert [answers[n].score for n in (*range(20), *range(24, 44))] == alone
+    for n, (_, code, reason) in enumerate(bad):
+        failed = answers[20 + n].failure
+        assert (failed.code, failed.reason) == (getattr(grpc.StatusCode, code).value[0], reason)
+    assert [text.split(":")[0] for n in range(20, 24) for text in answers[n].failure.violations] == [
+        "start",
+        "token_ids[1]",
+        "top_logprobs",
+    ]
+
+
 @pytest.mark.requirement("R32")
 async def test_cancelling_the_call_aborts_the_generation(served: Open, model_dir: Path) -> None:
     """A cancelled wait releases what it held."""

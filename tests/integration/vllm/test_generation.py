@@ -318,6 +318,31 @@ async def test_unavailable_version_is_refused_and_a_future_one_awaited(service: 
     assert [v.policy_version for v in (await waiting).span.versions] == [version + 1]
 
 
+@pytest.mark.requirement("R132")
+async def test_scores_have_the_alternatives_that_were_sampled_with(service: Served) -> None:
+    """vLLM lists the prompt's own token too, first or by its rank; it is not counted."""
+    await service.push(models.random_policy(3))
+    request = service.request(top_logprobs=5, temperature=1.0)
+    done = await service.complete(request)
+    whole = request.token_ids + done.span.token_ids
+    wanted = pb.ScoreRequest(token_ids=whole, start=len(request.token_ids) // 4, top_logprobs=5)
+    short = pb.ScoreRequest(token_ids=whole, start=1)
+    batch = {
+        answer.index: answer.score
+        async for answer in service.stub.ScoreBatch(pb.ScoreBatchRequest(sequences=[wanted, short]))
+    }
+    sampled, scored = (np.frombuffer(each.top_logprobs, "<f4") for each in (done.span, batch[0]))
+    assert (batch[0].top_count, batch[1].top_count) == (5, 0)
+    assert scored.shape == sampled.shape and sampled.size == 5 * done.span.count
+    np.testing.assert_allclose(scored, sampled, atol=TOLERANCE)
+    # Two tokens that are nearly as likely may change places.
+    same = np.frombuffer(batch[0].top_token_ids, "<i4") == np.frombuffer(done.span.top_token_ids, "<i4")
+    assert same.mean() > 0.95
+    np.testing.assert_array_equal(
+        np.frombuffer(batch[1].logprobs, "<f4")[-done.span.count :], np.frombuffer(batch[0].logprobs, "<f4")
+    )
+
+
 @pytest.mark.requirement("R63")
 async def test_scoring_refuses_what_it_cannot_score(service: Served, failure: Failure) -> None:
     """A temperature that vLLM does not compute is not silently taken for another."""

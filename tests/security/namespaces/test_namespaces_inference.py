@@ -43,7 +43,7 @@ WEIGHTS: Final = (
 )
 """Changes the engine for all: for operators and for callers of weights_namespace. Transfers, and their ids, are of that
 namespace, so no other caller comes as far as an id."""
-NAMES: Final = ["Generate", "Score", "Abort", "LoadAdapter", "UnloadAdapter"]
+NAMES: Final = ["Generate", "Score", "ScoreBatch", "Abort", "LoadAdapter", "UnloadAdapter"]
 """Names requests, sessions or adapters; these names are the caller's own, by `namespaces.scoped`."""
 SELECTS: Final = ["Abort", "ListAdapters"]
 """Selects among the caller's own; Abort does with `all`."""
@@ -71,9 +71,11 @@ class Engine(NumpyEngine):
         async for event in super().generate(replace(request, adapter="")):
             yield event
 
-    async def score(self, token_ids: TokenIds, temperature: float = 1.0, adapter: str = "") -> Scores:
+    async def score(
+        self, token_ids: TokenIds, temperature: float = 1.0, adapter: str = "", top_logprobs: int = 0
+    ) -> Scores:
         self._check_adapter(adapter)
-        return await super().score(token_ids, temperature)
+        return await super().score(token_ids, temperature, top_logprobs=top_logprobs)
 
     def _check_adapter(self, name: str) -> None:
         if name and name not in self.loaded:
@@ -285,6 +287,8 @@ async def test_adapters_of_one_name_are_each_teams_own(opened: Open) -> None:
                 )
                 score = pb.ScoreRequest(token_ids=ids(), start=1, adapter=name)
                 assert (await refusal(team.Score(score)))[1:] == (reason, message)
+                (failed,) = [one async for one in team.ScoreBatch(pb.ScoreBatchRequest(sequences=[score]))]
+                assert (failed.failure.reason, failed.failure.message) == (reason, message)
                 await team.UnloadAdapter(pb.UnloadAdapterRequest(name=name))
                 assert await adapters(team) == []
         await generated(teams.a, request("r", adapter="own"))
@@ -342,6 +346,10 @@ async def test_a_quota_counts_the_requests_of_its_namespace_alone(opened: Open) 
             ):
                 assert (await refusal(refused))[:2] == ("RESOURCE_EXHAUSTED", "NAMESPACE_QUOTA")
         await generated(teams.a, request("two"))
+        # A batch has one place, and further ones as far as there are any.
+        sequence = pb.ScoreRequest(token_ids=ids(), start=1)
+        batch = [answer async for answer in teams.a.ScoreBatch(pb.ScoreBatchRequest(sequences=[sequence] * 5))]
+        assert [answer.WhichOneof("outcome") for answer in batch] == ["score"] * 5
 
 
 async def test_stats_and_info_name_nothing_of_another_team(opened: Open) -> None:

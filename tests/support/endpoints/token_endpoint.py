@@ -102,7 +102,9 @@ class TokenEndpoint:
             }
         if body.get("prompt_logprobs") is not None and isinstance(prompt, list):
             plain = self.table({})
-            choice["prompt_logprobs"] = [None, *({str(t): {"logprob": plain[t]}} for t in prompt[1:])]
+            likeliest = sorted(plain, key=lambda t: -plain[t])[: body["prompt_logprobs"]]
+            rows = ({str(t): {"logprob": plain[t]} for t in dict.fromkeys((own, *likeliest))} for own in prompt[1:])
+            choice["prompt_logprobs"] = [None, *rows]
         return choice
 
     def table(self, body: dict[str, Any]) -> dict[int, float]:

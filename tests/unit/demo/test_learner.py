@@ -66,6 +66,32 @@ def test_an_update_makes_what_was_rewarded_likelier_and_the_rest_less_likely(lea
     assert after[1] < before[1]
 
 
+@pytest.mark.requirement("R84")
+def test_each_token_of_a_row_is_moved_by_its_own_advantage(learner: Learner) -> None:
+    """The last ten tokens are sampled; the first five of them are rewarded, the others are not."""
+    row = _row(learner, 1.0, 1)
+    row.advantages[LENGTH - 5 :] = -1.0
+    before = _logprobs(learner, row)
+    for _ in range(3):
+        learner.update([row])
+    moved = (_logprobs(learner, row) - before)[LENGTH - 10 :]
+    assert moved[:5].sum() > 0 > moved[5:].sum()
+
+
+@pytest.mark.requirement("R84")
+def test_a_distilled_policy_moves_to_its_teachers_logprobs(learner: Learner) -> None:
+    """To those, from where it is now: the tokens were sampled before it came to say them with 0.5 nats more."""
+    assert learner.distill([]) == (0.0, 0.0)
+    row = _row(learner, 0.0, 1)
+    sampled = row.logprobs - 0.5 * row.mask
+    for advantage, direction in ((0.1, -1.0), (2.0, 1.0)):
+        before = learner.params
+        _, gap = learner.distill([Row(row.ids, row.mask, sampled, advantage * row.mask)])
+        assert gap == pytest.approx(0.5, abs=1e-3)
+        assert direction * (_likelihood(learner, row) - row.logprobs.sum()) > 0.0
+        learner.params = before
+
+
 def test_the_same_seed_and_rows_give_the_same_weights(codec: Codec) -> None:
     """A run is repeated by its seed."""
     ends = []
@@ -108,7 +134,7 @@ async def test_the_engine_reports_the_logprobs_that_the_trainer_computes(
             zeros = np.zeros(len(prompt), np.float32)
             ids = np.concatenate([prompt, done.token_ids])
             mask = np.concatenate([zeros, np.ones(len(done.token_ids), np.float32)])
-            rows.append(Row(ids, mask, np.concatenate([zeros, done.logprobs]), 1.0 - 2.0 * (seed % 2)))
+            rows.append(Row.alike(ids, mask, np.concatenate([zeros, done.logprobs]), 1.0 - 2.0 * (seed % 2)))
     finally:
         await engine.aclose()
     gaps = [np.abs((_logprobs(learner, row) - row.logprobs) * row.mask).max() for row in rows]
@@ -121,8 +147,8 @@ def _row(learner: Learner, advantage: float, seed: int) -> Row:
     """Random tokens, the last ten of them sampled with the likelihood that the learner gives them."""
     ids = np.random.default_rng(seed).integers(0, learner.config.vocab_size, LENGTH).astype(np.int32)
     mask = (np.arange(LENGTH) >= LENGTH - 10).astype(np.float32)
-    row = Row(ids, mask, np.zeros(LENGTH, np.float32), advantage)
-    return Row(ids, mask, (_logprobs(learner, row) * mask).astype(np.float32), advantage)
+    row = Row.alike(ids, mask, np.zeros(LENGTH, np.float32), advantage)
+    return Row.alike(ids, mask, (_logprobs(learner, row) * mask).astype(np.float32), advantage)
 
 
 def _logprobs(learner: Learner, row: Row) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Supervised warm start and GRPO updates: from scored token sequences to new weights.
+"""Supervised warm start, GRPO updates and distillation: from scored token sequences to new weights.
 
 Nothing here knows about rollouts, agents or services. All randomness comes from the seed.
 """
@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -23,17 +24,23 @@ WARM_STEPS, WARM_CHUNK, WARM_BATCH = 500, 50, 8
 WARM_LR, WARM_LR_END = 3e-3, 3e-4
 MINIBATCH = 16  # sequences per Adam step
 LEARNING_RATE = 5e-4
+DISTILL_BATCH, DISTILL_PASSES = 8, 6
 BUCKET = 32  # sequences are padded to a multiple of this, so that XLA compiles few shapes
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One scored sequence: ids int32 [t]; mask float32 [t], 1 on sampled tokens; logprobs float32 [t], the engine's."""
+    """One sequence: ids int32 [t]; by token, float32 [t], a mask (1 = sampled), the engine's logprobs, advantages."""
 
     ids: np.ndarray
     mask: np.ndarray
     logprobs: np.ndarray
-    advantage: float
+    advantages: np.ndarray
+
+    @classmethod
+    def alike(cls, ids: np.ndarray, mask: np.ndarray, logprobs: np.ndarray, advantage: float) -> Self:
+        """A row whose tokens share one advantage."""
+        return cls(ids, mask, logprobs, np.full(len(ids), advantage, np.float32))
 
 
 def advantages(rewards: Sequence[float | None]) -> list[float | None]:
@@ -72,7 +79,7 @@ class Learner:
         rng = np.random.default_rng([self._seed, 0])  # its own: the updates go on alike after a cached start
         for first in range(0, WARM_STEPS, WARM_CHUNK):
             drawn = corpus.draw(rng, WARM_CHUNK * WARM_BATCH)
-            rows = [Row(ids, mask, np.zeros_like(mask), 0.0) for ids, mask in drawn]
+            rows = [Row.alike(ids, mask, np.zeros_like(mask), 0.0) for ids, mask in drawn]
             steps = first + np.arange(WARM_CHUNK)
             rates = WARM_LR * (WARM_LR_END / WARM_LR) ** (steps / WARM_STEPS) * np.minimum(1.0, (steps + 1) / 20)
             loss, _ = self._train(_stack(rows, (WARM_CHUNK, WARM_BATCH)), rates, "supervised")
@@ -90,21 +97,39 @@ class Learner:
         so the fewer rows have something to say, the smaller the rate: without that, a few rare failures near the end
         of training can undo it.
         """
-        telling = [row for row in rows if row.advantage]
+        telling = [row for row in rows if (row.advantages * row.mask).any()]
         if not telling:
             return 0.0, 0.0
         rate = LEARNING_RATE * max(0.25, len(telling) / len(rows))
+        answers = self._pass(telling, rate, MINIBATCH, "grpo")
+        return float(np.mean([loss for loss, _ in answers])), answers[0][1]
+
+    def distill(self, rows: Sequence[Row]) -> tuple[float, float]:
+        """As `update`, for advantages that are a teacher's logprobs minus the engine's, in several passes.
+
+        A reward says nothing about a policy that has moved on; a teacher's logprobs say the same about every policy, so
+        that the same tokens can be learned from again.
+        """
+        if not rows:
+            return 0.0, 0.0
         answers = []
-        order = self._rng.permutation(len(telling))
-        for first in range(0, len(telling), MINIBATCH):
-            self._updates += 1
-            batch = _stack([telling[i] for i in order[first : first + MINIBATCH]], (1, MINIBATCH))
-            answers.append(self._train(batch, np.array([rate * min(1.0, self._updates / 10)]), "grpo"))
+        for _ in range(DISTILL_PASSES):
+            answers += self._pass(rows, LEARNING_RATE, DISTILL_BATCH, "reverse_kl")
         return float(np.mean([loss for loss, _ in answers])), answers[0][1]
 
     def weights(self) -> dict[str, np.ndarray]:
         """The weights under their checkpoint names, float32."""
         return {name: np.asarray(value) for name, value in self.params.items()}
+
+    def _pass(self, rows: Sequence[Row], rate: float, size: int, loss: str) -> list[tuple[float, float]]:
+        """One pass over the rows in random order, `size` of them for each step."""
+        answers = []
+        order = self._rng.permutation(len(rows))
+        for first in range(0, len(rows), size):
+            self._updates += 1
+            batch = _stack([rows[i] for i in order[first : first + size]], (1, size))
+            answers.append(self._train(batch, np.array([rate * min(1.0, self._updates / 10)]), loss))
+        return answers
 
     def _fingerprint(self, corpus: Corpus) -> str:
         """Of everything that the warm start is made from."""
@@ -127,8 +152,8 @@ def _stack(rows: Sequence[Row], shape: tuple[int, int]) -> Batch:
     count = shape[0] * shape[1]
     length = -(-max(len(row.ids) for row in rows) // BUCKET) * BUCKET
     ids = np.zeros((count, length), np.int32)
-    mask, logprobs, advantage = (np.zeros((count, length), np.float32) for _ in range(3))
+    mask, logprobs, advantages = (np.zeros((count, length), np.float32) for _ in range(3))
     for i, row in enumerate(rows):
-        size = len(row.ids)
-        ids[i, :size], mask[i, :size], logprobs[i, :size], advantage[i] = row.ids, row.mask, row.logprobs, row.advantage
-    return Batch(*(jnp.asarray(array).reshape(*shape, length) for array in (ids, mask, logprobs, advantage)))
+        part = (i, slice(len(row.ids)))
+        ids[part], mask[part], logprobs[part], advantages[part] = row.ids, row.mask, row.logprobs, row.advantages
+    return Batch(*(jnp.asarray(array).reshape(*shape, length) for array in (ids, mask, logprobs, advantages)))

@@ -1,4 +1,4 @@
-"""The policy: a two-layer Qwen3-style decoder in JAX, its two losses, and its export as a Hugging Face directory.
+"""The policy: a two-layer Qwen3-style decoder in JAX, its three losses, and its export as a Hugging Face directory.
 
 Parameters are one flat dict under the names that a Hugging Face checkpoint uses, so exporting them is writing them
 down, and pushing them to the inference service is sending the same dict. Shapes are padded to a handful of sizes:
@@ -24,6 +24,7 @@ from penstock_codec import TokenizerFiles
 jax.config.update("jax_platforms", "cpu")  # type: ignore[no-untyped-call]
 
 Params = dict[str, jax.Array]
+MAX_ADVANTAGE = 5.0  # of a token, in nats
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ class Batch(NamedTuple):
     ids: jax.Array  # int32 token ids
     mask: jax.Array  # float32, 1 where the model chose the token
     old_logprobs: jax.Array  # float32, what the engine reported when it sampled; 0 where mask is 0
-    advantages: jax.Array  # float32, one number per sequence, repeated over its tokens
+    advantages: jax.Array  # float32
 
 
 class AdamState(NamedTuple):
@@ -168,6 +169,22 @@ def grpo_loss(params: Params, config: ModelConfig, batch: Batch) -> tuple[jax.Ar
     return loss, jnp.abs(difference).max()
 
 
+def reverse_kl_loss(params: Params, config: ModelConfig, batch: Batch) -> tuple[jax.Array, jax.Array]:
+    """An estimate of the KL divergence from a teacher, KL(policy || teacher), per token, with its policy gradient.
+
+    An advantage is the teacher's logprob of a token minus the engine's. It is brought up to date by what the policy has
+    moved since, and bounded: one token that the teacher would never say must not outweigh all others. A token counts as
+    the policy would sample it now, at most e times. Also answers what `grpo_loss` does.
+    """
+    logprobs = token_logprobs(params, config, batch.ids)
+    moved = jax.lax.stop_gradient((logprobs - batch.old_logprobs) * batch.mask)
+    advantages = jnp.clip(batch.advantages - moved, -MAX_ADVANTAGE, MAX_ADVANTAGE)
+    weights = jnp.exp(jnp.clip(moved, -20.0, 1.0)) * advantages * batch.mask
+    # The value is the estimate; the gradient is of the logprobs alone, also where the weight is at its bound.
+    objective = weights * (1.0 + logprobs - jax.lax.stop_gradient(logprobs))
+    return -objective.sum() / jnp.maximum(batch.mask.sum(), 1.0), jnp.abs(moved).max()
+
+
 def adam_init(params: Params) -> AdamState:
     """Zero moments."""
     zeros = {name: jnp.zeros_like(value) for name, value in params.items()}
@@ -197,9 +214,9 @@ def train(
 ) -> tuple[Params, AdamState, tuple[jax.Array, jax.Array]]:
     """One Adam step per batch: arrays of shape [steps, n, t] and learning rates [steps].
 
-    `loss` is "supervised" or "grpo"; also answers what that loss answered, for each step.
+    `loss` is "supervised", "grpo" or "reverse_kl"; also answers what that loss answered, for each step.
     """
-    function = {"supervised": supervised_loss, "grpo": grpo_loss}[loss]
+    function = {"supervised": supervised_loss, "grpo": grpo_loss, "reverse_kl": reverse_kl_loss}[loss]
 
     def step(
         carry: tuple[Params, AdamState], inputs: tuple[Batch, jax.Array]

@@ -62,5 +62,5 @@ def scored_rows(groups: list[list[RolloutResult]]) -> list[Row]:
             for sample in result.trajectory.samples:
                 if sample.logprobs is not None:
                     mask = sample.loss_mask.astype(np.float32)
-                    rows.append(Row(sample.input_ids, mask, sample.logprobs, advantage * sample.weight))
+                    rows.append(Row.alike(sample.input_ids, mask, sample.logprobs, advantage * sample.weight))
     return rows

@@ -41,7 +41,7 @@ from penstock.local.stack import LocalStack
 from penstock_codec import Codec
 from penstock_demo import model
 from penstock_demo.display import Display, Figures, Metrics, recent, save_picture
-from penstock_demo.learner import Learner
+from penstock_demo.learner import Learner, Row
 from penstock_demo.rollouts import Collect, by_rollout, reward_of
 from penstock_demo.tasks import TASKS, Corpus, build_codec
 from penstock_demo.turns import by_turn
@@ -68,12 +68,13 @@ def learned(history: Sequence[Metrics]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """How to train: what the seed decides, most steps, what a step collects, and whether enough is learned."""
+    """How to train: what the seed decides, most steps, what a step collects, whether enough is learned, and how."""
 
     seed: int
     max_steps: int = MAX_STEPS
     collect: Collect = by_rollout
     enough: Callable[[Sequence[Metrics]], bool] = learned
+    update: Callable[[Learner, Sequence[Row]], tuple[float, float]] = Learner.update
 
 
 async def train(
@@ -98,7 +99,7 @@ async def train(
             collected = await course.collect(ps, run.name, step, chosen)
 
             display.say(f"step {step + 1}: learning ...")
-            loss, gap = await asyncio.to_thread(learner.update, collected.rows)
+            loss, gap = await asyncio.to_thread(course.update, learner, collected.rows)
             await ps.inference.update_weights(step + 1, learner.weights())
             session.announce(step + 1)
 
@@ -176,9 +177,9 @@ def append(path: Path, line: Mapping[str, object]) -> None:
         file.write(json.dumps(line) + "\n")
 
 
-def new_run(seed: int) -> Path:
-    """An empty directory runs/demo/seed-N. An earlier run of the seed is replaced."""
-    run = RUNS / f"seed-{seed}"
+def new_run(seed: int, runs: Path = RUNS) -> Path:
+    """An empty directory seed-N among the runs. An earlier run of the seed is replaced."""
+    run = runs / f"seed-{seed}"
     shutil.rmtree(run, ignore_errors=True)
     run.mkdir(parents=True)
     return run

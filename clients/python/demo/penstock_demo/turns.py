@@ -74,5 +74,5 @@ def rows_of_turn(point: Call, parent: RolloutResult, branches: Sequence[RolloutR
                 if span.call_id == call_id:
                     mask[span.start : span.end] = sample.loss_mask[span.start : span.end]
             if sample.logprobs is not None and mask.any():
-                rows.append(Row(sample.input_ids, mask, sample.logprobs, advantage))
+                rows.append(Row.alike(sample.input_ids, mask, sample.logprobs, advantage))
     return rows

@@ -245,10 +245,14 @@ GenerateEvent = Started | Delta | Done
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Logprobs of given tokens: `logprobs[i]` is that of token i + 1 given tokens [0, i]."""
+    """Logprobs of given tokens: `logprobs[i]` is that of token i + 1 given tokens [0, i].
+
+    `top` has the alternatives to each, if they were requested.
+    """
 
     logprobs: Logprobs
     policy_version: int
+    top: TopLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,8 +328,13 @@ class Engine(Protocol):
         ResourceExhausted (QUEUE_FULL).
         """
 
-    async def score(self, token_ids: TokenIds, temperature: float = 1.0, adapter: str = "") -> Scores:
-        """Logprobs of `token_ids[1:]` under the current policy, or an adapter's, at `temperature` (> 0)."""
+    async def score(
+        self, token_ids: TokenIds, temperature: float = 1.0, adapter: str = "", top_logprobs: int = 0
+    ) -> Scores:
+        """Logprobs of `token_ids[1:]` under the current policy, or an adapter's, at `temperature` (> 0).
+
+        With `top_logprobs`, also the so many likeliest tokens of each position, the whole vocabulary if it has fewer.
+        """
 
     async def abort(
         self, *, request_ids: Sequence[str] = (), session_id: str | None = None, everything: bool = False

@@ -15,6 +15,7 @@ T = TypeVar("T")
 
 MAX_TEMPERATURE = 5.0
 MAX_TOP_LOGPROBS = 20
+_TOP_RANGE = f"must be in [0, {MAX_TOP_LOGPROBS}]"
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 256
 MAX_SEED = 2**63 - 1
@@ -37,9 +38,24 @@ def check_sampling(sampling: Sampling, vocab_size: int) -> list[Violation]:
         ("repetition_penalty", math.isfinite(s.repetition_penalty) and s.repetition_penalty > 0, "must be above 0"),
         ("presence_penalty", math.isfinite(s.presence_penalty), "must be finite"),
         ("frequency_penalty", math.isfinite(s.frequency_penalty), "must be finite"),
-        ("top_logprobs", 0 <= s.top_logprobs <= MAX_TOP_LOGPROBS, f"must be in [0, {MAX_TOP_LOGPROBS}]"),
+        ("top_logprobs", 0 <= s.top_logprobs <= MAX_TOP_LOGPROBS, _TOP_RANGE),
     )
     return [Violation(f"sampling.{name}", text) for name, holds, text in rules if not holds]
+
+
+def check_score(
+    ids: TokenIds, top_logprobs: int, vocab_size: int, max_context: int, *, sampled: int = 0
+) -> list[Violation]:
+    """The violations of tokens to score, where the engine must sample `sampled` tokens to score a prompt."""
+    violations = [
+        Violation("token_ids" + v.field.removeprefix("prompt_token_ids"), v.description)
+        for v in check_prompt(ids, sampled, vocab_size, max_context)
+    ]
+    if ids.size < 2:
+        violations.append(Violation("token_ids", "must have at least two tokens: the first has no logprob"))
+    if not 0 <= top_logprobs <= MAX_TOP_LOGPROBS:
+        violations.append(Violation("top_logprobs", _TOP_RANGE))
+    return violations
 
 
 def raise_violations(violations: list[Violation]) -> None:

@@ -89,7 +89,9 @@ class NoEngine:
             reason="ENGINE_NONE",
         )
 
-    async def score(self, token_ids: TokenIds, temperature: float = 1.0, adapter: str = "") -> Scores:
+    async def score(
+        self, token_ids: TokenIds, temperature: float = 1.0, adapter: str = "", top_logprobs: int = 0
+    ) -> Scores:
         """Raises Unsupported."""
         raise _missing("score")
 

@@ -142,7 +142,9 @@ class ReplicaPool:
         finally:
             del self._flights[request.request_id]
 
-    async def score(self, token_ids: TokenIds, temperature: float = 1.0, adapter: str = "") -> Scores:
+    async def score(
+        self, token_ids: TokenIds, temperature: float = 1.0, adapter: str = "", top_logprobs: int = 0
+    ) -> Scores:
         """Logprobs of `token_ids[1:]`, from the replica that the router chooses."""
         blocks, deaths = _blocks(token_ids, adapter), 0
         while True:
@@ -152,7 +154,7 @@ class ReplicaPool:
                 raise replica_died()
             life = self._supervisor.life(route.member)
             try:
-                scores: Scores = await life.ask("score", token_ids, temperature, adapter)
+                scores: Scores = await life.ask("score", token_ids, temperature, adapter, top_logprobs)
             except PenstockError as error:
                 if self._closed or not is_death(error):
                     raise

@@ -26,6 +26,7 @@ from penstock_inference.engines.base import (
     PauseMode,
     ReplicaStats,
     Sampling,
+    Scores,
     Started,
     TokenIds,
     TopLogprobs,
@@ -219,10 +220,29 @@ def _token_span(
             completion_pb2.PolicyVersionSpan(policy_version=v.policy_version, start=v.start, end=v.end)
             for v in versions
         ],
-        top_token_ids=b"" if top is None else top.token_ids.astype("<i4", copy=False).tobytes(),
-        top_logprobs=b"" if top is None else top.logprobs.astype("<f4", copy=False).tobytes(),
-        top_count=0 if top is None else top.token_ids.shape[1],
+        **_top(top),
     )
+
+
+def score_response(scores: Scores, start: int) -> pb.ScoreResponse:
+    """The logprobs of the tokens from `start` on, and their alternatives."""
+    rows, top = slice(start - 1, None), scores.top
+    return pb.ScoreResponse(
+        logprobs=scores.logprobs[rows].astype("<f4", copy=False).tobytes(),
+        policy_version=scores.policy_version,
+        **_top(None if top is None else TopLogprobs(top.token_ids[rows], top.logprobs[rows])),
+    )
+
+
+def _top(top: TopLogprobs | None) -> dict[str, Any]:
+    """The fields of alternatives."""
+    if top is None:
+        return {}
+    return {
+        "top_token_ids": top.token_ids.astype("<i4", copy=False).tobytes(),
+        "top_logprobs": top.logprobs.astype("<f4", copy=False).tobytes(),
+        "top_count": top.token_ids.shape[1],
+    }
 
 
 def _sampling_used(used: Sampling, seed: int | None) -> chat_pb2.Sampling:

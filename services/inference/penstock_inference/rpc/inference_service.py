@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Mapping
 from contextlib import aclosing
-from typing import Any
+from typing import Any, Final
 
 from penstock.inference.v1 import inference_service_pb2 as pb
 from penstock.inference.v1 import inference_service_pb2_grpc as rpc
@@ -23,6 +23,7 @@ from penstock_inference.logprob_diff import GapReports
 from penstock_inference.namespaces import Served, scoped
 from penstock_inference.rpc import convert, messages, weight_updates
 from penstock_inference.rpc.messages import template_options
+from penstock_inference.rpc.score_batches import scored
 from penstock_inference.status import Health
 from penstock_inference.weights.adapters import AdapterUploads
 from penstock_inference.weights.manager import WeightUpdates
@@ -31,6 +32,7 @@ from penstock_inference.weights.transfers import Transfers
 
 SERVICE = "penstock.inference.v1.InferenceService"
 
+FEATURES: Final = ("score.batch", "score.top_logprobs")
 REGISTER = rpc.add_InferenceServiceServicer_to_server
 
 _MIN_INTERVAL_S, _MAX_INTERVAL_S = 0.1, 60.0
@@ -100,26 +102,22 @@ class InferenceServicer(rpc.InferenceServiceServicer):
                     yield convert.generate_event(event, wanted, info, show_prompt=rendered)
 
     async def Score(self, request: pb.ScoreRequest, context: Context) -> pb.ScoreResponse:  # noqa: N802
-        if request.adapter:
-            self._adapters.engine()
-        if not self._engine.info().capabilities.score:
-            raise missing_capability("score")
-        ids = convert.token_ids(request.token_ids, "token_ids")
-        if not 1 <= request.start < max(ids.size, 2):
-            raise invalid_field("start", f"must be in [1, {ids.size}): the first token has no logprob")
-        temperature = request.temperature if request.HasField("temperature") else 1.0
         namespace = caller().home
         with self.served.serving(namespace):
-            scores = await self._engine.score(ids, temperature, scoped(namespace, request.adapter))
-        if request.HasField("exact_version") and scores.policy_version != request.exact_version:
-            raise FailedPrecondition(
-                f"policy version {scores.policy_version} is in force, not {request.exact_version}",
-                reason="POLICY_VERSION_UNAVAILABLE",
-                metadata={"policy_version": str(scores.policy_version)},
-            )
-        return pb.ScoreResponse(
-            logprobs=scores.logprobs[request.start - 1 :].astype("<f4").tobytes(), policy_version=scores.policy_version
-        )
+            return await self._score(request, namespace)
+
+    async def ScoreBatch(  # noqa: N802
+        self, request: pb.ScoreBatchRequest, context: Context
+    ) -> AsyncIterator[pb.ScoreBatchResponse]:
+        self._check_scores()
+        namespace = caller().home
+
+        def score(one: pb.ScoreRequest) -> Awaitable[pb.ScoreResponse]:
+            return self._score(one, namespace)
+
+        async with aclosing(scored(request, score, lambda: self.served.serving(namespace))) as answers:
+            async for answer in answers:
+                yield answer
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:  # noqa: N802
         target, namespace = request.WhichOneof("target"), caller().home
@@ -280,6 +278,28 @@ class InferenceServicer(rpc.InferenceServiceServicer):
             cached_tokens=answer.usage.cached_tokens,
         )
         return convert.chat_done(answer, info)
+
+    def _check_scores(self) -> None:
+        if not self._engine.info().capabilities.score:
+            raise missing_capability("score")
+
+    async def _score(self, request: pb.ScoreRequest, namespace: str) -> pb.ScoreResponse:
+        if request.adapter:
+            self._adapters.engine()
+        self._check_scores()
+        ids = convert.token_ids(request.token_ids, "token_ids")
+        if not 1 <= request.start < max(ids.size, 2):
+            raise invalid_field("start", f"must be in [1, {ids.size}): the first token has no logprob")
+        temperature = request.temperature if request.HasField("temperature") else 1.0
+        adapter = scoped(namespace, request.adapter)
+        scores = await self._engine.score(ids, temperature, adapter, request.top_logprobs)
+        if request.HasField("exact_version") and scores.policy_version != request.exact_version:
+            raise FailedPrecondition(
+                f"policy version {scores.policy_version} is in force, not {request.exact_version}",
+                reason="POLICY_VERSION_UNAVAILABLE",
+                metadata={"policy_version": str(scores.policy_version)},
+            )
+        return convert.score_response(scores, request.start)
 
     def _may_change_weights(self) -> bool:
         return caller().may_reach(self._weights_namespace)

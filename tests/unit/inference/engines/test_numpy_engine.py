@@ -110,6 +110,37 @@ async def test_scoring_a_completion_gives_exactly_the_logprobs_it_was_sampled_wi
         np.testing.assert_array_equal(scores.logprobs[ids.size - 1 :], done.logprobs)
 
 
+@pytest.mark.requirement("R132")
+async def test_a_scores_alternatives_are_those_that_were_sampled_with(open_engine: OpenEngine) -> None:
+    """Over the whole sequence, whatever pieces it is computed in; a token among them has its own logprob."""
+    engine = await open_engine(**LONG)
+    for length, temperature in ((40, 1.0), (700, 0.7)):
+        ids = prompt(length)
+        done = await complete(engine, request("r", ids, temperature=temperature, max_tokens=30, top_logprobs=5))
+        whole = np.concatenate([ids, done.token_ids])
+        scores = await engine.score(whole, temperature, top_logprobs=5)
+        assert done.top is not None and scores.top is not None and scores.top.token_ids.shape == (whole.size - 1, 5)
+        np.testing.assert_array_equal(scores.top.token_ids[length - 1 :], done.top.token_ids)
+        np.testing.assert_array_equal(scores.top.logprobs[length - 1 :], done.top.logprobs)
+        among = scores.top.token_ids == whole[1:, None]
+        np.testing.assert_array_equal(scores.top.logprobs[among], scores.logprobs[among.any(axis=1)])
+
+
+@pytest.mark.requirement("R132")
+async def test_all_alternatives_together_are_the_whole_distribution(open_engine: OpenEngine) -> None:
+    """A vocabulary smaller than what was asked for is listed whole, in falling order."""
+    engine = await open_engine(config={"vocab_size": 12, "eos_token_id": None})
+    scores = await engine.score(np.arange(3, 10, dtype=np.int32), top_logprobs=20)
+    assert scores.top is not None and scores.top.token_ids.shape == (6, 12)
+    assert all(sorted(row) == list(range(12)) for row in scores.top.token_ids.tolist())
+    assert (np.diff(scores.top.logprobs) <= 0).all()
+    np.testing.assert_allclose(np.exp(scores.top.logprobs.astype(np.float64)).sum(axis=1), 1.0, rtol=1e-6)
+    for top in (-1, 21):
+        with pytest.raises(InvalidArgument) as caught:
+            await engine.score(np.arange(3, 10, dtype=np.int32), top_logprobs=top)
+        assert caught.value.violations[0].field == "top_logprobs"
+
+
 @pytest.mark.requirement("R82")
 async def test_a_reused_prefix_gives_the_same_result_and_is_counted(open_engine: OpenEngine) -> None:
     """The cache saves work and changes nothing."""

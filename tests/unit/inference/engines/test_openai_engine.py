@@ -53,7 +53,7 @@ from penstock_inference.engines.base import (
     UpdateFormat,
     VersionSpan,
 )
-from penstock_inference.engines.openai.answers import read_choice
+from penstock_inference.engines.openai.answers import read_choice, read_top_scores
 from penstock_inference.engines.openai.engine import OpenAiEngine
 from penstock_inference.engines.openai.probe import mode_of
 from penstock_inference.engines.openai.wire import Endpoint
@@ -236,6 +236,33 @@ async def test_prompts_are_scored_when_the_endpoint_returns_their_logprobs(
     assert scores.logprobs.tolist() == pytest.approx([plain[6], plain[7]])
     with pytest.raises(InvalidArgument):
         await engine.score(PROMPT, temperature=0.5)
+
+
+@pytest.mark.requirement("R82", "R132")
+async def test_a_scored_prompt_has_the_likeliest_tokens_of_each_position(endpoint: TokenEndpoint, opened: Open) -> None:
+    """The endpoint also lists the prompt's own token, which is left out where it is less likely."""
+    engine = await opened(endpoint, policy_version="0")
+    plain = endpoint.table({"temperature": 1.0})
+    likeliest = sorted(plain, key=lambda token: -plain[token])[:3]
+    for prompt in (PROMPT, np.array([likeliest[2], likeliest[0], likeliest[1]], np.int32)):
+        scores = await engine.score(prompt, top_logprobs=3)
+        assert scores.logprobs.tolist() == pytest.approx([plain[token] for token in prompt.tolist()[1:]])
+        assert scores.top is not None and scores.top.token_ids.tolist() == [likeliest] * 2
+        assert scores.top.logprobs[0].tolist() == pytest.approx([plain[token] for token in likeliest])
+    with pytest.raises(InvalidArgument, match="top_logprobs"):
+        await engine.score(PROMPT, top_logprobs=21)
+
+
+@pytest.mark.requirement("R132")
+def test_an_endpoint_that_lists_fewer_tokens_than_asked_for_is_refused() -> None:
+    """Rows of unequal length would be read as other tokens' alternatives."""
+    row = {"1": {"logprob": -0.5}, "2": {"logprob": -1.0}}
+    answer = {"choices": [{"prompt_logprobs": [None, row]}]}
+    assert read_top_scores(answer, 2, VOCAB).token_ids.tolist() == [[1, 2]]
+    for count, wrong in ((3, row), (1, {"x": {"logprob": -0.5}}), (1, {str(VOCAB): {"logprob": -0.5}}), (1, {"1": {}})):
+        with pytest.raises(FailedPrecondition) as caught:
+            read_top_scores({"choices": [{"prompt_logprobs": [None, wrong]}]}, count, VOCAB)
+        assert caught.value.reason == "UPSTREAM_ANSWER_INVALID"
 
 
 @pytest.mark.requirement("R63")

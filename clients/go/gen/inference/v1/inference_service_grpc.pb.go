@@ -68,13 +68,15 @@ type InferenceServiceClient interface {
 	// Errors: FAILED_PRECONDITION (POLICY_VERSION_UNAVAILABLE), RESOURCE_EXHAUSTED (QUEUE_FULL, with RetryInfo),
 	// INVALID_ARGUMENT (FIELD_INVALID, ADAPTER_UNKNOWN).
 	Generate(ctx context.Context, in *GenerateRequest, opts ...grpc.CallOption) (InferenceService_GenerateClient, error)
-	// Score returns logprobs of given tokens under the present weights.
+	// Score returns logprobs of given tokens under the present weights, and of the likeliest ones if `top_logprobs` asks for
+	// them.
 	// Errors: FAILED_PRECONDITION (POLICY_VERSION_UNAVAILABLE: `exact_version` is not in force), INVALID_ARGUMENT
 	// (FIELD_INVALID, ADAPTER_UNKNOWN).
 	Score(ctx context.Context, in *ScoreRequest, opts ...grpc.CallOption) (*ScoreResponse, error)
 	// ScoreBatch scores several sequences, each as by Score, for a teacher's logprobs. One answer for each, as it is ready: its
-	// score, or its own failure for one of the reasons of Score.
-	// Errors: INVALID_ARGUMENT (FIELD_INVALID), of the request as a whole.
+	// score, or its own failure for one of the reasons of Score. Several are scored at once, fewer where a namespace's quota
+	// leaves less room. Cancelling the RPC scores no further ones.
+	// Errors: INVALID_ARGUMENT (FIELD_INVALID, FIELD_NOT_SERVED), UNIMPLEMENTED (CAPABILITY_MISSING), of the request as a whole.
 	ScoreBatch(ctx context.Context, in *ScoreBatchRequest, opts ...grpc.CallOption) (InferenceService_ScoreBatchClient, error)
 	// Abort aborts generations. Idempotent.
 	Abort(ctx context.Context, in *AbortRequest, opts ...grpc.CallOption) (*AbortResponse, error)
@@ -521,13 +523,15 @@ type InferenceServiceServer interface {
 	// Errors: FAILED_PRECONDITION (POLICY_VERSION_UNAVAILABLE), RESOURCE_EXHAUSTED (QUEUE_FULL, with RetryInfo),
 	// INVALID_ARGUMENT (FIELD_INVALID, ADAPTER_UNKNOWN).
 	Generate(*GenerateRequest, InferenceService_GenerateServer) error
-	// Score returns logprobs of given tokens under the present weights.
+	// Score returns logprobs of given tokens under the present weights, and of the likeliest ones if `top_logprobs` asks for
+	// them.
 	// Errors: FAILED_PRECONDITION (POLICY_VERSION_UNAVAILABLE: `exact_version` is not in force), INVALID_ARGUMENT
 	// (FIELD_INVALID, ADAPTER_UNKNOWN).
 	Score(context.Context, *ScoreRequest) (*ScoreResponse, error)
 	// ScoreBatch scores several sequences, each as by Score, for a teacher's logprobs. One answer for each, as it is ready: its
-	// score, or its own failure for one of the reasons of Score.
-	// Errors: INVALID_ARGUMENT (FIELD_INVALID), of the request as a whole.
+	// score, or its own failure for one of the reasons of Score. Several are scored at once, fewer where a namespace's quota
+	// leaves less room. Cancelling the RPC scores no further ones.
+	// Errors: INVALID_ARGUMENT (FIELD_INVALID, FIELD_NOT_SERVED), UNIMPLEMENTED (CAPABILITY_MISSING), of the request as a whole.
 	ScoreBatch(*ScoreBatchRequest, InferenceService_ScoreBatchServer) error
 	// Abort aborts generations. Idempotent.
 	Abort(context.Context, *AbortRequest) (*AbortResponse, error)

@@ -40,6 +40,7 @@ from penstock.client.errors import (
 )
 from penstock.client.inference.client import ParsedMessage, Prompt
 from penstock.client.inference.engine_info import EngineInfo, EngineStats, LogprobGap, ReplicaStats
+from penstock.client.inference.scores import Score, ToScore
 from penstock.client.inference.weights import Adapter, PauseMode, WeightTransfer, WeightUpdate
 from penstock.client.intercept.calls import ModelCall
 from penstock.client.intercept.gate import GateRolloutHandle, LeasedCall
@@ -325,6 +326,7 @@ __all__ = [
     "SandboxSpec",
     "SandboxUsage",
     "SandboxesUsage",
+    "Score",
     "SeedFile",
     "Selector",
     "ServerInfo",
@@ -345,6 +347,7 @@ __all__ = [
     "Text",
     "Timings",
     "Tls",
+    "ToScore",
     "TokenScope",
     "TokenTerms",
     "Tokenizer",

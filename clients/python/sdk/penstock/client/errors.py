@@ -269,6 +269,12 @@ def from_rpc_error(error: grpc.aio.AioRpcError, peer: str) -> PenstockError:
     return kind(message, reason=reason, metadata=metadata, violations=violations, retry_after=retry_after)
 
 
+def of_code(code: int, message: str, *, reason: str, violations: tuple[Violation, ...] = ()) -> PenstockError:
+    """Returns the exception for a failure that a message carries: one item's of many, by its google.rpc.Code."""
+    kind = next((kind for status, kind in _CLASSES.items() if status.value[0] == code), Internal)
+    return kind(message, reason=reason, violations=violations)
+
+
 def _status(error: grpc.aio.AioRpcError) -> status_pb2.Status:
     for key, value in error.trailing_metadata() or ():
         if key == _DETAILS_KEY and isinstance(value, bytes):

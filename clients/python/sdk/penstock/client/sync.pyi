@@ -11,6 +11,7 @@ from penstock.client.agents import Agent, CheckFinding
 from penstock.client.errors import PenstockError
 from penstock.client.inference.client import ParsedMessage, Prompt
 from penstock.client.inference.engine_info import EngineInfo, EngineStats
+from penstock.client.inference.scores import Score, ToScore
 from penstock.client.inference.weights import Adapter, PauseMode, WeightUpdate
 from penstock.client.intercept.host_tools import HostTool
 from penstock.client.intercept.session import Selector
@@ -475,6 +476,43 @@ class InferenceClient:
         Raises:
             FailedPrecondition: `POLICY_VERSION_UNAVAILABLE`.
         """
+    def score_top(
+        self,
+        token_ids: ArrayLike,
+        start: int,
+        top_logprobs: int,
+        *,
+        adapter: str = "",
+        temperature: float | None = None,
+        exact_version: int | None = None,
+    ) -> Score:
+        """As `score`, with the likeliest tokens at each position and their logprobs.
+
+        Args:
+            token_ids: the whole sequence (any array-like).
+            start: the first token that is scored.
+            top_logprobs: how many of the likeliest tokens, 0 to 20.
+            adapter: a loaded adapter; empty = the base weights.
+            temperature: of the distribution; None = 1.
+            exact_version: refuse unless exactly these weights score; None = those that are in force.
+
+        Raises:
+            FailedPrecondition: `POLICY_VERSION_UNAVAILABLE`.
+        """
+    def score_batch(self, sequences: Sequence[ToScore], *, timeout: float | None = 600.0) -> list[Score]:
+        """Scores several sequences in one call; the engine computes them together as far as it can.
+
+        Args:
+            sequences: 1 to 1024, at most 64 MiB together.
+            timeout: seconds for all of them.
+
+        Raises:
+            PenstockError: the first failure of a sequence, or the service's error. The rest is not scored then.
+        """
+    def score_each(
+        self, sequences: Sequence[ToScore], *, timeout: float | None = 600.0
+    ) -> Generator[tuple[int, Score | PenstockError]]:
+        """As `score_batch`, but yields each sequence's position with its score, or its failure, as they are ready."""
     def update_weights(
         self,
         version: int,

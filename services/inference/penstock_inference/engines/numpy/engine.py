@@ -42,8 +42,10 @@ from penstock_inference.engines.base import (
 )
 from penstock_inference.engines.checks import (
     MAX_SEED,
+    MAX_TEMPERATURE,
     check_prompt,
     check_sampling,
+    check_score,
     check_update,
     open_update,
     raise_violations,
@@ -184,15 +186,17 @@ class NumpyEngine:
         finally:
             self._request_ids.discard(request.request_id)
 
-    async def score(self, token_ids: TokenIds, temperature: float = 1.0, adapter: str = "") -> Scores:
-        request = GenerateRequest("", token_ids, Sampling(max_tokens=1, temperature=temperature), stream=False)
-        violations = check_sampling(request.sampling, self._config.vocab_size)
-        violations += check_prompt(token_ids, 0, self._config.vocab_size, self._max_context)
-        if temperature <= 0:
-            violations.append(Violation("temperature", "must be above 0: greedy sampling has no logprobs"))
-        if token_ids.size < 2:
-            violations.append(Violation("token_ids", "must have at least two tokens: the first has no logprob"))
+    async def score(
+        self, token_ids: TokenIds, temperature: float = 1.0, adapter: str = "", top_logprobs: int = 0
+    ) -> Scores:
+        violations = check_score(token_ids, top_logprobs, self._config.vocab_size, self._max_context)
+        if not 0 < temperature <= MAX_TEMPERATURE:
+            violations.append(
+                Violation("temperature", f"must be in (0, {MAX_TEMPERATURE}]: greedy sampling has no logprobs")
+            )
         raise_violations(violations)
+        sampling = Sampling(max_tokens=1, temperature=temperature, top_logprobs=top_logprobs)
+        request = GenerateRequest("", token_ids, sampling, stream=False)
         async with aclosing(self._worker.follow(Sequence(request, seed=0, score_temperature=temperature))) as events:
             async for event in events:
                 if isinstance(event, Scores):

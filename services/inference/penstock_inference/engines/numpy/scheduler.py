@@ -103,6 +103,7 @@ class Scheduler:
                 self._slots.restart(slot, version)
                 sequence.cached = 0
                 sequence.scores.clear()
+                sequence.top.clear()
         early, self._early = self._early, []
         for sequence in early:
             self._queue(sequence)
@@ -324,10 +325,13 @@ class Scheduler:
             return
         logprobs = distribution.logprobs(targets.astype(np.int64))
         sequence.scores.append(logprobs.astype(np.float32))
+        wanted = min(sequence.request.sampling.top_logprobs, self._config.vocab_size)
+        if wanted:
+            sequence.top += [distribution.top(row, wanted) for row in range(targets.size)]
         if done == sequence.prompt.size:
             self._counts["finished"] += 1
             self._let_go(sequence)
-            events.append((sequence, Scores(np.concatenate(sequence.scores), self.version)))
+            events.append((sequence, Scores(np.concatenate(sequence.scores), self.version, sequence.all_top())))
 
     def _fail(self, sequence: Sequence, events: list[tuple[Sequence, Event]]) -> None:
         """End a sequence with a non-finite logit: there is nothing to sample, and its slot must not spread it."""

@@ -45,6 +45,7 @@ class Sequence:
     version_starts: list[tuple[int, int]] = field(default_factory=list)
     """(policy version, index of the first token that it sampled), one per change."""
     top: list[tuple[TokenIds, Logprobs]] = field(default_factory=list)
+    """The alternatives to each sampled token, or to each token that was scored."""
     sent: int = 0
     """Number of tokens sent in deltas."""
     sent_at: float = 0.0

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from penstock_chassis.errors import FailedPrecondition, Internal
-from penstock_inference.engines.base import Logprobs, TokenIds
+from penstock_inference.engines.base import Logprobs, TokenIds, TopLogprobs
 
 _PREFIX = "token_id:"
 LEAST_LOGPROB = -9999.0
@@ -73,6 +73,22 @@ def read_scores(answer: Any, token_ids: TokenIds) -> Logprobs:
     except (KeyError, IndexError, TypeError, ValueError):
         raise broken("prompt_logprobs are not those of the prompt") from None
     return np.array(_values(values, token_ids.size - 1), np.float32)
+
+
+def read_top_scores(answer: Any, count: int, vocab_size: int) -> TopLogprobs:
+    """The `count` likeliest tokens of each row of `read_scores`, which has checked the answer's shape.
+
+    A row has them, and the prompt's own token where it is less likely. Raises the errors of `read_choice`.
+    """
+    top = []
+    for row in answer["choices"][0]["prompt_logprobs"][1:]:
+        pairs = [(name, item.get("logprob") if isinstance(item, dict) else None) for name, item in row.items()]
+        top.append(_table({f"{_PREFIX}{name}": value for name, value in pairs}, vocab_size))
+    if any(len(ids) < count for ids, _ in top):
+        raise broken(f"fewer than {count} alternatives")
+    return TopLogprobs(
+        np.array([ids[:count] for ids, _ in top], np.int32), np.array([values[:count] for _, values in top], np.float32)
+    )
 
 
 def token_id(text: object) -> int | None:

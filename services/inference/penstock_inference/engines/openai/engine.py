@@ -43,8 +43,8 @@ from penstock_inference.engines.base import (
     UpdateFormat,
     UpdatePhases,
 )
-from penstock_inference.engines.checks import check_prompt, check_sampling, closed, raise_violations
-from penstock_inference.engines.openai.answers import broken, read_scores
+from penstock_inference.engines.checks import check_prompt, check_sampling, check_score, closed, raise_violations
+from penstock_inference.engines.openai.answers import broken, read_scores, read_top_scores
 from penstock_inference.engines.openai.chat import CHAT_FIELDS, ask, chat_body
 from penstock_inference.engines.openai.in_flight import Flight
 from penstock_inference.engines.openai.model import Model
@@ -217,28 +217,30 @@ class OpenAiEngine:
                 del self._running[request.request_id]
                 self._admission.leave()
 
-    async def score(self, token_ids: TokenIds, temperature: float = 1.0, adapter: str = "") -> Scores:
+    async def score(
+        self, token_ids: TokenIds, temperature: float = 1.0, adapter: str = "", top_logprobs: int = 0
+    ) -> Scores:
         """Logprobs of `token_ids[1:]`, if the endpoint returns those of a prompt; only at temperature 1."""
         facts = self._found()
         if not facts.score or self._version is None:
             raise missing_capability("score")
         vocab = self._model.vocab_size or 0
-        violations = [
-            Violation("token_ids" + v.field.removeprefix("prompt_token_ids"), v.description)
-            for v in check_prompt(token_ids, 1, vocab, self._context(facts))
-        ]
+        violations = check_score(token_ids, top_logprobs, vocab, self._context(facts), sampled=1)
         if temperature != 1.0:
             violations.append(Violation("temperature", "must be 1, or unset, on the openai engine"))
-        if token_ids.size < 2:
-            violations.append(Violation("token_ids", "must have at least two tokens: the first has no logprob"))
         raise_violations(violations)
-        body = {"model": facts.model, "prompt": token_ids, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
+        body = {"model": facts.model, "prompt": token_ids, "max_tokens": 1, "temperature": 1.0}
+        body["prompt_logprobs"] = top_logprobs
         try:
             answer = await self._endpoint.post("/completions", body)
         except PenstockError as error:
             self._failed(error)
             raise
-        return Scores(read_scores(answer, token_ids), self._version)
+        return Scores(
+            read_scores(answer, token_ids),
+            self._version,
+            read_top_scores(answer, min(top_logprobs, vocab), vocab) if top_logprobs else None,
+        )
 
     async def abort(
         self, *, request_ids: Sequence[str] = (), session_id: str | None = None, everything: bool = False

@@ -191,7 +191,9 @@ class ScriptedEngine:
             seed=request.sampling.seed or 0,
         )
 
-    async def score(self, token_ids: TokenIds, temperature: float = 1.0, adapter: str = "") -> Scores:
+    async def score(
+        self, token_ids: TokenIds, temperature: float = 1.0, adapter: str = "", top_logprobs: int = 0
+    ) -> Scores:
         """Raises Unsupported: a script has no distribution."""
         raise Unsupported("the scripted engine cannot score", reason="CAPABILITY_MISSING")
 

@@ -165,8 +165,10 @@ class VllmEngine:
             async for event in events:
                 yield event
 
-    async def score(self, token_ids: TokenIds, temperature: float = 1.0, adapter: str = "") -> Scores:
-        return await self._generations.score(token_ids, temperature, adapter)
+    async def score(
+        self, token_ids: TokenIds, temperature: float = 1.0, adapter: str = "", top_logprobs: int = 0
+    ) -> Scores:
+        return await self._generations.score(token_ids, temperature, adapter, top_logprobs)
 
     async def abort(
         self, *, request_ids: Sequence[str] = (), session_id: str | None = None, everything: bool = False

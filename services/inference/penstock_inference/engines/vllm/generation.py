@@ -25,17 +25,19 @@ from penstock_inference.engines.base import (
     FinishReason,
     GenerateEvent,
     GenerateRequest,
+    Logprobs,
     Sampling,
     Scores,
     Started,
     TokenIds,
+    TopLogprobs,
 )
-from penstock_inference.engines.checks import check_prompt, check_sampling, raise_violations
+from penstock_inference.engines.checks import check_prompt, check_sampling, check_score, raise_violations
 from penstock_inference.engines.response_format import FIELD as FORMAT_FIELD
 from penstock_inference.engines.stops import StopTexts
 from penstock_inference.engines.vllm.adapters import LoadedAdapter
 from penstock_inference.engines.vllm.core import Core
-from penstock_inference.engines.vllm.in_flight import Flight
+from penstock_inference.engines.vllm.in_flight import Flight, alternatives, stacked
 from penstock_inference.engines.vllm.params import sampling_params, score_params
 from penstock_inference.engines.vllm.runtime import engine_died
 
@@ -115,35 +117,30 @@ class Generations:
         finally:
             self._request_ids.discard(request.request_id)
 
-    async def score(self, token_ids: TokenIds, temperature: float, adapter: str) -> Scores:
+    async def score(self, token_ids: TokenIds, temperature: float, adapter: str, top_logprobs: int) -> Scores:
         """See `Engine.score`. Only at temperature 1, the only one at which vLLM scores a prompt."""
         core = self._core
-        violations = check_prompt(token_ids, 1, self._vocab_size, self._max_context)
-        violations = [
-            Violation("token_ids" + v.field.removeprefix("prompt_token_ids"), v.description) for v in violations
-        ]
+        violations = check_score(token_ids, top_logprobs, self._vocab_size, self._max_context, sampled=1)
         if temperature != 1.0:
             violations.append(Violation("temperature", "must be 1, or unset, on the vllm engine"))
-        if token_ids.size < 2:
-            violations.append(Violation("token_ids", "must have at least two tokens: the first has no logprob"))
         raise_violations(violations)
         core.version_of(adapter)
         core.runtime  # noqa: B018 - raises when there is none
-        params = score_params()
+        params = score_params(min(top_logprobs, self._vocab_size))
         while True:
             request = GenerateRequest(f"score-{uuid.uuid4()}", token_ids, Sampling(max_tokens=1), adapter=adapter)
             if not await core.admission.enter(request):
                 raise Unavailable("scoring was aborted", reason="ENGINE_ABORTED", retry_after_s=1.0)
             try:
                 version, base = core.version_of(adapter), core.version
-                output = await self._ask_once(request, params)
+                values, top = await self._ask_once(request, params)
             finally:
                 core.admission.leave()
             if base == core.version:
-                return Scores(output, version)
+                return Scores(values, version, top)
             # The weights changed meanwhile: some logprobs may be of the old ones.
 
-    async def _ask_once(self, request: GenerateRequest, params: Any) -> Any:
+    async def _ask_once(self, request: GenerateRequest, params: Any) -> tuple[Logprobs, TopLogprobs | None]:
         core = self._core
         adapter = self._adapter_of(request)
         try:
@@ -156,7 +153,9 @@ class Generations:
         values = np.array([flat.logprobs[start] for start in flat.start_indices[1:]], np.float32)
         if not np.isfinite(values).all():
             raise _not_finite(core.version)
-        return np.minimum(values, 0.0)
+        wanted = params.prompt_logprobs
+        rows = [alternatives(flat, n, wanted) for n in range(1, len(flat.start_indices))] if wanted else []
+        return np.minimum(values, 0.0), stacked(rows)
 
     async def _fly(self, flight: Flight) -> AsyncGenerator[GenerateEvent, None]:
         """One request from admission to its end."""

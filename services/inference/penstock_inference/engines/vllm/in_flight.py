@@ -111,7 +111,7 @@ class Flight:
         # A logarithm of 1 may be a rounding error above 0.
         self.logprobs += [min(value, 0.0) for value in values]
         if self.request.sampling.top_logprobs:
-            self.top += [_alternatives(logprobs, n, self.request.sampling.top_logprobs) for n in range(len(ids))]
+            self.top += [alternatives(logprobs, n, self.request.sampling.top_logprobs) for n in range(len(ids))]
 
     def _finish(self, completion: Any, output: Any) -> None:
         reason = _REASONS.get(completion.finish_reason)
@@ -144,7 +144,7 @@ class Flight:
                     np.array(self.token_ids[piece], np.int32),
                     np.array(self.logprobs[piece], np.float32),
                     span.policy_version,
-                    _stacked(self.top[piece]),
+                    stacked(self.top[piece]),
                 )
         self.sent = total
 
@@ -172,12 +172,12 @@ class Flight:
             cached_tokens=self.cached,
             timings=Timings(self.admitted_at - self.queued_at + inside.queue_s, inside.prefill_s, inside.decode_s),
             seed=self.request.sampling.seed,
-            top=_stacked(self.top),
+            top=stacked(self.top),
             stop_text=self.stop_text,
         )
 
 
-def _alternatives(logprobs: Any, position: int, count: int) -> tuple[list[int], list[float]]:
+def alternatives(logprobs: Any, position: int, count: int) -> tuple[list[int], list[float]]:
     """The most likely tokens of a position. vLLM lists the sampled token first, and perhaps again by its rank."""
     where = range(logprobs.start_indices[position], logprobs.end_indices[position])
     by_rank = {logprobs.ranks[n]: n for n in where if logprobs.ranks[n] is not None}
@@ -185,7 +185,8 @@ def _alternatives(logprobs: Any, position: int, count: int) -> tuple[list[int], 
     return [logprobs.token_ids[n] for n in chosen], [min(logprobs.logprobs[n], 0.0) for n in chosen]
 
 
-def _stacked(top: list[tuple[list[int], list[float]]]) -> TopLogprobs | None:
+def stacked(top: list[tuple[list[int], list[float]]]) -> TopLogprobs | None:
+    """The alternatives of consecutive tokens as arrays; None without any."""
     if not top:
         return None
     return TopLogprobs(np.array([ids for ids, _ in top], np.int32), np.array([values for _, values in top], np.float32))

@@ -36,11 +36,11 @@ def sampling_params(sampling: Sampling, stops: Iterable[int], *, whole: bool) ->
     )
 
 
-def score_params() -> Any:
-    """Parameters for the logprobs of a prompt; vLLM must sample at least one token."""
+def score_params(top_logprobs: int) -> Any:
+    """Parameters for the logprobs of a prompt and its alternatives; vLLM must sample at least one token."""
     return SamplingParams(
         max_tokens=1,
-        prompt_logprobs=0,
+        prompt_logprobs=top_logprobs,
         flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,

@@ -10,11 +10,12 @@ from typing import Any
 from numpy.typing import ArrayLike, NDArray
 
 from penstock.chat.v1 import chat_pb2, completion_pb2
-from penstock.client.errors import DataLoss, Internal, InvalidArgument
-from penstock.client.inference import engine_info, weights
+from penstock.client.errors import DataLoss, Internal, InvalidArgument, PenstockError
+from penstock.client.inference import engine_info, scores, weights
 from penstock.client.inference.engine_info import EngineInfo, EngineStats
 from penstock.client.inference.engines import Engine, Engines
 from penstock.client.inference.safetensors import TensorFile
+from penstock.client.inference.scores import Score, ToScore
 from penstock.client.inference.weights import Adapter, PauseMode, WeightTransfer, WeightUpdate
 from penstock.client.transport.cluster import Cluster
 from penstock.client.transport.rpc import Service
@@ -179,15 +180,58 @@ class InferenceClient:
         Raises:
             FailedPrecondition: `POLICY_VERSION_UNAVAILABLE`.
         """
-        request = pb.ScoreRequest(
-            token_ids=wire.token_bytes(token_ids),
-            start=start,
-            adapter=adapter,
-            temperature=temperature,
-            exact_version=exact_version,
+        sequence = ToScore(token_ids, start, 0, adapter, temperature, exact_version)
+        return (await self._score(sequence)).logprobs
+
+    async def score_top(
+        self,
+        token_ids: ArrayLike,
+        start: int,
+        top_logprobs: int,
+        *,
+        adapter: str = "",
+        temperature: float | None = None,
+        exact_version: int | None = None,
+    ) -> Score:
+        """As `score`, with the likeliest tokens at each position and their logprobs.
+
+        Args:
+            token_ids: the whole sequence (any array-like).
+            start: the first token that is scored.
+            top_logprobs: how many of the likeliest tokens, 0 to 20.
+            adapter: a loaded adapter; empty = the base weights.
+            temperature: of the distribution; None = 1.
+            exact_version: refuse unless exactly these weights score; None = those that are in force.
+
+        Raises:
+            FailedPrecondition: `POLICY_VERSION_UNAVAILABLE`.
+        """
+        return await self._score(ToScore(token_ids, start, top_logprobs, adapter, temperature, exact_version))
+
+    async def score_batch(self, sequences: Sequence[ToScore], *, timeout: float | None = 600.0) -> list[Score]:
+        """Scores several sequences in one call; the engine computes them together as far as it can.
+
+        Args:
+            sequences: 1 to 1024, at most 64 MiB together.
+            timeout: seconds for all of them.
+
+        Raises:
+            PenstockError: the first failure of a sequence, or the service's error. The rest is not scored then.
+        """
+        return await scores.together(self.score_each(sequences, timeout=timeout), len(sequences))
+
+    async def score_each(
+        self, sequences: Sequence[ToScore], *, timeout: float | None = 600.0
+    ) -> AsyncGenerator[tuple[int, Score | PenstockError], None]:
+        """As `score_batch`, but yields each sequence's position with its score, or its failure, as they are ready."""
+        async with aclosing(scores.each(self._service, self._stub, sequences, timeout)) as answers:
+            async for answer in answers:
+                yield answer
+
+    async def _score(self, sequence: ToScore) -> Score:
+        return scores.score_from(
+            await self._service.call(self._stub.Score, sequence.to_proto(), timeout=300.0, repeatable=True)
         )
-        answer = await self._service.call(self._stub.Score, request, timeout=300.0, repeatable=True)
-        return wire.logprobs(answer.logprobs)
 
     async def update_weights(
         self,

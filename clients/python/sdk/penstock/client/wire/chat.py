@@ -16,8 +16,11 @@ from numpy.typing import NDArray
 from penstock.chat.v1 import chat_pb2, completion_pb2
 from penstock.client.errors import InvalidArgument
 from penstock.client.types import chat
+from penstock.inference.v1 import inference_service_pb2
 from penstock.trajectory.v1 import trajectory_pb2
 from penstock.values import OpenEnum, reader, writer
+
+_WithTop = completion_pb2.TokenSpan | trajectory_pb2.Sample | inference_service_pb2.ScoreResponse
 
 _sampling_to: Final = writer(chat.Sampling, chat_pb2.Sampling)
 _version_to: Final = writer(chat.VersionSpan, completion_pb2.PolicyVersionSpan)
@@ -100,13 +103,13 @@ def logprobs(data: bytes) -> chat.Logprobs:
     return np.frombuffer(data, "<f4")
 
 
-def top_ids(message: completion_pb2.TokenSpan | trajectory_pb2.Sample) -> NDArray[np.int32] | None:
+def top_ids(message: _WithTop) -> NDArray[np.int32] | None:
     """Decodes the ids of alternatives to a read-only view, (rows, top_count); None if they were left out."""
     data = message.top_token_ids
     return np.frombuffer(data, "<i4").reshape(-1, message.top_count) if data and message.top_count else None
 
 
-def top_logprobs(message: completion_pb2.TokenSpan | trajectory_pb2.Sample) -> NDArray[np.float32] | None:
+def top_logprobs(message: _WithTop) -> NDArray[np.float32] | None:
     """Decodes the logprobs of alternatives, as `top_ids` does their ids."""
     data = message.top_logprobs
     return np.frombuffer(data, "<f4").reshape(-1, message.top_count) if data and message.top_count else None

@@ -568,7 +568,7 @@ class ScoreRequest(_message.Message):
     exact_version: _builtins.int
     """The version of the weights that must score, the adapter's if one is named. Unset = the version in force."""
     top_logprobs: _builtins.int
-    """How many of the likeliest tokens to report at each position, with their logprobs: 0 to 128; unset = 0."""
+    """How many of the likeliest tokens to report at each position, with their logprobs: 0 to 20; unset = 0."""
     @_builtins.property
     def media(self) -> _containers.RepeatedCompositeFieldContainer[_chat_pb2.Media]:
         """As GenerateRequest.media."""
@@ -618,9 +618,10 @@ class ScoreResponse(_message.Message):
     """Little-endian float32, one for each token from `start` on."""
     policy_version: _builtins.int
     top_token_ids: _builtins.bytes
-    """Rows of alternatives, one for each of these tokens, encoded as in TokenSpan."""
+    """Rows of alternatives, one for each of these tokens, encoded as in TokenSpan. Empty unless `top_logprobs` is above 0."""
     top_logprobs: _builtins.bytes
     top_count: _builtins.int
+    """ScoreRequest.top_logprobs, or the size of a vocabulary that has fewer tokens."""
     def __init__(
         self,
         *,
@@ -703,12 +704,15 @@ class ScoreFailure(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     VIOLATIONS_FIELD_NUMBER: _builtins.int
+    CODE_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
     """A reason of Score, UPPER_SNAKE."""
     message: _builtins.str
+    code: _builtins.int
+    """The status that Score would have had (google.rpc.Code)."""
     @_builtins.property
     def violations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """The fields of the sequence that are wrong."""
+        """What is wrong in the sequence, each as "field: text"."""
 
     def __init__(
         self,
@@ -716,10 +720,11 @@ class ScoreFailure(_message.Message):
         reason: _builtins.str = ...,
         message: _builtins.str = ...,
         violations: _abc.Iterable[_builtins.str] | None = ...,
+        code: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "reason", b"reason", "violations", b"violations"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "message", b"message", "reason", b"reason", "violations", b"violations"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

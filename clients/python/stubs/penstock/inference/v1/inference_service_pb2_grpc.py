@@ -200,7 +200,8 @@ class InferenceServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Score(self, request, context):
-        """Score returns logprobs of given tokens under the present weights.
+        """Score returns logprobs of given tokens under the present weights, and of the likeliest ones if `top_logprobs` asks for
+        them.
         Errors: FAILED_PRECONDITION (POLICY_VERSION_UNAVAILABLE: `exact_version` is not in force), INVALID_ARGUMENT
         (FIELD_INVALID, ADAPTER_UNKNOWN).
         """
@@ -210,8 +211,9 @@ class InferenceServiceServicer(object):
 
     def ScoreBatch(self, request, context):
         """ScoreBatch scores several sequences, each as by Score, for a teacher's logprobs. One answer for each, as it is ready: its
-        score, or its own failure for one of the reasons of Score.
-        Errors: INVALID_ARGUMENT (FIELD_INVALID), of the request as a whole.
+        score, or its own failure for one of the reasons of Score. Several are scored at once, fewer where a namespace's quota
+        leaves less room. Cancelling the RPC scores no further ones.
+        Errors: INVALID_ARGUMENT (FIELD_INVALID, FIELD_NOT_SERVED), UNIMPLEMENTED (CAPABILITY_MISSING), of the request as a whole.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

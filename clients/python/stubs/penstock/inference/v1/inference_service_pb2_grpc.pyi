@@ -64,14 +64,16 @@ class InferenceServiceStub:
     INVALID_ARGUMENT (FIELD_INVALID, ADAPTER_UNKNOWN).
     """
     Score: _grpc.UnaryUnaryMultiCallable[_inference_service_pb2.ScoreRequest, _inference_service_pb2.ScoreResponse]
-    """Score returns logprobs of given tokens under the present weights.
+    """Score returns logprobs of given tokens under the present weights, and of the likeliest ones if `top_logprobs` asks for
+    them.
     Errors: FAILED_PRECONDITION (POLICY_VERSION_UNAVAILABLE: `exact_version` is not in force), INVALID_ARGUMENT
     (FIELD_INVALID, ADAPTER_UNKNOWN).
     """
     ScoreBatch: _grpc.UnaryStreamMultiCallable[_inference_service_pb2.ScoreBatchRequest, _inference_service_pb2.ScoreBatchResponse]
     """ScoreBatch scores several sequences, each as by Score, for a teacher's logprobs. One answer for each, as it is ready: its
-    score, or its own failure for one of the reasons of Score.
-    Errors: INVALID_ARGUMENT (FIELD_INVALID), of the request as a whole.
+    score, or its own failure for one of the reasons of Score. Several are scored at once, fewer where a namespace's quota
+    leaves less room. Cancelling the RPC scores no further ones.
+    Errors: INVALID_ARGUMENT (FIELD_INVALID, FIELD_NOT_SERVED), UNIMPLEMENTED (CAPABILITY_MISSING), of the request as a whole.
     """
     Abort: _grpc.UnaryUnaryMultiCallable[_inference_service_pb2.AbortRequest, _inference_service_pb2.AbortResponse]
     """Abort aborts generations. Idempotent."""
@@ -167,14 +169,16 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     INVALID_ARGUMENT (FIELD_INVALID, ADAPTER_UNKNOWN).
     """
     Score: _aio.UnaryUnaryMultiCallable[_inference_service_pb2.ScoreRequest, _inference_service_pb2.ScoreResponse]  # type: ignore[assignment]
-    """Score returns logprobs of given tokens under the present weights.
+    """Score returns logprobs of given tokens under the present weights, and of the likeliest ones if `top_logprobs` asks for
+    them.
     Errors: FAILED_PRECONDITION (POLICY_VERSION_UNAVAILABLE: `exact_version` is not in force), INVALID_ARGUMENT
     (FIELD_INVALID, ADAPTER_UNKNOWN).
     """
     ScoreBatch: _aio.UnaryStreamMultiCallable[_inference_service_pb2.ScoreBatchRequest, _inference_service_pb2.ScoreBatchResponse]  # type: ignore[assignment]
     """ScoreBatch scores several sequences, each as by Score, for a teacher's logprobs. One answer for each, as it is ready: its
-    score, or its own failure for one of the reasons of Score.
-    Errors: INVALID_ARGUMENT (FIELD_INVALID), of the request as a whole.
+    score, or its own failure for one of the reasons of Score. Several are scored at once, fewer where a namespace's quota
+    leaves less room. Cancelling the RPC scores no further ones.
+    Errors: INVALID_ARGUMENT (FIELD_INVALID, FIELD_NOT_SERVED), UNIMPLEMENTED (CAPABILITY_MISSING), of the request as a whole.
     """
     Abort: _aio.UnaryUnaryMultiCallable[_inference_service_pb2.AbortRequest, _inference_service_pb2.AbortResponse]  # type: ignore[assignment]
     """Abort aborts generations. Idempotent."""
@@ -291,19 +295,22 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_service_pb2.ScoreRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inference_service_pb2.ScoreResponse, _abc.Awaitable[_inference_service_pb2.ScoreResponse]]:
-        """Score returns logprobs of given tokens under the present weights.
+        """Score returns logprobs of given tokens under the present weights, and of the likeliest ones if `top_logprobs` asks for
+        them.
         Errors: FAILED_PRECONDITION (POLICY_VERSION_UNAVAILABLE: `exact_version` is not in force), INVALID_ARGUMENT
         (FIELD_INVALID, ADAPTER_UNKNOWN).
         """
 
+    @_abc_1.abstractmethod
     def ScoreBatch(
         self,
         request: _inference_service_pb2.ScoreBatchRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_inference_service_pb2.ScoreBatchResponse], _abc.AsyncIterator[_inference_service_pb2.ScoreBatchResponse]]:
         """ScoreBatch scores several sequences, each as by Score, for a teacher's logprobs. One answer for each, as it is ready: its
-        score, or its own failure for one of the reasons of Score.
-        Errors: INVALID_ARGUMENT (FIELD_INVALID), of the request as a whole.
+        score, or its own failure for one of the reasons of Score. Several are scored at once, fewer where a namespace's quota
+        leaves less room. Cancelling the RPC scores no further ones.
+        Errors: INVALID_ARGUMENT (FIELD_INVALID, FIELD_NOT_SERVED), UNIMPLEMENTED (CAPABILITY_MISSING), of the request as a whole.
         """
 
     @_abc_1.abstractmethod

@@ -1,34 +1,22 @@
-"""The demo's training by turns, over real services: what is branched, and which tokens are trained."""
+"""A policy of the demo that says what a test wants: right or wrong, and how sure it was."""
 
 from __future__ import annotations
 
 import asyncio
 import math
-import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import numpy as np
-import pytest
 
 from penstock.client import Completion, LogprobsMode, ModelCall, Penstock
 from penstock_codec import tiny_tokenizer
 from penstock_codec.codec import Codec
-from penstock_codec.tokenizer_files import TokenizerFiles
-from penstock_demo import turns
 from penstock_demo.tasks import TASKS
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
 TASK = TASKS[0]
 RIGHT, WRONG = f"echo {TASK.word} > {TASK.file}", f"echo kiwi > {TASK.file}"
 OPENING = "cat note.txt"
-
-
-@pytest.fixture(scope="module")
-def codec(model_dir: Path) -> Codec:
-    """The tokenizer of the stack."""
-    return Codec.load(TokenizerFiles.from_directory(model_dir))
 
 
 def completion(codec: Codec, command: str, probability: float) -> Completion:
@@ -69,26 +57,3 @@ async def policy(ps: Penstock, codec: Codec, run_id: str, probability: float) ->
         finally:
             work.cancel()
             await asyncio.wait([work])
-
-
-@pytest.mark.requirement("R129")
-async def test_the_uncertain_turn_is_branched_and_trained_alone(ps: Penstock, codec: Codec) -> None:
-    run_id = f"demo-turns-{secrets.token_hex(4)}"
-    async with policy(ps, codec, run_id, 0.5) as asked:
-        collected = await turns.by_turn(ps, run_id, 0, [TASK])
-    (parent,) = collected.whole
-    assert len(collected.branches) == turns.BRANCHES
-    assert {index for rollout, index in asked if rollout != parent.rollout_id} == {1, 2}  # the first is replayed
-    assert len(collected.rows) == turns.BRANCHES + 1
-    said = {codec.decode(row.ids[row.mask > 0].tolist()) for row in collected.rows}
-    assert len(said) == 2 and all(any(command in text for text in said) for command in (RIGHT, WRONG))
-    for row in collected.rows:
-        assert (row.advantage > 0) == (RIGHT in codec.decode(row.ids[row.mask > 0].tolist()))
-    assert sum(row.advantage for row in collected.rows) == pytest.approx(0.0, abs=1e-3)
-
-
-async def test_nothing_is_branched_where_the_policy_is_sure(ps: Penstock, codec: Codec) -> None:
-    run_id = f"demo-turns-{secrets.token_hex(4)}"
-    async with policy(ps, codec, run_id, 0.9):
-        collected = await turns.by_turn(ps, run_id, 0, [TASK])
-    assert len(collected.whole) == 1 and not collected.branches and not collected.rows
