@@ -57,6 +57,7 @@ EXAMPLES: Final[Mapping[str, Sequence[str]]] = {
         "penstock diff ROLLOUT OTHER",
         "penstock diff GROUP",
     ),
+    "bias": ("penstock bias run-7", "penstock bias run-7 --trained trained-ids.txt --json"),
     "regrade": ("penstock regrade run-7 --verifier strict.yaml --name strict",),
     "rewards": ("penstock rewards diff run-7",),
     "rewards diff": (

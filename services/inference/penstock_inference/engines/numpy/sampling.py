@@ -53,7 +53,8 @@ class Distribution:
         """The row's `count` likeliest tokens and their logprobs, most likely first, the lower id first among equals."""
         values = self._shifted[row]
         # Only those that reach the last place are sorted: a sort of the whole vocabulary costs milliseconds.
-        among = np.flatnonzero(values >= np.partition(values, values.size - count)[values.size - count])
+        last = max(0, values.size - count)
+        among = np.flatnonzero(values >= np.partition(values, last)[last])
         order = among[np.argsort(-values[among], kind="stable")[:count]]
         return order.astype(np.int32), (values[order] - np.log(self._total[row])).astype(np.float32)
 

@@ -6,12 +6,12 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from penstock.analysis.run_bias import bias_of
 from penstock.cli.commands.grades.chosen import chosen
 from penstock.cli.connections.options import AsJson, StateDir
 from penstock.cli.connections.service_selection import services
 from penstock.cli.terminal.console import FAILED, OK, clean, columns, counted, emit, out, run, usage_error
 from penstock.client import Bias
+from penstock.client.pacing.run_bias import bias_of
 
 
 def bias(
