@@ -23,6 +23,7 @@ KINDS: Final = {
     "yaml verifier": "read as a verifier in a file of its own",
     "yaml agent": "read as an agent's spec",
     "yaml rules": "read as rules of `penstock scan`",
+    "yaml prices": "read as a table of prices",
     "yaml script": "read as a script of the scripted engine",
     "yaml compose": "an override of docker-compose.yml",
     "yaml values": "values of the chart in deploy/helm, rendered by Helm",

@@ -27,6 +27,7 @@ from tests.support.endpoints.package_index import NPM_LOCK
 from tests.unit.docs.pages import ROOT
 from tests.unit.docs.test_commands import PAGES
 
+from penstock.analysis.prices import Prices
 from penstock.analysis.scan import load_rules
 from penstock.cli.main import app
 from penstock.client import Task
@@ -192,6 +193,8 @@ def test_a_file_that_a_page_shows_is_read_by_its_own_parser(block: Block, stand:
             assert load_spec(file).argv
         case "yaml rules":
             assert load_rules(file)
+        case "yaml prices":
+            assert Prices.load(file)
         case "yaml script":
             assert Script.parse(block.text).turns
         case "yaml compose":
