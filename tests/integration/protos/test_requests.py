@@ -86,8 +86,8 @@ DOES_NOT_CREATE: Final = {
         "GetCapture WatchCalls WatchGate"
     ),
     "penstock.inference.v1.InferenceService": (
-        "GetInfo GetTokenizer Score Abort Pause Resume Sleep Wake FinishTransfer UnloadAdapter ListAdapters Render "
-        "Parse WatchStats"
+        "GetInfo GetTokenizer Score ScoreBatch Abort Pause Resume Sleep Wake FinishTransfer UnloadAdapter ListAdapters "
+        "Render Parse WatchStats"
     ),
     "penstock.ops.v1.OperationsService": "GetStatus GetServerInfo Drain Undrain",
     "penstock.sandbox.v1.SandboxService": (

@@ -90,6 +90,8 @@ class Generations:
         self._max_context = max_context
         self._stop_token_ids = stop_token_ids
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
+        # vLLM 0.32 for CPUs dies of two prompts that it scores in one step, if it has adapters: one at a time, then.
+        self._turn = asyncio.Semaphore(1) if core.adapters.limit else contextlib.nullcontext()
         self._known_ids = 0 if tokenizer is None else tokenizer.get_vocab_size()
         self._request_ids: set[str] = set()
 
@@ -127,6 +129,11 @@ class Generations:
         core.version_of(adapter)
         core.runtime  # noqa: B018 - raises when there is none
         params = score_params(min(top_logprobs, self._vocab_size))
+        async with self._turn:
+            return await self._score(token_ids, adapter, params)
+
+    async def _score(self, token_ids: TokenIds, adapter: str, params: Any) -> Scores:
+        core = self._core
         while True:
             request = GenerateRequest(f"score-{uuid.uuid4()}", token_ids, Sampling(max_tokens=1), adapter=adapter)
             if not await core.admission.enter(request):
