@@ -28,7 +28,7 @@ FIRST: Final = 500
 """Waiting rollouts before memory is read: buffers and caches that grow with the first ones."""
 MOST_KB: Final = 4.0
 JUDGED_FROM: Final = 1_000
-"""Waiting rollouts whose memory can be told from the gaps of an allocator."""
+"""So many must wait that their memory is more than the gaps of an allocator."""
 NAMESPACE: Final = "late"
 _AT_ONCE: Final = 32
 _START_S: Final = 120.0

@@ -38,11 +38,12 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
+from penstock.values.similar_names import did_you_mean
 from penstock_chassis.auth import is_namespace
 from penstock_chassis.errors import InvalidArgument, Violation
 from penstock_chassis.homes import Home, open_home, valid_name
 from penstock_chassis.limits import READER_S
-from penstock_chassis.validation import suggestion, violations_of
+from penstock_chassis.validation import violations_of
 
 _ADDRESS = re.compile(r"[^\s/]+:[0-9]{1,5}")
 
@@ -296,7 +297,7 @@ class ServiceSettings(BaseSettings):
         # A client's variable for this service's address, often set in the shell that starts the service.
         known.add(f"{prefix}ADDRESS")
         return [
-            Violation(name, "no such setting" + suggestion(name.upper(), known))
+            Violation(name, "no such setting" + did_you_mean(name.upper(), known))
             for name in sorted(environment)
             if name.upper().startswith(prefix) and name.upper() not in known
         ]

@@ -4,9 +4,8 @@ in our wording, pages, and fields that a service does not know or does not serve
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from google.protobuf.message import Message
@@ -148,9 +147,3 @@ def _unknown(message: Any, path: str) -> Iterator[tuple[str, int]]:
         where = f"{path}.{descriptor.name}" if path else descriptor.name
         for item in value if descriptor.is_repeated else (value,):
             yield from _unknown(item, where)
-
-
-def suggestion(name: str, known: Iterable[str]) -> str:
-    """The rest of a message about an unknown name: "; did you mean NAME?" where a known one is much like it."""
-    close = difflib.get_close_matches(name[:200], sorted(known), n=1)
-    return f"; did you mean {close[0]}?" if close else ""

@@ -16,9 +16,10 @@ from typing import Any, Final
 
 import yaml
 
+from penstock.values.similar_names import did_you_mean
 from penstock_chassis.errors import AlreadyExists, FailedPrecondition, NotFound
 from penstock_chassis.journal import Journal
-from penstock_chassis.validation import invalid_field, suggestion
+from penstock_chassis.validation import invalid_field
 from penstock_driver.agents.specs import AgentSpec, parse_spec
 
 MIGRATION: Final = """
@@ -109,7 +110,7 @@ class AgentRegistry:
         if agent is None:
             version = f" in version {sha256[:12]}" if sha256 else ""
             known = [agent.spec.name for agent in self.agents(namespace)]
-            meant = "" if name in known else suggestion(name, known)
+            meant = "" if name in known else did_you_mean(name, known)
             message = f"there is no agent {name}{version}{meant or ';'} known agents: {', '.join(known)}"
             raise NotFound(message, reason="AGENT_UNKNOWN")
         return agent

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from importlib.metadata import entry_points
 
+from penstock.values.similar_names import did_you_mean
 from penstock_chassis.errors import FailedPrecondition, InvalidArgument, Violation
-from penstock_chassis.validation import suggestion
 from penstock_inference.engines.base import Engine, EngineFactory, EngineOptions
 
 GROUP = "penstock.inference.engines"
@@ -24,7 +24,7 @@ async def open_engine(name: str, options: EngineOptions) -> Engine:
     found = [*entry_points(group=GROUP, name=name)]
     if not found:
         raise InvalidArgument(
-            f"there is no engine {name!r}{suggestion(name, names()) or ';'} known engines: {', '.join(names())}",
+            f"there is no engine {name!r}{did_you_mean(name, names()) or ';'} known engines: {', '.join(names())}",
             reason="ENGINE_UNKNOWN",
             violations=[Violation("engine", f"one of {', '.join(names())}")],
         )

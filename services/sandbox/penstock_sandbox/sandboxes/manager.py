@@ -24,6 +24,7 @@ from typing import Protocol, TypeAlias
 
 import structlog
 
+from penstock.values.similar_names import did_you_mean
 from penstock_chassis.aio.idempotency import IdempotencyTable, cancel_once
 from penstock_chassis.aio.retry import Pause
 from penstock_chassis.auth import DEFAULT_NAMESPACE, Quotas
@@ -37,7 +38,7 @@ from penstock_chassis.errors import (
 from penstock_chassis.homes import Home
 from penstock_chassis.journal import Journal
 from penstock_chassis.times import even_time
-from penstock_chassis.validation import invalid, invalid_field, suggestion
+from penstock_chassis.validation import invalid, invalid_field
 from penstock_sandbox import metrics
 from penstock_sandbox.domain.backend import Backend, MountedToolbox, SealedLayer
 from penstock_sandbox.domain.model import (
@@ -245,7 +246,7 @@ class Sandboxes:
         backend = self._backends.get(name)
         if backend is None:
             raise FailedPrecondition(
-                f"there is no such backend{suggestion(name, self._backends) or ';'} known backends:"
+                f"there is no such backend{did_you_mean(name, self._backends) or ';'} known backends:"
                 f" {', '.join(sorted(self._backends))}",
                 reason="BACKEND_UNAVAILABLE",
                 metadata={"backend": name},

@@ -8,11 +8,11 @@ from types import MappingProxyType, TracebackType
 from typing import Any, Final, Protocol, Self
 
 from penstock.client.errors import ConfigurationError
-from penstock.client.similar_names import did_you_mean
 from penstock.client.transport.endpoints import Endpoints, ServiceName
 from penstock.local.processes import START_TIMEOUT_S
 from penstock.local.stack import UpstreamEndpoint
 from penstock.local.supervision import MAX_RESTARTS, ServiceRestart
+from penstock.values.similar_names import did_you_mean
 
 
 class Running(Protocol):

@@ -13,7 +13,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from penstock.client.errors import InvalidArgument
-from penstock.client.similar_names import did_you_mean
+from penstock.values.similar_names import did_you_mean
 
 _LOADER: Final = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """libyaml, where PyYAML was built with it: a tenth of the time."""

@@ -12,8 +12,8 @@ from penstock.cli.connections.options import AsJson, StateDir
 from penstock.cli.connections.service_selection import running
 from penstock.cli.terminal.console import FAILED, OK, emit, err, out, run, usage_error
 from penstock.client import Penstock, PenstockError, connect
-from penstock.client.similar_names import did_you_mean
 from penstock.client.transport.endpoints import SERVICES, ServiceName
+from penstock.values.similar_names import did_you_mean
 
 _WORK: Final = {
     "sandbox": "sandboxes",

@@ -31,7 +31,6 @@ from penstock.cli.connections.model_sources import (
 from penstock.cli.connections.options import StateDir
 from penstock.cli.terminal.console import OK, TERMINATED, clean, columns, emit, err, out, run, usage_error
 from penstock.client.errors import ConfigurationError
-from penstock.client.similar_names import did_you_mean
 from penstock.client.transport.endpoints import (
     DEFAULT_DASHBOARD_PORT,
     SERVICES,
@@ -41,6 +40,7 @@ from penstock.client.transport.endpoints import (
 from penstock.launchers.stack import LAUNCHERS, Running, launched
 from penstock.local.stack import FIXED_PORTS, StackFailed, UpstreamEndpoint
 from penstock.local.supervision import ServiceRestart
+from penstock.values.similar_names import did_you_mean
 
 _COMMAND_STOP_S: Final = 10.0
 """Seconds that the command has to end when the services stop first."""

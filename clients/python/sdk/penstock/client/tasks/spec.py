@@ -102,8 +102,9 @@ class Verifier:
     backend that cannot, and false grades in the agent's sandbox, as the agent left it. `restore` first puts paths and
     globs (`tests/**`) back into the prepared state. With `image` it runs in a sandbox of that image, which has the
     agent's changes and nothing else of the task; `resources` are that sandbox's, `user` is its user, and `build` the
-    directory of the Dockerfile for it. `copies` are absolute paths that it gets whole, whoever made what is there; it
-    then has no changes but those below `changes_below`. `collect` runs in the agent's sandbox before that is read.
+    directory of the Dockerfile for it. `copies` are absolute paths that it gets whole, the agent's and
+    the image's files alike; it then has no changes but those below `changes_below`. `collect` runs in the agent's
+    sandbox before that is read.
 
     docs/guides/rewards.md describes what each resists.
     """

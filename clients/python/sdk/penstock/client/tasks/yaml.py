@@ -13,9 +13,9 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from penstock.client.errors import InvalidArgument, Violation
-from penstock.client.similar_names import did_you_mean
 from penstock.client.tasks.named_files import Beside, CannotRead, regular
 from penstock.client.tasks.strict_model import Place, in_words
+from penstock.values.similar_names import did_you_mean
 
 MAX_BYTES: Final = 32 * 1024 * 1024
 MAX_NODES: Final = 200_000

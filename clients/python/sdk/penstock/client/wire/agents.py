@@ -19,10 +19,10 @@ from google.protobuf.json_format import MessageToDict, ParseDict, ParseError
 from google.protobuf.message import Message
 
 from penstock.client.errors import InvalidArgument, Violation
-from penstock.client.similar_names import did_you_mean
 from penstock.client.tasks.named_files import Beside, CannotRead
 from penstock.client.tasks.yaml import YamlFile, text_node
 from penstock.driver.v1 import agent_pb2
+from penstock.values.similar_names import did_you_mean
 
 _SHORT_NAMES: Final = {"default": "default_value"}
 _LONG_NAMES: Final = {name: short for short, name in _SHORT_NAMES.items()}

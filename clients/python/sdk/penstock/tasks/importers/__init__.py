@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Final
 
 from penstock.client.errors import InvalidArgument
-from penstock.client.similar_names import did_you_mean
 from penstock.tasks.importers import harbor, nemo_gym, swe, terminal_bench
 from penstock.tasks.importers.common import Choices, Imported, Refused
+from penstock.values.similar_names import did_you_mean
 
 FORMATS: Final[Mapping[str, Callable[[Path, Path, Choices], Iterator[Imported]]]] = {
     "harbor": harbor.import_all,

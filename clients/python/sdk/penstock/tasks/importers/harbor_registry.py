@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from penstock.client.errors import InvalidArgument
-from penstock.client.similar_names import did_you_mean
 from penstock.tasks.importers.common import Choices, Folder, Imported, Refused, text_of
 from penstock.tasks.importers.git import clone_of, extract
+from penstock.values.similar_names import did_you_mean
 
 MAX_REGISTRY_BYTES: Final = 64 << 20
 _URL: Final = re.compile(

@@ -1,4 +1,4 @@
-"""Runs an evaluation with an agent for the commands of `penstock eval`: what they share, whoever the agent is."""
+"""Runs an evaluation with an agent for the commands of `penstock eval`: what all of them share."""
 
 import asyncio
 import hashlib
@@ -22,12 +22,12 @@ from penstock.cli.terminal.console import clean, err, out, read, usage_error
 from penstock.cli.views.evaluation import Board
 from penstock.client import AgentChoice, Mode, Penstock, RolloutOptions, Sampling, Task, Upstream
 from penstock.client.errors import ConfigurationError
-from penstock.client.similar_names import did_you_mean
 from penstock.client.transport.atomic_files import NOT_WRITTEN
 from penstock.client.wire.specs import digest
 from penstock.evaluation import Attempt, Book, Evaluation, Summary, summarise
 from penstock.tasks.images import build_images, with_image
 from penstock.tasks.sets import load_tasks
+from penstock.values.similar_names import did_you_mean
 
 Tasks = Annotated[Path, typer.Argument(help="Directory of tasks, task set file, or task file.")]
 Attempts = Annotated[int, typer.Option("--n", "-n", min=1, max=1000, help="Attempts at each task.")]

@@ -11,7 +11,7 @@ from penstock.cli.commands.grades.chosen import chosen
 from penstock.cli.connections.options import AsJson, StateDir
 from penstock.cli.connections.service_selection import services
 from penstock.cli.terminal.console import FAILED, OK, clean, columns, emit, out, run, usage_error
-from penstock.client.similar_names import did_you_mean
+from penstock.values.similar_names import did_you_mean
 
 app = typer.Typer(help="Compare rewards.", no_args_is_help=True)
 

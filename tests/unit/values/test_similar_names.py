@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from penstock.cli.main import app
-from penstock.client.similar_names import did_you_mean
+from penstock.values.similar_names import did_you_mean
 
 
 @pytest.fixture
