@@ -125,7 +125,7 @@ style: $(DEV_STAMP) $(TS_STAMP) $(WEB_STAMP) $(GO_STAMP) ## what lint does but f
 	@echo "== layering"
 	@$(BIN)/lint-imports --no-cache >$(VENV)/layering.log || { cat $(VENV)/layering.log; exit 1; }
 	@echo "== words"
-	@$(BIN)/python docs/words.py
+	@$(BIN)/python -m docs.words
 	@echo "== dashboard"
 	@$(NODE) npm --prefix clients/web run --silent check
 

@@ -1,6 +1,6 @@
 """Words that documentation, docstrings, comments and messages do not use: each with what to write instead.
 
-    python docs/words.py        a line for each use; exit code 1 when there are any
+    python -m docs.words        a line for each use; exit code 1 when there are any
 
 Code in Markdown (blocks and `names`) is not looked at, nor are decisions, which keep the words of their day. In the
 services, the libraries and the SDK, names in code are checked too.
@@ -9,11 +9,12 @@ services, the libraries and the SDK, names in code are checked too.
 import ast
 import io
 import re
-import subprocess
 import sys
 import tokenize
 from collections.abc import Iterator
 from pathlib import Path
+
+from tools import checkout
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -73,11 +74,8 @@ def _tokens(source: str, kind: int) -> Iterator[str]:
 
 def found() -> list[str]:
     """A line for each use of a banned word, and for each banned name of a module."""
-    listed = subprocess.run(
-        ["git", "ls-files", "*.md", "*.proto", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
     lines = []
-    for name in listed.stdout.splitlines():
+    for name in checkout.files("*.md", "*.proto", "*.py"):
         if name.startswith(_LEFT):
             continue
         for text in texts(ROOT / name):

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Final
 
 from clients import nodejs
-from tools import sbom
+from tools import checkout, sbom
 from tools.names import PYTHON, ROOT, names
 
 SUMS: Final = "SHA256SUMS"
@@ -65,11 +65,11 @@ def _npm_package(folder: Path) -> None:
 def go_module(folder: Path) -> Path:
     """Writes `penstock-go-VERSION.zip`: the Go client as a module proxy serves it; returns it."""
     version = f"v{sbom.version()}"
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT / "clients/go", capture_output=True, check=True).stdout
     target = folder / f"penstock-go-{version}.zip"
     inside = f"{names()['go']}@{version}"
-    files = filter(None, listed.decode().split("\0"))
-    _zip(target, {f"{inside}/{name}": ROOT / "clients" / "go" / name for name in files})
+    client = ROOT / "clients" / "go"
+    files = [ROOT / name for name in checkout.files("clients/go")]
+    _zip(target, {f"{inside}/{path.relative_to(client).as_posix()}": path for path in files})
     return target
 
 

@@ -5,13 +5,14 @@ python -m tools.names --check      changes nothing; fails where a file has anoth
 """
 
 import re
-import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+
+from tools import checkout
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 
@@ -165,8 +166,7 @@ def _now(name: Name) -> str:
 
 def _files() -> Iterator[Path]:
     """The text files of the repository that are written by hand."""
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout.decode()
-    for name in filter(None, listed.split("\0")):
+    for name in checkout.files():
         path = ROOT / name
         is_generated = name.startswith(_GENERATED) and not name.startswith(_BY_HAND)
         if is_generated or name in {"CHANGELOG.md", "tools/names.toml"} or path.is_symlink():

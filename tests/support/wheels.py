@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Final
 
 from clients.needs import needs
+from tools import checkout
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 SERVICES: Final = ("inference", "interception", "sandbox", "driver")
@@ -61,24 +62,11 @@ def of_commit(commit: str) -> Path:
 
 def of_checkout(folder: Path) -> Path:
     """Builds this repository's wheels, but for the demo's, as the files are now; `folder` must not exist yet."""
-    listed = [
-        "git",
-        "ls-files",
-        "-z",
-        "--cached",
-        "--others",
-        "--exclude-standard",
-        "clients/python",
-        "libs",
-        "services",
-    ]
-    names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     with tempfile.TemporaryDirectory() as scratch:
-        for name in filter(None, names.split("\0")):
-            if (ROOT / name).is_file():
-                target = Path(scratch, name)
-                target.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(ROOT / name, target)
+        for name in checkout.files("clients/python", "libs", "services"):
+            target = Path(scratch, name)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(ROOT / name, target)
         _build(Path(scratch), folder)
     return folder
 

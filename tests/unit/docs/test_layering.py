@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
 from collections import Counter
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -15,6 +14,7 @@ from tests.unit.docs.code import FOLDERS, modules
 from tests.unit.docs.pages import ROOT
 
 from penstock.driver.v1 import rollout_pb2
+from tools import checkout
 
 SERVICES = ("sandbox", "driver", "interception", "inference")
 WIRE = re.compile(r"grpc\b|google\.rpc|penstock\..*_pb2_grpc\b")
@@ -77,8 +77,7 @@ def test_only_the_files_that_speak_grpc_know_it(component: str) -> None:
 
 def test_no_directory_has_more_than_20_modules() -> None:
     """More do not fit a reader's head: they want packages."""
-    listed = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    folders = Counter(str(Path(path).parent) for path in listed.splitlines() if not path.endswith("/__init__.py"))
+    folders = Counter(str(Path(path).parent) for path in checkout.files("*.py") if not path.endswith("/__init__.py"))
     assert {folder: count for folder, count in folders.items() if count > 20 and "/stubs/" not in folder} == {}
 
 

@@ -10,6 +10,7 @@ from typing import Final
 
 import pytest
 
+from tools import checkout
 from tools.names import LICENSED, ROOT, problems
 
 OTHER: Final = {
@@ -31,9 +32,13 @@ def test_every_file_has_the_names_that_names_toml_states() -> None:
 @pytest.mark.requirement("R116")
 def test_one_change_of_names_toml_renames_everything(tmp_path: Path) -> None:
     """In a copy: its check then finds nothing, and no file written by hand has an old name."""
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout
+    listed = "\0".join(checkout.files())
     subprocess.run(
-        ["xargs", "-0", "cp", "--no-dereference", "--parents", "-t", str(tmp_path)], input=listed, cwd=ROOT, check=True
+        ["xargs", "-0", "cp", "--no-dereference", "--parents", "-t", str(tmp_path)],
+        input=listed,
+        text=True,
+        cwd=ROOT,
+        check=True,
     )
     for argv in (["init", "--quiet"], ["add", "--all"]):
         subprocess.run(["git", *argv], cwd=tmp_path, check=True)
