@@ -23,7 +23,7 @@ READ_EVERY_S: Final = 2.0
 READ_S: Final = 1.5
 """Deadline of one reading."""
 LASTS_S: Final = 10.0
-"""A member that has said nothing for so long has this driver's own count again."""
+"""A member that has said nothing for so long has this driver's own count again, unless it was full."""
 SLOW: Final = 2.0
 """A member that takes more than so many times as long as the fastest counts as more loaded."""
 LEAST_CREATION_S: Final = 0.5
@@ -117,9 +117,10 @@ class Loads(Generic[M]):
         return {name for name, one in said if one and snapshot_key in one.load.snapshot_keys}
 
     def _has_room(self, member: M, memory_bytes: int) -> bool:
-        one = self._fresh(member)
+        last, one = self._said.get(member.peer), self._fresh(member)
         if one is None:
-            return True
+            # A full service is often a busy one, which answers late: it stays full until it says otherwise.
+            return last is None or last.load.room != 0
         came = max(0, len(member.occupants) - one.own)
         free = one.load.free_memory_bytes
         return (one.load.room is None or came < one.load.room) and (free is None or memory_bytes <= free)
