@@ -211,7 +211,7 @@ class Exporter:
         self.backlog = await self._queue.backlog()
         # What ends meanwhile waits for the next pass: else a busy driver would store each rollout in a file of its own.
         last = await self._queue.last()
-        # Gates are informed before each file: a destination that fails for hours keeps nothing of theirs that is stored.
+        # Gates are informed before each file: one that fails for hours keeps nothing of theirs that is stored.
         while True:
             all_known = await self._report()
             queued = await self._queue.next(self._limits.rollouts, last, self._away)

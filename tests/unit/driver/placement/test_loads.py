@@ -57,6 +57,13 @@ async def test_the_last_room_is_taken_once(world: World) -> None:
         assert (await placed(world, stack, 30))["n0"] <= 2
 
 
+@pytest.mark.parametrize(("room", "has_room"), [(3, True), (0, False)])
+async def test_a_place_knows_whether_another_sandbox_service_has_room(world: World, room: int, has_room: bool) -> None:
+    await world.read(n0=Load(0, room=room), n1=Load(0, room=room))
+    place = await world.placement.place(spec(), Avoid())
+    assert place.services.has_room_elsewhere() is has_room
+
+
 async def test_full_sandbox_services_are_tried_where_all_are_full(world: World) -> None:
     await world.read(n0=Load(9, room=0), n1=Load(9, room=0))
     assert (await world.placement.place(spec(), Avoid())).node in {"n0", "n1"}

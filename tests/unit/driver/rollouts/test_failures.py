@@ -329,6 +329,31 @@ async def test_an_attempt_that_a_draining_service_refuses_begins_elsewhere_uncou
     assert driver.sandboxes.calls.count("fork") <= runner.MOVES + 1
 
 
+@pytest.mark.requirement("R51", "R119")
+@pytest.mark.parametrize(("call", "has_room"), [("fork", True), ("create", True), ("fork", False)])
+async def test_a_full_sandbox_service_is_waited_for_only_while_no_other_has_room(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, call: str, has_room: bool
+) -> None:
+    """What a driver knows of a service's room may be two seconds old."""
+    monkeypatch.setattr(runner, "FIRST_PAUSE_S", 0.0)
+    placement = driver.manager._placement
+    one = placement.place
+    avoided: list[set[str]] = []
+
+    async def place(spec: RolloutSpec, avoid: Avoid) -> Place:
+        avoided.append(set(avoid.nodes))
+        chosen = await one(spec, avoid)
+        services = replace(chosen.services, forks=ThrottledForks(driver.sandboxes), has_room_elsewhere=lambda: has_room)
+        return replace(chosen, services=services, node=f"n{len(avoided)}", gate="g0")
+
+    monkeypatch.setattr(placement, "place", place)
+    driver.sandboxes.fail[call] = [ResourceExhausted("full", reason="SANDBOX_LIMIT", retry_after_s=0.001)]
+    record = await driver.start(replace(driver.spec(), max_attempts=1))
+    assert (await driver.outcome(record)).HasField("reward")
+    assert avoided == ([set(), {"n1"}] if has_room else [set()])
+    assert (await driver.manager.get(record.rollout_id)).attempts == 1
+
+
 @pytest.mark.requirement("R124")
 async def test_an_attempt_that_a_gate_full_of_captures_refuses_begins_elsewhere(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
