@@ -629,7 +629,7 @@ class RolloutManager:
             fork_kind=recorder.fork_kind,
             attempts=recorder.progress.attempt,
             cleanup_pending=result.cleanup_pending,
-            gates=recorder.gates,
+            gates=recorder.gates_to_report(),
         )
         try:
             await self._finish(record, outcome, end)

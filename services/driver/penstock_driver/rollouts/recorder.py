@@ -54,6 +54,7 @@ class RolloutRecorder:
         "_calls_without_event",
         "_closed",
         "_history",
+        "_knows_gates",
         "_log",
         "_place",
         "_recorded",
@@ -77,8 +78,9 @@ class RolloutRecorder:
         self.progress = RunProgress() if history is None else history.progress
         self.output = Allowance(limits) if history is None else history.output
         self.fork_kind = record.fork_kind
-        self.gates: tuple[str, ...] = ()
+        self.gates: tuple[str, ...] = (record.home.gate,) if record.home and record.home.gate else ()
         """Names of the gates at which an attempt was opened, in that order."""
+        self._knows_gates = history is None or record.attempts == 1
         self.pause, self.paused_s, self.pauses = record.pause, record.paused_s, record.pauses
         self._log = log
         self._history = history
@@ -94,6 +96,12 @@ class RolloutRecorder:
         self._so_far: rollout_pb2.Outcome | None = None
         if not self._sequence:
             self.append(PhaseChanged(Phase.QUEUED))
+
+    def gates_to_report(self) -> tuple[str, ...]:
+        """The gates that may have something of the rollout; empty = any may: an earlier process of this driver made
+        several attempts.
+        """
+        return self.gates if self._knows_gates else ()
 
     def current(self, stored: Record) -> Record:
         """The stored record with the current phase and times."""
