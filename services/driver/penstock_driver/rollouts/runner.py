@@ -111,8 +111,8 @@ class RolloutRunner:
         """Whether another sandbox service than the last attempt's has room."""
         self._labels = labels
         self._cancellation = Cancellation()
-        self._attempt = Cancellation()
-        """Of the current attempt, which a loss of its place also ends."""
+        self._attempt = self._cancellation
+        """Of the current attempt, which a loss of its place also ends; before the first one, the rollout's own."""
         self._cleanup_pending = left is not None and left.unended.owed
         self._left = left
         self._accepted_at = time.monotonic()
@@ -142,6 +142,7 @@ class RolloutRunner:
         if self._cancellation.failure is None:
             if self._left is None:
                 metrics.QUEUE_SECONDS.observe(time.monotonic() - self._accepted_at)
+            self._attempt = Cancellation(is_left=self._cancellation.is_left)
             self._task = asyncio.ensure_future(self._run())
 
     def cancel(self, failure: Failure) -> None:
