@@ -1,0 +1,83 @@
+"""Takes secrets out of text before an assistant gets it: those that this process knows, and what looks like one.
+
+An agent may print its environment, and a transcript then has keys. Known forms are found wherever they stand; a secret
+of no known form that this process does not know cannot be.
+"""
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+MARK: Final = "[redacted]"
+
+_LEAST: Final = 12
+"""Characters from which a variable's value counts as a secret: shorter ones are switches."""
+_MOST: Final = 256
+"""Most variables that are looked for."""
+_SECRET_NAME: Final = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL)S?$", re.IGNORECASE)
+_FORMS: Final = re.compile(
+    "|".join(
+        (
+            r"-----BEGIN [A-Z ]{0,30}PRIVATE KEY-----[^-]{0,20000}(?:-----END [A-Z ]{0,30}PRIVATE KEY-----)?",
+            r"\bpst_[A-Za-z0-9_-]{16,512}",  # agent keys of the gate
+            r"\b(?:sk|pk|rk)-[A-Za-z0-9_-]{16,512}",
+            r"\bgh[pousr]_[A-Za-z0-9]{20,255}",
+            r"\bgithub_pat_[A-Za-z0-9_]{20,255}",
+            r"\bglpat-[A-Za-z0-9_-]{20,255}",
+            r"\bhf_[A-Za-z0-9]{20,255}",
+            r"\bnpm_[A-Za-z0-9]{30,255}",
+            r"\bpypi-[A-Za-z0-9_-]{20,512}",
+            r"\bxox[abeprs]-[A-Za-z0-9-]{10,255}",
+            r"\bAIza[A-Za-z0-9_-]{30,60}",
+            r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b",
+            r"\beyJ[A-Za-z0-9_-]{10,4096}\.eyJ[A-Za-z0-9_-]{10,4096}\.[A-Za-z0-9_-]{0,4096}",
+            r"(?<=://)[^\s/:@\"']{1,256}:[^\s/@\"']{1,256}(?=@)",
+            r"(?i:(?<=bearer )|(?<=basic ))[A-Za-z0-9._~+/=-]{16,4096}",
+            r"(?i:(?<=api-key: )|(?<=api_key=)|(?<=apikey=))[A-Za-z0-9._~+/=-]{8,4096}",
+        )
+    )
+)
+
+
+class Redactor:
+    """Replaces secrets by `[redacted]`."""
+
+    def __init__(self, known: Iterable[str] = ()) -> None:
+        """`known`: secrets as they are; those shorter than 8 characters are ignored."""
+        words = sorted({word for word in known if len(word) >= 8}, key=len, reverse=True)
+        self._known = re.compile("|".join(map(re.escape, words))) if words else None
+
+    def __call__(self, text: str) -> str:
+        """Returns the text without secrets."""
+        return MARK.join(self._between(text))
+
+    def spans(self, text: str) -> list[tuple[int, int]]:
+        """Returns the places of secrets: begin and end, in characters, in order and apart."""
+        found = [match.span() for match in _FORMS.finditer(text)]
+        if self._known is not None:
+            found += [match.span() for match in self._known.finditer(text)]
+        merged: list[tuple[int, int]] = []
+        for begin, end in sorted(found):
+            if merged and begin <= merged[-1][1]:
+                merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+            elif end > begin:
+                merged.append((begin, end))
+        return merged
+
+    def _between(self, text: str) -> list[str]:
+        parts, last = [], 0
+        for begin, end in self.spans(text):
+            parts.append(text[last:begin])
+            last = end
+        return [*parts, text[last:]]
+
+
+def secrets_of(environment: Mapping[str, str] = os.environ) -> list[str]:
+    """Returns the values of variables that are named as secrets are; paths are none."""
+    found = [
+        value
+        for name, value in environment.items()
+        if _SECRET_NAME.search(name) and len(value) >= _LEAST and not value.startswith("/")
+    ]
+    return found[:_MOST]
