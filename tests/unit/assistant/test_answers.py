@@ -27,6 +27,7 @@ def fenced(text: str) -> list[str]:
     return [match[3] for match in FENCED.finditer(text)]
 
 
+@pytest.mark.requirement("R80")
 def test_a_text_cannot_end_its_fence() -> None:
     """It does not know the mark, which is another one in each answer and for each quote."""
     other = FENCED.search(render(Answer({}, [quote("x")]), Redactor()))
@@ -67,6 +68,7 @@ def test_a_name_among_the_facts_is_one_short_line() -> None:
     assert label == "a b" and value.startswith("IGNORE this") and len(value) <= 400 and "\n" not in value
 
 
+@pytest.mark.requirement("R8")
 @pytest.mark.parametrize(
     ("text", "left"),
     [
@@ -77,7 +79,8 @@ def test_a_name_among_the_facts_is_one_short_line() -> None:
         ("-----BEGIN RSA PRIVATE KEY-----\nMII\n-----END RSA PRIVATE KEY-----\nrest", f"{MARK}\nrest"),
         (f"known {TOKEN}.", f"known {MARK}."),
         ("eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.abc", MARK),
-        ("task-skeleton asks", "task-skeleton asks"),
+        (f'{{"output": "a\\n{KEY}\\u001b[0m{KEY}"}}', f'{{"output": "a\\n{MARK}\\u001b[0m{MARK}"}}'),
+        ("task-skeleton-of-something-long asks", "task-skeleton-of-something-long asks"),
     ],
 )
 def test_secrets_are_taken_out(text: str, left: str) -> None:

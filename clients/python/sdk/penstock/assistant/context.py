@@ -171,7 +171,7 @@ class Context:
             raise ToolError(f"path: {error}", reason="FILE_NOT_READ", advice="choose another file") from None
 
     def files(self) -> Iterator[Path]:
-        """Yields the files below the allowed directories, without hidden ones; no link to a directory is followed."""
+        """Yields the files below the allowed directories, without hidden ones and links."""
         left = _MAX_ENTRIES
         for directory in self.directories:
             for folder, below, names in os.walk(directory):
@@ -183,7 +183,7 @@ class Context:
                 left -= len(names) + len(below)
                 if left < 0:
                     return
-                yield from (here / name for name in sorted(names))
+                yield from (here / name for name in sorted(names) if not (here / name).is_symlink())
 
 
 def _taken(change: RolloutChanges, found: dict[str, RolloutSummary]) -> tuple[str, ...]:

@@ -16,28 +16,34 @@ _LEAST: Final = 12
 _MOST: Final = 256
 """Most variables that are looked for."""
 _SECRET_NAME: Final = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL)S?$", re.IGNORECASE)
-_FORMS: Final = re.compile(
-    "|".join(
-        (
-            r"-----BEGIN [A-Z ]{0,30}PRIVATE KEY-----[^-]{0,20000}(?:-----END [A-Z ]{0,30}PRIVATE KEY-----)?",
-            r"\bpst_[A-Za-z0-9_-]{16,512}",  # agent keys of the gate
-            r"\b(?:sk|pk|rk)-[A-Za-z0-9_-]{16,512}",
-            r"\bgh[pousr]_[A-Za-z0-9]{20,255}",
-            r"\bgithub_pat_[A-Za-z0-9_]{20,255}",
-            r"\bglpat-[A-Za-z0-9_-]{20,255}",
-            r"\bhf_[A-Za-z0-9]{20,255}",
-            r"\bnpm_[A-Za-z0-9]{30,255}",
-            r"\bpypi-[A-Za-z0-9_-]{20,512}",
-            r"\bxox[abeprs]-[A-Za-z0-9-]{10,255}",
-            r"\bAIza[A-Za-z0-9_-]{30,60}",
-            r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b",
-            r"\beyJ[A-Za-z0-9_-]{10,4096}\.eyJ[A-Za-z0-9_-]{10,4096}\.[A-Za-z0-9_-]{0,4096}",
-            r"(?<=://)[^\s/:@\"']{1,256}:[^\s/@\"']{1,256}(?=@)",
-            r"(?i:(?<=bearer )|(?<=basic ))[A-Za-z0-9._~+/=-]{16,4096}",
-            r"(?i:(?<=api-key: )|(?<=api_key=)|(?<=apikey=))[A-Za-z0-9._~+/=-]{8,4096}",
-        )
+_START: Final = re.compile(r"(?:(?<![A-Za-z0-9])|(?<=\\[nrtbf])|(?<=\\u[0-9a-fA-F]{4})|(?<=\[[0-9]m)|(?<=\[[0-9]{2}m))")
+"""Where a key may begin: after anything but a word, which an escape of JSON or a colour is not."""
+_LONG: Final = r"[A-Za-z0-9_-]{16,512}"
+_FORMS: Final = tuple(
+    # Each begins with a literal, for which a search is fast: transcripts have megabytes.
+    re.compile(form)
+    for form in (
+        *(rf"{prefix}{_LONG}" for prefix in ("sk-", "pk-", "rk-", "pst_", "glpat-", "pypi-", "github_pat_", "AIza")),
+        *(rf"{prefix}[A-Za-z0-9]{{20,255}}" for prefix in ("ghp_", "gho_", "ghu_", "ghs_", "ghr_", "hf_", "npm_")),
+        *(rf"xox{letter}-[A-Za-z0-9-]{{10,255}}" for letter in "abeprs"),
+        r"AKIA[0-9A-Z]{16}",
+        r"ASIA[0-9A-Z]{16}",
+        r"eyJ[A-Za-z0-9_-]{10,512}\.eyJ[A-Za-z0-9_-]{10,4096}\.[A-Za-z0-9_-]{0,4096}",
+        r"-----BEGIN [A-Z ]{0,30}PRIVATE KEY-----[^-]{0,20000}(?:-----END [A-Z ]{0,30}PRIVATE KEY-----)?",
     )
 )
+_AFTER: Final = tuple(
+    re.compile(form)
+    for form in (
+        r"://([^\s/:@\"']{1,256}:[^\s/@\"']{1,256})@",
+        *(rf"{word} ([A-Za-z0-9._~+/=-]{{16,4096}})" for word in ("Bearer", "bearer", "Basic", "basic")),
+        *(
+            rf"{word}[\"']?[=:] ?[\"']?([A-Za-z0-9._~+/=-]{{8,4096}})"
+            for word in ("api-key", "api_key", "apikey", "apiKey", "API_KEY", "API-Key", "Api-Key")
+        ),
+    )
+)
+"""Forms whose first group is a secret, by what stands before it."""
 
 
 class Redactor:
@@ -54,7 +60,8 @@ class Redactor:
 
     def spans(self, text: str) -> list[tuple[int, int]]:
         """Returns the places of secrets: begin and end, in characters, in order and apart."""
-        found = [match.span() for match in _FORMS.finditer(text)]
+        found = [match.span() for form in _FORMS for match in form.finditer(text) if _START.match(text, match.start())]
+        found += [match.span(1) for form in _AFTER for match in form.finditer(text)]
         if self._known is not None:
             found += [match.span() for match in self._known.finditer(text)]
         merged: list[tuple[int, int]] = []
