@@ -7,7 +7,7 @@ import re
 import orjson
 import pytest
 
-from penstock.assistant.answers import MAX_BYTES, Answer, Quote, excerpt, render, shown_text, visible
+from penstock.assistant.answers import MAX_BYTES, MAX_CHARACTERS, Answer, Quote, excerpt, render, shown_text, visible
 from penstock.assistant.errors import ToolError
 from penstock.assistant.paging import page
 from penstock.assistant.redaction import MARK, Redactor, secrets_of
@@ -80,7 +80,11 @@ def test_a_name_among_the_facts_is_one_short_line() -> None:
         (f"known {TOKEN}.", f"known {MARK}."),
         ("eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.abc", MARK),
         (f'{{"output": "a\\n{KEY}\\u001b[0m{KEY}"}}', f'{{"output": "a\\n{MARK}\\u001b[0m{MARK}"}}'),
+        ("sk-" + "0f" * 16, MARK),
+        ("sk-proj-aB3_dE-fG_hI4-jK_lM-nO_pQ", MARK),
         ("task-skeleton-of-something-long asks", "task-skeleton-of-something-long asks"),
+        ("shell-sk-learn-regression-1a2b3c4d-0", "shell-sk-learn-regression-1a2b3c4d-0"),
+        ("pypi-simple-index-mirror", "pypi-simple-index-mirror"),
     ],
 )
 def test_secrets_are_taken_out(text: str, left: str) -> None:
@@ -117,6 +121,11 @@ def test_an_answer_has_at_most_its_bytes() -> None:
     texts = fenced(shown)
     assert texts[1] == "short" and set(texts[0]) == {"\N{GRINNING FACE}"}
     assert "cut: " in shown and "of 90000 characters" in shown
+
+
+def test_the_end_of_an_endless_text_is_left_out() -> None:
+    """What is searched for secrets is bounded."""
+    assert len(shown_text("a" * (MAX_CHARACTERS + 5), Redactor())) == MAX_CHARACTERS
 
 
 def test_facts_without_bound_are_refused_and_not_cut_in_the_middle() -> None:

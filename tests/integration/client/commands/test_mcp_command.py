@@ -20,7 +20,7 @@ from tests.integration.client.test_watch import connection
 from tests.support.terminal.commands import invoke
 
 from penstock.assistant.redaction import MARK
-from penstock.client import Mode, Penstock, SeedFile
+from penstock.client import Command, Mode, Penstock, RewardFrom, SeedFile, Verifier
 from penstock.local.stack import LocalStack
 
 __all__ = ["connection"]  # a fixture
@@ -60,7 +60,12 @@ async def test_an_assistant_inspects_a_run_and_what_its_agents_wrote_is_fenced(
     """From the list of runs to a token. The agent's output addresses the assistant, imitates the end of a fence, and
     has a key: it stays inside, without the key.
     """
-    task = replace(TASK, files=[SeedFile("note.txt", f"{INJECTION}\n{KEY}\n".encode())])
+    graded = Command(shell='cat out.txt; echo 0.75 > "$PENSTOCK_REWARD_FILE"')
+    task = replace(
+        TASK,
+        files=[SeedFile("note.txt", f"{INJECTION}\n{KEY}\n".encode())],
+        verifier=Verifier(commands=[graded], reward=RewardFrom.FILE),
+    )
     group = await ps.groups.create(task, "shell", 2, run_id="door", mode=Mode.TRANSPARENT_PROXY, labels={"step": "3"})
     await group.wait()
     rollout_id = group.rollout_ids[0]
@@ -103,8 +108,9 @@ async def test_an_assistant_inspects_a_run_and_what_its_agents_wrote_is_fenced(
         assert (facts["tokens"], facts["next_first"]) == ([1, 3], 3) and "\n1 " in text and "\n3 " not in text
         _, text = await ask(client, "tokens", rollout_id=rollout_id, call=1, of="prompt", first=350, limit=200)
         assert MARK in text
-        facts, _ = await ask(client, "grading", rollout_id=rollout_id)
+        facts, text = await ask(client, "grading", rollout_id=rollout_id)
         assert facts["grading"]["passed"] == 1
+        texts.append(text)
         facts, text = await ask(client, "status")
         assert facts["healthy"] and facts["engine"]["engine"] == "scripted"
         assert stack.trainer_token not in text and stack.operator_token not in text

@@ -19,11 +19,14 @@ _SECRET_NAME: Final = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL)
 _START: Final = re.compile(r"(?:(?<![A-Za-z0-9])|(?<=\\[nrtbf])|(?<=\\u[0-9a-fA-F]{4})|(?<=\[[0-9]m)|(?<=\[[0-9]{2}m))")
 """Where a key may begin: after anything but a word, which an escape of JSON or a colour is not."""
 _LONG: Final = r"[A-Za-z0-9_-]{16,512}"
+_RANDOM: Final = rf"(?=[A-Za-z0-9_-]{{0,64}}?(?:[A-Za-z0-9]{{16}}|[A-Z][a-z0-9_-]{{0,30}}[0-9])){_LONG}"
+"""After a prefix that a name may have too: a task sk-learn-regression has neither so long a word nor mixed letters."""
 _FORMS: Final = tuple(
     # Each begins with a literal, for which a search is fast: transcripts have megabytes.
     re.compile(form)
     for form in (
-        *(rf"{prefix}{_LONG}" for prefix in ("sk-", "pk-", "rk-", "pst_", "glpat-", "pypi-", "github_pat_", "AIza")),
+        *(rf"{prefix}{_LONG}" for prefix in ("pst_", "glpat-", "github_pat_", "AIza")),  # the first: keys of the gate
+        *(rf"{prefix}{_RANDOM}" for prefix in ("sk-", "pk-", "rk-", "pypi-")),
         *(rf"{prefix}[A-Za-z0-9]{{20,255}}" for prefix in ("ghp_", "gho_", "ghu_", "ghs_", "ghr_", "hf_", "npm_")),
         *(rf"xox{letter}-[A-Za-z0-9-]{{10,255}}" for letter in "abeprs"),
         r"AKIA[0-9A-Z]{16}",

@@ -142,7 +142,8 @@ class Server:
             raise RpcError(jsonrpc.INVALID_PARAMS, f"there is no tool {visible(name[:80])}{meant}")
         try:
             given = tool.arguments.model_validate(arguments)
-            return render(await tool.run(self._context, given), self._context.redact), False
+            answer = await tool.run(self._context, given)
+            return await asyncio.to_thread(render, answer, self._context.redact), False
         except ValidationError as error:
             return self._refused(_problem(tool, error)), True
         except PenstockError as error:

@@ -1,5 +1,6 @@
 """Model calls of a rollout: the list, the text of one, its tokens."""
 
+import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
 from typing import Annotated, Any, Final
@@ -98,7 +99,7 @@ async def _one(context: Context, given: _Call) -> Answer:
         facts["next"] = (
             "nothing is recorded of it: `tokens` may have token ids; without bodies and a tokenizer there is no text"
         )
-    whole = shown_text(text, context.redact)
+    whole = await asyncio.to_thread(shown_text, text, context.redact)
     if given.offset > len(whole):
         raise ToolError(
             f"offset: the text has {len(whole)} characters", reason="OFFSET_INVALID", advice="use a smaller offset"
@@ -142,7 +143,9 @@ async def _tokens(context: Context, given: _Tokens) -> Answer:
             {"position": int(position), "logprob": round(float(logprobs[position]), 3)}
             for position in np.argsort(logprobs, kind="stable")[:_WORST]
         ]
-    lines = _lines(recording, ids, logprobs, range(given.first, end), context.redact)
+    lines = await asyncio.to_thread(
+        lambda: list(_lines(recording, ids, logprobs, range(given.first, end), context.redact))
+    )
     return Answer(facts, [Quote("the model", "position, token id, logprob, text", "\n".join(lines))])
 
 

@@ -209,7 +209,11 @@ async def _diff(context: Context, given: _Diff) -> Answer:
 
 
 async def _define(context: Context, given: _Definition) -> Answer:
-    found = await asyncio.to_thread(load_tasks, context.place(given.path))
+    return await asyncio.to_thread(_definition, context, given)
+
+
+def _definition(context: Context, given: _Definition) -> Answer:
+    found = load_tasks(context.place(given.path))
     tasks = {task.task_id: task for task in found.tasks}
     if given.task_id:
         _check_task(given.task_id, tasks)
