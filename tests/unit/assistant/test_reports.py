@@ -93,6 +93,8 @@ async def test_a_tasks_definition_is_quoted(context: Context) -> None:
         ("../secret.json", "PATH_NOT_ALLOWED"),
         ("/etc/passwd", "PATH_NOT_ALLOWED"),
         ("link.json", "PATH_NOT_ALLOWED"),
+        (".env", "PATH_NOT_ALLOWED"),
+        (".config/../.config/task.yaml", "PATH_NOT_ALLOWED"),
         ("a\0b", "PATH_NOT_ALLOWED"),
         ("nothing", "PATH_UNKNOWN"),
         ("pipe.json", "FILE_NOT_READ"),
@@ -100,7 +102,7 @@ async def test_a_tasks_definition_is_quoted(context: Context) -> None:
     ],
 )
 async def test_no_other_file_is_read(path: str, reason: str, context: Context) -> None:
-    """Not one outside, by name or by link; no pipe, which would block."""
+    """Not one outside, by name or by link; no hidden one; no pipe, which would block."""
     with pytest.raises(ToolError) as refused:
         await ask(context, "report", path=path)
     assert refused.value.reason == reason and refused.value.advice

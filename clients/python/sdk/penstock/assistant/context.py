@@ -133,7 +133,7 @@ class Context:
         return made
 
     def place(self, given: str) -> Path:
-        """Returns the path of a file or directory that may be read, links followed.
+        """Returns the path of a file or directory that may be read, links followed. No hidden one may: keys are there.
 
         Raises:
             ToolError: `PATH_NOT_ALLOWED`; `PATH_UNKNOWN`.
@@ -141,7 +141,9 @@ class Context:
         inside = [
             path
             for directory in self.directories
-            if (path := _resolved(directory, given)) is not None and path.is_relative_to(directory)
+            if (path := _resolved(directory, given)) is not None
+            and path.is_relative_to(directory)
+            and not any(part.startswith(".") for part in path.relative_to(directory).parts)
         ]
         found = next((path for path in inside if path.exists()), None)
         if found is not None:
@@ -154,7 +156,7 @@ class Context:
             )
         allowed = ", ".join(map(str, self.directories)) or "none"
         raise ToolError(
-            f"path: {given} is not in a directory that this server may read ({allowed})",
+            f"path: {given} is hidden, or in no directory that this server may read ({allowed})",
             reason="PATH_NOT_ALLOWED",
             advice="use a path in one of them, or ask the user to start the server with --files DIR",
         )
