@@ -3,7 +3,7 @@
 import os
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
@@ -86,7 +86,7 @@ class Context:
         self.may_start = max_rollouts
         self._secrets = secrets_of(environment)
         self.redact = Redactor(self._secrets)
-        self._recordings: OrderedDict[str, Recording] = OrderedDict()
+        self._recordings: OrderedDict[tuple[str, ...], Recording] = OrderedDict()
 
     def endpoints(self) -> Endpoints:
         """Returns the services as they run now; their token appears in no answer from then on."""
@@ -108,26 +108,25 @@ class Context:
         found: dict[str, RolloutSummary] = {}
         away: tuple[str, ...] = ()
         async with self.connected() as ps:
-            changes = ps.rollouts.watch(ended_limit=MAX_ENDED, **chosen)  # type: ignore[arg-type]
-            try:
+            watch = ps.rollouts.watch(ended_limit=MAX_ENDED, **chosen)  # type: ignore[arg-type]
+            async with aclosing(watch) as changes:
                 async for change in changes:
                     away = _taken(change, found) or away
                     if change.complete:
                         break
-            finally:
-                await changes.aclose()
         return Snapshot(list(found.values()), sum(item.ended for item in found.values()) >= MAX_ENDED, away)
 
     async def recording(self, rollout_id: str) -> Recording:
         """Returns a rollout with its calls, a running one with those so far. Raises NotFound."""
-        kept = self._recordings.get(rollout_id)
-        if kept is not None:
-            self._recordings.move_to_end(rollout_id)
+        endpoints = self.endpoints()
+        key = (endpoints.driver, endpoints.namespace, endpoints.token or "", rollout_id)
+        if (kept := self._recordings.get(key)) is not None:
+            self._recordings.move_to_end(key)
             return kept
         async with self.connected() as ps:
             made = await of_rollout(ps, rollout_id, calls_so_far=True)
         if made.outcome is not None and made.turns:  # then nothing of it changes any more
-            self._recordings[rollout_id] = made
+            self._recordings[key] = made
             while len(self._recordings) > _RECORDINGS:
                 self._recordings.popitem(last=False)
         return made

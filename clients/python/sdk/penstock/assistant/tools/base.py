@@ -11,6 +11,8 @@ from penstock.assistant.context import Context
 from penstock.assistant.paging import CURSOR_CHARACTERS
 
 MAX_ROWS: Final = 100
+MAX_LABELS: Final = 20
+"""Of a rollout, as shown."""
 
 Name = Annotated[str, Field(max_length=200)]
 Cursor = Annotated[

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from enum import StrEnum
+from operator import attrgetter
 from statistics import fmean, pstdev
 from typing import Annotated, Any, Final
 
@@ -16,10 +17,6 @@ from penstock.assistant.tools.base import Arguments, Cursor, Limit, OfRun, Tool
 from penstock.client.types.results import POLICY_CAUSES, RolloutSummary
 from penstock.evaluation.statistics import bounded_mean
 
-STEP_LABEL: Final = "step"
-"""Label of a rollout with the number of its training step."""
-
-_DIGITS: Final = 9
 _CAUSES: Final = 10
 """Most reasons of failures of one row."""
 
@@ -116,7 +113,7 @@ async def _list_tasks(context: Context, given: _Groups) -> Answer:
 
 async def _list_progress(context: Context, given: _Progress) -> Answer:
     snapshot = await context.snapshot(**given.conditions())
-    number = _step if given.by is _By.STEP else _version
+    number: Callable[[RolloutSummary], int | None] = attrgetter("step" if given.by is _By.STEP else "min_version")
     found = _by((item for item in snapshot.rollouts if number(item) is not None), lambda item: str(number(item)))
 
     def row(item: tuple[str, Sequence[RolloutSummary]]) -> Mapping[str, Any]:
@@ -189,15 +186,6 @@ def _first(members: Sequence[RolloutSummary]) -> datetime | None:
 
 def _seconds(time: datetime | None) -> float:
     return 0.0 if time is None else time.timestamp()
-
-
-def _step(item: RolloutSummary) -> int | None:
-    text = item.labels.get(STEP_LABEL, "")
-    return int(text) if text.isascii() and text.isdigit() and len(text) <= _DIGITS else None
-
-
-def _version(item: RolloutSummary) -> int | None:
-    return item.min_version
 
 
 RUNS: Final = (
