@@ -178,13 +178,9 @@ class RolloutUseCases:
             message = "the rollout or group with this id is being deleted: try again, or choose another id"
             raise AlreadyExists(message, reason="ROLLOUT_EXISTS")
         with self._manager.beginning(ids):
-            try:
-                sealed = await self._specs.sealed(spec, records[0])
-                await self._records.create(key, records, group, sealed=sealed)
-            except AlreadyExists:
-                known = await self._records.known_request(key)
-                if known is None:
-                    raise
+            sealed = await self._specs.sealed(spec, records[0])
+            recording = self._records.create(key, records, group, sealed=sealed)
+            if (known := await self._records.unless_known(key, recording)) is not None:
                 return known
             self._parents.assign(ids, file)
             self._manager.start(spec, records, group)

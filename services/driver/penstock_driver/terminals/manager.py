@@ -21,7 +21,7 @@ from penstock.driver.v1 import terminal_service_pb2
 from penstock_chassis import times
 from penstock_chassis.aio.tasks import TaskOwner
 from penstock_chassis.auth import acting_in
-from penstock_chassis.errors import AlreadyExists, NotFound, PenstockError, ResourceExhausted
+from penstock_chassis.errors import NotFound, PenstockError, ResourceExhausted
 from penstock_chassis.homes import Home
 from penstock_driver.domain.ports import Sandboxes
 from penstock_driver.domain.records import RequestKey
@@ -147,12 +147,7 @@ class TerminalManager:
         record = TerminalRecord(
             self.home.new_id("t"), key.request_id, dict(spec.labels), public_terminal(spec), self._clock()
         )
-        try:
-            await self._records.create(record, key)
-        except AlreadyExists:
-            known = await self._requests.known_request(key)
-            if known is None:
-                raise
+        if (known := await self._requests.unless_known(key, self._records.create(record, key))) is not None:
             return known
         task = self._opening[record.terminal_id] = self._tasks.start(self._open(record, spec))
         task.add_done_callback(lambda _: self._opening.pop(record.terminal_id, None))
