@@ -276,23 +276,22 @@ class RolloutUseCases:
     async def watch(self, rollout_id: str, after: int) -> AsyncGenerator[rollout_pb2.RolloutEvent | None, None]:
         """Yield the events after a sequence number as they are on disk, to the last one; None every HEARTBEAT_S."""
         await self._records.get(rollout_id)
-        with self._event_log.signal(rollout_id) as signal:
-            while True:
-                signal.clear()
-                has_ended = not self._manager.is_running(rollout_id)
-                page = await self._event_log.events(rollout_id, after)
-                for event in page:
-                    await self._known_ended(event)
-                    yield event
-                    after = event.sequence
-                    if event.HasField("ended"):
-                        return
-                if not page:
-                    if has_ended:
-                        self._manager.check_stays()
-                        return
-                    if not await _within(signal, HEARTBEAT_S):
-                        yield None
+        signal = self._event_log.signal(rollout_id)
+        while True:
+            seen, has_ended = signal.number, not self._manager.is_running(rollout_id)
+            page = await self._event_log.events(rollout_id, after)
+            for event in page:
+                await self._known_ended(event)
+                yield event
+                after = event.sequence
+                if event.HasField("ended"):
+                    return
+            if not page:
+                if has_ended:
+                    self._manager.check_stays()
+                    return
+                if not await signal.wait(seen, HEARTBEAT_S):
+                    yield None
 
     async def watch_group(
         self, group_id: str, after: Mapping[str, int], *, summary: bool
@@ -302,21 +301,20 @@ class RolloutUseCases:
         `after` has sequence numbers by rollout id; `summary` leaves out all but phases, attempts and outcomes.
         """
         group, position = await self._records.group(group_id), 0
-        with self._event_log.signal(group_id) as signal:
-            while True:
-                signal.clear()
-                has_ended = not any(map(self._manager.is_running, group.rollout_ids))
-                page = await self._event_log.group_events(group_id, position, summary=summary)
-                for position, event in page:  # noqa: B007 - the next page starts there
-                    if event.sequence > after.get(event.rollout_id, 0):
-                        await self._known_ended(event)
-                        yield event
-                if not page:
-                    if has_ended:
-                        self._manager.check_stays()
-                        return
-                    if not await _within(signal, HEARTBEAT_S):
-                        yield None
+        signal = self._event_log.signal(group_id)
+        while True:
+            seen, has_ended = signal.number, not any(map(self._manager.is_running, group.rollout_ids))
+            page = await self._event_log.group_events(group_id, position, summary=summary)
+            for position, event in page:  # noqa: B007 - the next page starts there
+                if event.sequence > after.get(event.rollout_id, 0):
+                    await self._known_ended(event)
+                    yield event
+            if not page:
+                if has_ended:
+                    self._manager.check_stays()
+                    return
+                if not await signal.wait(seen, HEARTBEAT_S):
+                    yield None
 
     async def _known_ended(self, event: rollout_pb2.RolloutEvent) -> None:
         """Hold back an end that this process has written and not taken note of: its watcher asks for the outcome."""
@@ -369,12 +367,3 @@ class RolloutUseCases:
         self, record: Record, *, include_bodies: bool, include_top: bool, grade: str
     ) -> AsyncIterator[trajectory_pb2.Trajectory]:
         return fragments(self._captures, record, include_bodies=include_bodies, include_top=include_top, grade=grade)
-
-
-async def _within(signal: asyncio.Event, seconds: float) -> bool:
-    try:
-        async with asyncio.timeout(seconds):
-            await signal.wait()
-    except TimeoutError:
-        return False
-    return True

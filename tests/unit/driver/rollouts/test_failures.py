@@ -393,10 +393,11 @@ async def test_a_rollout_is_cancelled_between_two_attempts(driver: Driver) -> No
     """It is not begun again, and the end is the cancellation."""
     driver.sandboxes.fail["start"] = [LOST] * 10
     record = await driver.start(replace(driver.spec(), max_attempts=10))
-    with driver.history.signal(record.rollout_id) as signal:
-        while not told(await driver.events(record.rollout_id), "attempt_failed"):
-            signal.clear()
-            await signal.wait()
+    signal = driver.history.signal(record.rollout_id)
+    seen = signal.number
+    while not told(await driver.events(record.rollout_id), "attempt_failed"):
+        await signal.wait(seen)
+        seen = signal.number
     ended = await driver.manager.cancel(record.rollout_id, "enough")
     outcome = ended.outcome or rollout_pb2.Outcome()
     assert outcome.failure.reason in ("CANCELLED", "INJECTED")
