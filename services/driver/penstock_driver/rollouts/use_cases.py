@@ -1,7 +1,7 @@
-"""The use cases of rollouts and groups: create, delete, and read with what the gate captured.
+"""The use cases of rollouts and groups that take more than the manager or the records alone.
 
-Invariant: a request that is repeated with the same id creates nothing more, whatever has changed since, and returns
-what it created.
+Invariants: a request that is repeated with the same id creates nothing more, whatever has changed since, and returns
+what it created. While a rollout or group is deleted, none of its id begins.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Final
 
@@ -43,37 +43,93 @@ EXPORT_S: Final = 10.0
 HEARTBEAT_S: Final = 10.0
 
 
-class RolloutUseCases:
-    """The use cases that take more than the manager or the records alone."""
+class RolloutDeletion:
+    """Deletes ended rollouts and groups."""
 
     def __init__(
         self,
         manager: RolloutManager,
         records: Records,
-        event_log: EventLog,
+        captures: Captures,
+        exporter: Exporter | None = None,
+        end_states: EndStates | None = None,
+    ) -> None:
+        self._manager = manager
+        self._records = records
+        self._captures = captures
+        self._exporter = exporter
+        self._end_states = end_states
+        self._deleting: Counter[str] = Counter()
+
+    async def delete(self, rollout_ids: Sequence[str]) -> None:
+        """Delete ended rollouts with their events, and their captures at the gate; none while one of them runs."""
+        if any(map(self._manager.is_running, rollout_ids)):
+            raise FailedPrecondition("the rollout runs: cancel it first", reason="ROLLOUT_RUNNING")
+        # No rollout of the same id begins meanwhile: it would lose its events and its capture.
+        with self._deletes(rollout_ids):
+            if await self._records.with_pending_cleanup(rollout_ids):
+                # Cleanup finds its resources by its id, which another rollout could reuse after a deletion.
+                message = "the rollout's clean-up is still pending: try again later"
+                raise Unavailable(message, reason="RELEASE_OWED", retry_after_s=CLEANUP_RETRY_S)
+            if self._exporter and (left := await self._exporter.settled(rollout_ids, EXPORT_S)):
+                message = f"{left[0]} is not exported yet, and would be lost: try again later, see `penstock doctor`"
+                raise Unavailable(message, reason="EXPORT_PENDING", retry_after_s=CLEANUP_RETRY_S)
+            for rollout_id in rollout_ids:
+                await self._captures.delete(rollout_id)
+                await self._manager.delete(rollout_id)
+                if self._end_states:
+                    await self._end_states.forget(rollout_id)
+            if self._exporter:
+                await self._exporter.forget(rollout_ids)
+
+    async def delete_group(self, group_id: str) -> None:
+        """Delete a group and its rollouts; idempotent."""
+        with self._deletes([group_id]):
+            try:
+                group = await self._records.group(group_id)
+            except NotFound:
+                return
+            await self.delete(group.rollout_ids)
+            await self._records.delete_group(group_id)
+
+    def check_none_of(self, ids: Collection[str]) -> None:
+        """Raise AlreadyExists (ROLLOUT_EXISTS) if a rollout or group of one of these ids is being deleted."""
+        if self._deleting.keys() & ids:
+            message = "the rollout or group with this id is being deleted: try again, or choose another id"
+            raise AlreadyExists(message, reason="ROLLOUT_EXISTS")
+
+    @contextmanager
+    def _deletes(self, ids: Sequence[str]) -> Iterator[None]:
+        """Refuse new rollouts and groups of these ids meanwhile, by `check_none_of`."""
+        self._deleting.update(ids)
+        try:
+            yield
+        finally:
+            self._deleting -= Counter(ids)  # keeps none that no deletion holds
+
+
+class RolloutCreation:
+    """Creates rollouts, groups and branches."""
+
+    def __init__(
+        self,
+        manager: RolloutManager,
+        records: Records,
         agents: AgentRegistry,
         preflight: Preflight,
         specs: SealedSpecs,
-        captures: Captures,
         home: Home,
         parents: Parents,
-        exporter: Exporter | None = None,
-        regrader: Regrader | None = None,
-        end_states: EndStates | None = None,
+        deletion: RolloutDeletion,
     ) -> None:
-        self._regrader = regrader
-        self._end_states = end_states
-        self._parents = parents
-        self._home = home
-        self._exporter = exporter
         self._manager = manager
         self._records = records
-        self._event_log = event_log
         self._agents = agents
         self._preflight = preflight
         self._specs = specs
-        self._captures = captures
-        self._deleting: Counter[str] = Counter()
+        self._home = home
+        self._parents = parents
+        self._deletion = deletion
 
     async def create(self, key: RequestKey, request: rollout_pb2.RolloutSpec, rollout_id: str = "") -> Record:
         """Check, record and start a rollout; an empty `rollout_id` is replaced by a fresh one."""
@@ -174,9 +230,7 @@ class RolloutUseCases:
         Must not be cancelled in between: a rollout that is recorded but not started would never end.
         """
         ids = [record.rollout_id for record in records]
-        if self._deleting.keys() & {*ids, group.group_id if group else ids[0]}:
-            message = "the rollout or group with this id is being deleted: try again, or choose another id"
-            raise AlreadyExists(message, reason="ROLLOUT_EXISTS")
+        self._deletion.check_none_of({*ids, group.group_id if group else ids[0]})
         with self._manager.beginning(ids):
             sealed = await self._specs.sealed(spec, records[0])
             recording = self._records.create(key, records, group, sealed=sealed)
@@ -186,92 +240,15 @@ class RolloutUseCases:
             self._manager.start(spec, records, group)
         return group.group_id if group else records[0].rollout_id
 
-    async def delete(self, rollout_ids: Sequence[str]) -> None:
-        """Delete ended rollouts with their events, and their captures at the gate; none while one of them runs."""
-        if any(map(self._manager.is_running, rollout_ids)):
-            raise FailedPrecondition("the rollout runs: cancel it first", reason="ROLLOUT_RUNNING")
-        # No rollout of the same id begins meanwhile: it would lose its events and its capture.
-        with self._deletes(rollout_ids):
-            if await self._records.with_pending_cleanup(rollout_ids):
-                # Cleanup finds its resources by its id, which another rollout could reuse after a deletion.
-                message = "the rollout's clean-up is still pending: try again later"
-                raise Unavailable(message, reason="RELEASE_OWED", retry_after_s=CLEANUP_RETRY_S)
-            if self._exporter and (left := await self._exporter.settled(rollout_ids, EXPORT_S)):
-                message = f"{left[0]} is not exported yet, and would be lost: try again later, see `penstock doctor`"
-                raise Unavailable(message, reason="EXPORT_PENDING", retry_after_s=CLEANUP_RETRY_S)
-            for rollout_id in rollout_ids:
-                await self._captures.delete(rollout_id)
-                await self._manager.delete(rollout_id)
-                if self._end_states:
-                    await self._end_states.forget(rollout_id)
-            if self._exporter:
-                await self._exporter.forget(rollout_ids)
 
-    async def delete_group(self, group_id: str) -> None:
-        """Delete a group and its rollouts; idempotent."""
-        with self._deletes([group_id]):
-            try:
-                group = await self._records.group(group_id)
-            except NotFound:
-                return
-            await self.delete(group.rollout_ids)
-            await self._records.delete_group(group_id)
+class RolloutReading:
+    """Reads events, and trajectories with what the gate captured."""
 
-    async def wait_group(self, group_id: str, timeout_s: float | None) -> GroupRecord:
-        """Return a group once all its rollouts have ended, or after `timeout_s`.
-
-        Unavailable (END_NOT_RECORDED) as in `RolloutManager.wait`.
-        """
-        group, loop = await self._records.group(group_id), asyncio.get_running_loop()
-        until = None if timeout_s is None else loop.time() + timeout_s
-        for rollout_id in group.rollout_ids:
-            if self._manager.is_running(rollout_id):
-                await self._manager.wait(rollout_id, None if until is None else max(0.0, until - loop.time()))
-        is_running = any(map(self._manager.is_running, group.rollout_ids))
-        if not is_running and len(await self._records.group_ended(group_id)) < len(group.rollout_ids):
-            self._manager.check_stays()
-            raise end_not_recorded()
-        return group
-
-    async def cancel_group(self, group_id: str, reason: str) -> GroupRecord:
-        """End all rollouts of a group that run; their sandboxes are gone when this returns."""
-        group = await self._records.group(group_id)
-        await self._manager.cancel_group(group, reason)
-        return group
-
-    async def pause_group(self, group_id: str, reason: str, duration_s: float | None, patience_s: float) -> GroupRecord:
-        """Pause all rollouts of a group that have not ended. Raises as `RolloutManager.pause`."""
-        group = await self._records.group(group_id)
-        if not await self._manager.pause_all(group.rollout_ids, reason, duration_s, patience_s):
-            raise FailedPrecondition("all rollouts of the group have ended", reason="ROLLOUT_ENDED")
-        return group
-
-    async def resume_group(self, group_id: str, patience_s: float) -> GroupRecord:
-        """End the pauses of a group's rollouts. Raises as `RolloutManager.resume_all`."""
-        group = await self._records.group(group_id)
-        await self._manager.resume_all(group.rollout_ids, patience_s)
-        return group
-
-    @contextmanager
-    def _deletes(self, ids: Sequence[str]) -> Iterator[None]:
-        """Refuse new rollouts and groups of these ids meanwhile."""
-        self._deleting.update(ids)
-        try:
-            yield
-        finally:
-            self._deleting -= Counter(ids)  # keeps none that no deletion holds
-
-    async def regrade(self, rollout_id: str, verifier: rollout_pb2.Verifier | None, name: str) -> rollout_pb2.Grade:
-        """Grade an ended rollout again. Raises as `Regrader.regrade`, and FailedPrecondition (ROLLOUT_RUNNING)."""
-        record = await self._records.get(rollout_id)
-        if self._manager.is_running(rollout_id):
-            raise FailedPrecondition("the rollout has not ended: wait for it", reason="ROLLOUT_RUNNING")
-        if self._regrader is None:
-            raise gone(rollout_id, "this driver keeps none")
-        with self._manager.room(record.namespace, 0):  # none while it drains
-            return await self._regrader.regrade(record, verifier, name)
-
-    # Reading ----------------------------------------------------------------------------------------------------------
+    def __init__(self, manager: RolloutManager, records: Records, event_log: EventLog, captures: Captures) -> None:
+        self._manager = manager
+        self._records = records
+        self._event_log = event_log
+        self._captures = captures
 
     async def watch(self, rollout_id: str, after: int) -> AsyncGenerator[rollout_pb2.RolloutEvent | None, None]:
         """Yield the events after a sequence number as they are on disk, to the last one; None every HEARTBEAT_S."""
@@ -367,3 +344,68 @@ class RolloutUseCases:
         self, record: Record, *, include_bodies: bool, include_top: bool, grade: str
     ) -> AsyncIterator[trajectory_pb2.Trajectory]:
         return fragments(self._captures, record, include_bodies=include_bodies, include_top=include_top, grade=grade)
+
+
+class RolloutUseCases:
+    """All of them: `creation`, `deletion`, `reading`, and what is done with groups that run and rollouts that ended."""
+
+    def __init__(
+        self,
+        manager: RolloutManager,
+        records: Records,
+        creation: RolloutCreation,
+        deletion: RolloutDeletion,
+        reading: RolloutReading,
+        regrader: Regrader | None = None,
+    ) -> None:
+        self._manager = manager
+        self._records = records
+        self.creation = creation
+        self.deletion = deletion
+        self.reading = reading
+        self._regrader = regrader
+
+    async def wait_group(self, group_id: str, timeout_s: float | None) -> GroupRecord:
+        """Return a group once all its rollouts have ended, or after `timeout_s`.
+
+        Unavailable (END_NOT_RECORDED) as in `RolloutManager.wait`.
+        """
+        group, loop = await self._records.group(group_id), asyncio.get_running_loop()
+        until = None if timeout_s is None else loop.time() + timeout_s
+        for rollout_id in group.rollout_ids:
+            if self._manager.is_running(rollout_id):
+                await self._manager.wait(rollout_id, None if until is None else max(0.0, until - loop.time()))
+        is_running = any(map(self._manager.is_running, group.rollout_ids))
+        if not is_running and len(await self._records.group_ended(group_id)) < len(group.rollout_ids):
+            self._manager.check_stays()
+            raise end_not_recorded()
+        return group
+
+    async def cancel_group(self, group_id: str, reason: str) -> GroupRecord:
+        """End all rollouts of a group that run; their sandboxes are gone when this returns."""
+        group = await self._records.group(group_id)
+        await self._manager.cancel_group(group, reason)
+        return group
+
+    async def pause_group(self, group_id: str, reason: str, duration_s: float | None, patience_s: float) -> GroupRecord:
+        """Pause all rollouts of a group that have not ended. Raises as `RolloutManager.pause`."""
+        group = await self._records.group(group_id)
+        if not await self._manager.pause_all(group.rollout_ids, reason, duration_s, patience_s):
+            raise FailedPrecondition("all rollouts of the group have ended", reason="ROLLOUT_ENDED")
+        return group
+
+    async def resume_group(self, group_id: str, patience_s: float) -> GroupRecord:
+        """End the pauses of a group's rollouts. Raises as `RolloutManager.resume_all`."""
+        group = await self._records.group(group_id)
+        await self._manager.resume_all(group.rollout_ids, patience_s)
+        return group
+
+    async def regrade(self, rollout_id: str, verifier: rollout_pb2.Verifier | None, name: str) -> rollout_pb2.Grade:
+        """Grade an ended rollout again. Raises as `Regrader.regrade`, and FailedPrecondition (ROLLOUT_RUNNING)."""
+        record = await self._records.get(rollout_id)
+        if self._manager.is_running(rollout_id):
+            raise FailedPrecondition("the rollout has not ended: wait for it", reason="ROLLOUT_RUNNING")
+        if self._regrader is None:
+            raise gone(rollout_id, "this driver keeps none")
+        with self._manager.room(record.namespace, 0):  # none while it drains
+            return await self._regrader.regrade(record, verifier, name)
