@@ -250,6 +250,13 @@ class RolloutReading:
         self._event_log = event_log
         self._captures = captures
 
+    async def ended(self, rollout_id: str) -> Record:
+        """An ended rollout. NotFound (ROLLOUT_UNKNOWN); FailedPrecondition (ROLLOUT_RUNNING)."""
+        record = await self._records.get(rollout_id)
+        if self._manager.is_running(rollout_id):
+            raise FailedPrecondition("the rollout has not ended: wait for it", reason="ROLLOUT_RUNNING")
+        return record
+
     async def watch(self, rollout_id: str, after: int) -> AsyncGenerator[rollout_pb2.RolloutEvent | None, None]:
         """Yield the events after a sequence number as they are on disk, to the last one; None every HEARTBEAT_S."""
         await self._records.get(rollout_id)
@@ -308,9 +315,7 @@ class RolloutReading:
 
         NotFound (GRADE_UNKNOWN); FailedPrecondition (ROLLOUT_RUNNING, TRAJECTORY_ABSENT).
         """
-        record = await self._records.get(rollout_id)
-        if self._manager.is_running(rollout_id):
-            raise FailedPrecondition("the rollout has not ended: wait for it", reason="ROLLOUT_RUNNING")
+        record = await self.ended(rollout_id)
         if grade not in ("", FIRST_GRADE, *(one.name for one in record.grades)):
             names = ", ".join([FIRST_GRADE, *(one.name for one in record.grades)])
             message = f"{rollout_id} has no grade {grade}; it has: {names}. `penstock regrade` makes further ones"
@@ -402,9 +407,7 @@ class RolloutUseCases:
 
     async def regrade(self, rollout_id: str, verifier: rollout_pb2.Verifier | None, name: str) -> rollout_pb2.Grade:
         """Grade an ended rollout again. Raises as `Regrader.regrade`, and FailedPrecondition (ROLLOUT_RUNNING)."""
-        record = await self._records.get(rollout_id)
-        if self._manager.is_running(rollout_id):
-            raise FailedPrecondition("the rollout has not ended: wait for it", reason="ROLLOUT_RUNNING")
+        record = await self.reading.ended(rollout_id)
         if self._regrader is None:
             raise gone(rollout_id, "this driver keeps none")
         with self._manager.room(record.namespace, 0):  # none while it drains
