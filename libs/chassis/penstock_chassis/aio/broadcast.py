@@ -18,7 +18,7 @@ T = TypeVar("T")
 class Signal:
     """Counts changes; waiters get the next one."""
 
-    __slots__ = ("_listeners", "_waiting", "number")
+    __slots__ = ("__weakref__", "_listeners", "_waiting", "number")
 
     def __init__(self, number: int = 0) -> None:
         self.number = number

@@ -8,7 +8,6 @@ attempt that an earlier process of this driver began goes on, and counts once.
 from __future__ import annotations
 
 import asyncio
-import random
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -17,6 +16,7 @@ from typing import Final, TypeGuard
 
 import structlog
 
+from penstock_chassis.aio.retry import Backoff, Delays
 from penstock_chassis.auth import acting_in
 from penstock_chassis.telemetry.tracing import working_for
 from penstock_driver import metrics
@@ -204,7 +204,8 @@ class RolloutRunner:
                     self._spec = self._own(await self._read_spec(record))
                 except RolloutFailed as error:
                     return await self._unread(error.failure)
-            pause, avoid, moves, is_moved = FIRST_PAUSE_S, Avoid(), 0, False
+            backoff = Backoff(Delays(FIRST_PAUSE_S, MOST_PAUSE_S, jitter=(1.0, 1.25)))
+            avoid, moves, is_moved = Avoid(), 0, False
             while True:
                 left = self._left
                 if left is not None and left.unended.place is not None:
@@ -237,8 +238,7 @@ class RolloutRunner:
                 if outcome.failure is None or is_over:
                     return outcome
                 self.recorder.retry(outcome.failure)
-                await asyncio.sleep(pause * random.uniform(1.0, 1.25))  # noqa: S311 - jitter
-                pause = min(2 * pause, MOST_PAUSE_S)
+                await backoff.wait()
 
     async def _unread(self, failure: Failure) -> Outcome:
         """The end of a rollout whose spec cannot be read."""

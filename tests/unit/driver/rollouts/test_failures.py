@@ -88,7 +88,7 @@ from penstock_driver.rollouts.branch_room import BranchRoom
 from penstock_driver.rollouts.branching import Parents
 from penstock_driver.rollouts.context import AttemptResult
 from penstock_driver.rollouts.preflight import Preflight
-from penstock_driver.rollouts.use_cases import RolloutUseCases
+from penstock_driver.rollouts.use_cases import RolloutCreation, RolloutDeletion, RolloutReading, RolloutUseCases
 from penstock_driver.rpc.rollout_service import RolloutServicer
 from penstock_driver.settings import DriverSettings
 from penstock_driver.store import event_log
@@ -418,10 +418,11 @@ async def test_a_rollout_is_cancelled_between_two_attempts(driver: Driver) -> No
     """It is not begun again, and the end is the cancellation."""
     driver.sandboxes.fail["start"] = [LOST] * 10
     record = await driver.start(replace(driver.spec(), max_attempts=10))
-    with driver.history.signal(record.rollout_id) as signal:
-        while not told(await driver.events(record.rollout_id), "attempt_failed"):
-            signal.clear()
-            await signal.wait()
+    signal = driver.history.signal(record.rollout_id)
+    seen = signal.number
+    while not told(await driver.events(record.rollout_id), "attempt_failed"):
+        await signal.wait(seen)
+        seen = signal.number
     ended = await driver.manager.cancel(record.rollout_id, "enough")
     outcome = ended.outcome or rollout_pb2.Outcome()
     assert outcome.failure.reason in ("CANCELLED", "INJECTED")
@@ -837,9 +838,10 @@ def _servicer(
     recordings = driver.opened.settings.state_dir / "recordings"
     room = BranchRoom(1 << 30, records, recordings, driver.manager.is_running)
     parents = Parents(records, specs, captures, recordings, room)
-    service = RolloutUseCases(
-        driver.manager, records, driver.history, driver.registry, preflight, specs, captures, home, parents
-    )
+    manager, deletion = driver.manager, RolloutDeletion(driver.manager, records, captures)
+    creation = RolloutCreation(manager, records, driver.registry, preflight, specs, home, parents, deletion)
+    reading = RolloutReading(manager, records, driver.history, captures)
+    service = RolloutUseCases(manager, records, creation, deletion, reading)
     return RolloutServicer(service, driver.manager, records, driver.history, Summaries(driver.journal), home)
 
 
