@@ -23,7 +23,7 @@ def fulfils(rule: str) -> bool:
     for pause in (1, 2, 4, 8, 0):
         try:
             with urllib.request.urlopen(request, timeout=300) as answer:
-                said = json.load(answer)["choices"][0]["message"]["content"]
+                said: str = json.load(answer)["choices"][0]["message"]["content"]
                 return said.strip().lower().startswith("yes")
         except urllib.error.HTTPError as error:
             if error.code not in (429, 500, 502, 503, 504):

@@ -19,7 +19,7 @@ from penstock.interception.v1 import (
 from penstock.trajectory.v1 import trajectory_pb2
 from penstock_chassis.aio.retry import Backoff, Delays
 from penstock_chassis.channel import read, streaming, typed_errors
-from penstock_chassis.errors import FailedPrecondition, Internal, NotFound, PenstockError, Unavailable
+from penstock_chassis.errors import Internal, NotFound, PenstockError, Unavailable
 from penstock_driver.domain.failures import is_of_the_request
 from penstock_driver.domain.ports import (
     CallEnded,
@@ -130,7 +130,7 @@ class GrpcGate:
         with typed_errors():
             return _opened(await self._gate.OpenRollout(request, timeout=CALL_S))
 
-    async def open_judge(self, opening: JudgeRequest) -> GateOpening:
+    async def open_judge(self, opening: JudgeRequest) -> GateOpening | None:
         """See ports.Gate."""
         request = rollout_gate_service_pb2.OpenRolloutRequest(
             request_id=opening.request_id,
@@ -144,8 +144,7 @@ class GrpcGate:
         with typed_errors():
             answer = await self._gate.OpenRollout(request, timeout=CALL_S)
         if answer.rollout.state == rollout_gate_service_pb2.GATE_ROLLOUT_STATE_CLOSED:
-            message = f"the gate has closed the judge: {answer.rollout.close_reason}"
-            raise FailedPrecondition(message, reason="JUDGE_CLOSED")
+            return None
         return _opened(answer)
 
     async def load_recording(self, part: rollout_gate_service_pb2.LoadRecordingRequest) -> int:

@@ -514,10 +514,9 @@ class Gate(GateCheck, Protocol):
     async def open(self, spec: OpenRequest) -> GateOpening:
         """Open a rollout; from now on its agent may call."""
 
-    async def open_judge(self, opening: JudgeRequest) -> GateOpening:
-        """Let the verifier of a closed rollout ask its judge from now on; once per `request_id`.
-
-        FailedPrecondition (JUDGE_CLOSED): it was opened before, and closed since.
+    async def open_judge(self, opening: JudgeRequest) -> GateOpening | None:
+        """Let the verifier of a closed rollout ask its judge from now on, once per `request_id`; None if it was opened
+        before, and closed since. NotFound: there is no such rollout.
         """
 
     async def answered(self, rollout_id: str) -> GateClosing:

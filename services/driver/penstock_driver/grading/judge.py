@@ -11,16 +11,15 @@ from typing import Final
 
 import structlog
 
-from penstock_chassis.errors import PenstockError
+from penstock_chassis.errors import NotFound, PenstockError
 from penstock_driver.agents.specs import Dialect
 from penstock_driver.domain.failures import failure_of
 from penstock_driver.domain.ports import Command, Gate, GateOpening, JudgeRequest
-from penstock_driver.domain.rollout import Cause, Component, Failure, Phase, RolloutFailed, failed, judge_id
+from penstock_driver.domain.rollout import Cause, Component, Failure, Phase, RolloutFailed, judge_id
 from penstock_driver.environments.throttle import AdaptiveThrottle
 
 NAMELESS_MODEL: Final = "model"
 """The model name given to a program when the source has none, such as a bare tokenizer."""
-_LOST: Final = frozenset({"JUDGE_CLOSED", "ROLLOUT_UNKNOWN"})
 _log = structlog.get_logger("penstock.driver")
 
 
@@ -71,13 +70,12 @@ class Judge:
         """
         try:
             self._opening = await self._openings.run(lambda: self._gate.open_judge(self._request), full_s=patience_s)
+        except NotFound as error:
+            raise _lost("the gate does not know the rollout any more") from error
         except PenstockError as error:
-            if error.reason not in _LOST:
-                raise RolloutFailed(failure_of(error, Phase.VERIFYING, Component.GATE)) from error
-            message = f"the verifier cannot ask its judge: {error.message}"
-            raise failed(
-                Cause.INFRASTRUCTURE, "GATE_LOST", message, Phase.VERIFYING, retriable=True, component=Component.GATE
-            ) from error
+            raise RolloutFailed(failure_of(error, Phase.VERIFYING, Component.GATE)) from error
+        if self._opening is None:
+            raise _lost("the gate closed it: this driver was away for longer than the gate's driver_lease_s")
         return self._opening.ingress_address
 
     @property
@@ -107,5 +105,11 @@ class Judge:
             f"{message}, and then: {failure.message}",
             not answered.is_final,
             Phase.VERIFYING,
-            component=Component.ENGINE,
         )
+
+
+def _lost(why: str) -> RolloutFailed:
+    message = f"the verifier cannot ask its judge: {why}"
+    return RolloutFailed(
+        Failure(Cause.INFRASTRUCTURE, "GATE_LOST", message, True, Phase.VERIFYING, component=Component.GATE)
+    )

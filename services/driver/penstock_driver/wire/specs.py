@@ -290,3 +290,5 @@ def make_effective(wire: rollout_pb2.Task, task: Task) -> None:
         wire.verifier.range_min, wire.verifier.range_max = task.verifier.range_min, task.verifier.range_max
         wire.verifier.command_timeout.CopyFrom(times.duration(task.verifier.command_timeout_s))
         wire.verifier.fresh_fork = bool(task.verifier.fresh_fork)
+        if task.verifier.judge is not None:
+            wire.verifier.judge.budgets.CopyFrom(task.verifier.judge.budgets)

@@ -230,7 +230,7 @@ class Generations:
         if flight.finish is None or flight.stop_text is not None:
             with contextlib.suppress(PenstockError):  # vLLM is gone, and the request with it
                 await self._core.abort_in_vllm(flight)
-        if not flight.at_rest and flight in self._core.flights:
+        if flight in self._core.flights:
             flight.at_rest = True
             self._core.admission.rest()
 
