@@ -12,13 +12,15 @@ from typing import Any
 import aiohttp
 import grpc
 import pytest
-from tests.integration.interception.conftest import Rollout, Service
+from tests.integration.interception.conftest import OPERATOR, Rollout, Service
 from tests.support.endpoints.upstream import Vendor, vendor
 from tests.support.waiting import eventually
 
 from penstock.interception.v1 import interception_pb2, rollout_gate_service_pb2
+from penstock.interception.v1 import rollout_gate_service_pb2_grpc as gate_grpc
 from penstock.trajectory.v1 import trajectory_pb2
-from penstock_chassis.channel import error_from_rpc
+from penstock_chassis.channel import connect, error_from_rpc
+from penstock_interception.domain.kept_captures import Discarded, Why
 
 PROXY = interception_pb2.MODE_TRANSPARENT_PROXY
 JUDGE = interception_pb2.ModelSource(upstream=interception_pb2.Upstream(name="judge", model="m"))
@@ -148,3 +150,17 @@ async def test_what_becomes_of_a_rollout_becomes_of_its_judge(judged: Any) -> No
         await service.gate.DeleteRollout(rollout_gate_service_pb2.DeleteRolloutRequest(rollout_id="r"))
         assert service.interceptor.registry.find("r.judge") is None
         assert service.interceptor.registry.judge_of("r") is None
+
+
+@pytest.mark.requirement("R134", "R124")
+async def test_a_discarded_capture_takes_its_judges_along(judged: Any) -> None:
+    async with judged() as service, connect(service.address, OPERATOR) as channel:
+        service.gate = gate_grpc.RolloutGateServiceStub(channel)
+        await service.open("r", keep_capture=True)
+        await service.close("r")
+        await opened(service, keep_capture=True)
+        await service.close("r")
+        lost = Discarded("r", "default", None, "", 1.0, 2.0, 4096, Why.AGE)
+        await service.interceptor.rollouts.discard([lost])
+        registry = service.interceptor.registry
+        assert not registry.kept_captures and registry.find("r.judge") is None

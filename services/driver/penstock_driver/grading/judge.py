@@ -6,8 +6,9 @@ same judge, begins to grade again, and nothing is sampled or counted twice (deci
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Final, TypeAlias
 
 import structlog
 
@@ -16,10 +17,12 @@ from penstock_driver.agents.specs import Dialect
 from penstock_driver.domain.failures import failure_of
 from penstock_driver.domain.ports import Command, Gate, GateOpening, JudgeRequest
 from penstock_driver.domain.rollout import Cause, Component, Failure, Phase, RolloutFailed, judge_id
-from penstock_driver.environments.throttle import AdaptiveThrottle
 
 NAMELESS_MODEL: Final = "model"
 """The model name given to a program when the source has none, such as a bare tokenizer."""
+Work: TypeAlias = Callable[[], Awaitable[GateOpening | None]]
+Insisting: TypeAlias = Callable[[Work], Awaitable[GateOpening | None]]
+"""Does the work again while that may help."""
 _log = structlog.get_logger("penstock.driver")
 
 
@@ -45,14 +48,12 @@ class Judge:
 
     Args:
         gate: that of the rollout.
-        openings: the throttle of openings at the gate.
         request: what to open.
         port: of 127.0.0.1 in the verifier's sandbox, where the gate is.
     """
 
-    def __init__(self, gate: Gate, openings: AdaptiveThrottle, request: JudgeRequest, port: int) -> None:
+    def __init__(self, gate: Gate, request: JudgeRequest, port: int) -> None:
         self._gate = gate
-        self._openings = openings
         self._request = request
         self._port = port
         self._opening: GateOpening | None = None
@@ -62,14 +63,14 @@ class Judge:
         """Whether the gate has it, so that it is to be closed."""
         return self._opening is not None
 
-    async def open(self, patience_s: float) -> str:
-        """Open it, waiting at most so long for a full gate; return the address that the verifier's sandbox reaches.
+    async def open(self, insisting: Insisting) -> str:
+        """Open it; return the address that the verifier's sandbox reaches. `insisting` waits for a full gate.
 
         RolloutFailed (GATE_LOST: the gate closed it meanwhile, or does not know the rollout any more; others of the
         gate).
         """
         try:
-            self._opening = await self._openings.run(lambda: self._gate.open_judge(self._request), full_s=patience_s)
+            self._opening = await insisting(lambda: self._gate.open_judge(self._request))
         except NotFound as error:
             raise _lost("the gate does not know the rollout any more") from error
         except PenstockError as error:

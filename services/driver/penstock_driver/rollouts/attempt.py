@@ -652,14 +652,16 @@ class Attempt:
             driver_id=self._attempt.labels.get(DRIVER_LABEL, ""),
             task_id=self._spec.task.task_id,
         )
-        return Judge(self._gate, self._services.openings, request, self._services.agent_port)
+        return Judge(self._gate, request, self._services.agent_port)
 
     def _begin_to_fork(self, prepared: PreparedEnvironment) -> asyncio.Task[SandboxFacts]:
         """Request the grading fork; it is created while the agent's sandbox is read."""
 
+        insisting = partial(self._services.openings.run, full_s=self._spec.limits.prepare_s)
+
         async def fork() -> SandboxFacts:
             state = await self._prepared_for_verifier(prepared)
-            upstream = await self._asked.open(self._spec.limits.prepare_s) if self._asked else ""
+            upstream = await self._asked.open(insisting) if self._asked else ""
             try:
                 return await self._fork(state, purpose="/grading", upstream=upstream)
             except NotFound:

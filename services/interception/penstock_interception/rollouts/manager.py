@@ -155,6 +155,8 @@ class Rollouts:
             written.add_done_callback(partial(self._deleted, rollout))
             try:
                 await durable(written)
+                if (judge := self._registry.judge_of(record.rollout_id)) is not None:
+                    await self.delete(judge.id)
             except Unavailable as error:
                 _log.error("a capture could not be discarded", rollout_id=record.rollout_id, reason=error.reason)
                 return
