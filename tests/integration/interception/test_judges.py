@@ -141,6 +141,8 @@ async def test_what_becomes_of_a_rollout_becomes_of_its_judge(judged: Any) -> No
         await service.close("r")
         rollout = await opened(service)
         await ask(rollout, "one")
+        service.interceptor.gate.lifecycle.delete_in("r", 0.0)
+        await service.interceptor.tick()  # its time is over, but not its verifier's
         closed = await service.close("r")
         assert closed.rollout_id == "r"
         found = service.interceptor.registry.rollout("r.judge")

@@ -109,7 +109,7 @@ class Gate:
         await durable(self._store.update_rollout(rollout))
 
     def delete_later(self, rollout_id: str) -> None:
-        """Makes a rollout due for deletion again, after the journal refused it."""
+        """Makes a rollout due for deletion again, which cannot be deleted now."""
         self.lifecycle.delete_in(rollout_id, RETRY_S)
 
     # Calls -----------------------------------------------------------------------------------------------------------
