@@ -23,7 +23,7 @@ from penstock_codec.chat import Sampling
 from penstock_interception import telemetry
 from penstock_interception.conversation.conversation import Conversation
 from penstock_interception.domain.audit import Audit
-from penstock_interception.domain.calls import Answerer, CallRequest, CallState, Dialect, Prompt
+from penstock_interception.domain.calls import Answerer, CallRequest, CallState, Dialect, Prompt, RolloutState
 from penstock_interception.domain.completions import Completion, Failure
 from penstock_interception.domain.deadlines import Clock, Deadlines
 from penstock_interception.domain.recordings import Point, RecordedCall
@@ -327,6 +327,10 @@ class Interceptor:
         await self.rollouts.discard(due.captures)
 
     async def _retire(self, rollout_id: str) -> None:
+        judge = self.registry.judge_of(rollout_id)
+        if judge is not None and judge.state is not RolloutState.CLOSED:
+            self.gate.delete_later(rollout_id)  # its verifier is at work
+            return
         try:
             await self.rollouts.delete(rollout_id)
         except Unavailable as error:

@@ -75,6 +75,8 @@ COMMANDS: Final[Mapping[str, str]] = {
     "penstock agents check mine.yaml --run": "likewise",
     "penstock rollout --agent shell --task examples/grpo/task.yaml --model-dir": "starts services of its own with the "
     "model that the demo trained; tests/e2e/test_demo.py trains it and tries this",
+    "penstock rollout --agent shell --task examples/judge/letter.yaml --model-dir": "starts services of its own, and a "
+    "model that judges; tests/faults/driver/test_judge.py runs the judge",
     "penstock rollout --agent opencode --task examples/grpo/task.yaml --model-dir": "starts services of its own, and a "
     "real agent; tests/e2e/test_agents.py runs it with a script",
     "penstock rollout --agent opencode --task fix-slug": "asks the package index; tests/integration/evaluation runs it",

@@ -344,6 +344,30 @@ async def test_scores_have_the_alternatives_that_were_sampled_with(service: Serv
     )
 
 
+@pytest.mark.requirement("R49", "R132")
+async def test_scores_beside_completions_leave_the_engine_alive(service: Served) -> None:
+    """With adapters, vLLM for CPUs ends its process when a prompt is scored beside another request."""
+    await service.push(models.random_policy(3))
+    request = service.request()
+    alone = await service.complete(request)
+    whole = request.token_ids + alone.span.token_ids
+    asked = pb.ScoreRequest(token_ids=whole, start=1, top_logprobs=2)
+    values = np.frombuffer((await service.stub.Score(asked)).logprobs, "<f4")
+    lasting = service.endless()
+    events = aiter(service.stub.Generate(lasting))
+    await first_tokens(events)
+    scores = [asyncio.ensure_future(service.stub.Score(asked)) for _ in range(3)]
+    with pytest.raises(grpc.aio.AioRpcError) as late:
+        await service.stub.Score(asked, timeout=0.2)
+    assert late.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    behind = [asyncio.ensure_future(service.complete(service.request())) for _ in range(3)]
+    assert not any(score.done() for score in scores)
+    assert await service.abort(lasting) == 1
+    for score in await asyncio.gather(*scores):
+        assert np.abs(np.frombuffer(score.logprobs, "<f4") - values).max() < TOLERANCE
+    assert all(done.span.count == 16 for done in await asyncio.gather(*behind))
+
+
 @pytest.mark.requirement("R63")
 async def test_scoring_refuses_what_it_cannot_score(service: Served, failure: Failure) -> None:
     """A temperature that vLLM does not compute is not silently taken for another."""

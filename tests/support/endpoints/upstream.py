@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -21,7 +22,6 @@ _WHOLE = {
     "object": "chat.completion",
     "created": 1,
     "model": "m",
-    "choices": [{"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "nothing to do"}}],
     "usage": {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2},
 }
 
@@ -39,10 +39,15 @@ class Seen:
 
 @dataclass
 class Vendor:
-    """The endpoint. `during` runs while a completion is being asked for, so while an agent waits."""
+    """The endpoint. `during` runs while a completion is being asked for, so while an agent waits; `reached` is set, and
+    `hold` waited for. `says` makes the text of a whole answer from its request's body.
+    """
 
     base_url: str
     during: Callable[[], None] | None = None
+    reached: asyncio.Event = field(default_factory=asyncio.Event)
+    hold: asyncio.Event | None = None
+    says: Callable[[bytes], str] = lambda body: "nothing to do"
     seen: list[Seen] = field(default_factory=list)
 
     @property
@@ -64,9 +69,13 @@ async def vendor() -> AsyncIterator[Vendor]:
             return web.json_response({"object": "list", "data": [{"id": "m", "object": "model"}]})
         if here.during is not None:
             here.during()
+        here.reached.set()
+        if here.hold is not None:
+            await here.hold.wait()
         if b'"stream":true' in body.replace(b" ", b""):
             return web.Response(text=_STREAM + "data: [DONE]\n\n", content_type="text/event-stream")
-        return web.json_response(_WHOLE)
+        said = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": here.says(body)}}
+        return web.json_response({**_WHOLE, "choices": [said]})
 
     app = web.Application(client_max_size=32 << 20)
     app.router.add_route("*", "/{path:.*}", answer)

@@ -33,6 +33,7 @@ from penstock_driver.domain.ports import (
     ExitReason,
     GateClosing,
     GateOpening,
+    JudgeRequest,
     OpenRequest,
     Output,
     PathKind,
@@ -258,6 +259,12 @@ class Places:
         self.open_ones.add(spec.rollout_id)
         self.captured.add(spec.rollout_id)
         return GateOpening("127.0.0.1:1", {Dialect.CHAT_COMPLETIONS: "/v1"}, "sk", "tiny")
+
+    async def open_judge(self, opening: JudgeRequest) -> GateOpening | None:
+        raise NotImplementedError  # of verifiers with a judge
+
+    async def answered(self, rollout_id: str) -> GateClosing:
+        raise NotImplementedError  # of verifiers with a judge
 
     async def close(self, rollout_id: str, reason: str) -> GateClosing:
         self.open_ones.discard(rollout_id)

@@ -38,6 +38,7 @@ from penstock_driver.domain.ports import (
     ExitReason,
     GateClosing,
     GateOpening,
+    JudgeRequest,
     OpenRequest,
     Output,
     PathKind,
@@ -541,6 +542,11 @@ class HttpGate:
         self.hold: asyncio.Event | None = None
         self.holds: Callable[[dict[str, Any]], bool] = lambda body: True
         self.closing = GateClosing()
+        self.judges: list[tuple[JudgeRequest, dict[str, str]]] = []
+        """Those that were opened, with what was closed by then."""
+        self.judge_closed = False
+        self.judging = GateClosing()
+        """What became of a judge's calls."""
         self.host_tools: tuple[str, ...] = ()
         self.interruptions = 0
         self.call_ends: asyncio.Queue[CallEnded] = asyncio.Queue()
@@ -604,6 +610,18 @@ class HttpGate:
         return GateOpening(
             f"127.0.0.1:{self.port}", paths, "sk-test '$(leak)", "tiny", self.host_tools, "/rollout/x/mcp"
         )
+
+    async def open_judge(self, opening: JudgeRequest) -> GateOpening | None:
+        self._failing("open_judge")
+        self.judges.append((opening, dict(self.closed)))
+        if self.judge_closed:
+            return None
+        paths = {Dialect.CHAT_COMPLETIONS: "/rollout/judge/v1"}
+        return GateOpening(f"127.0.0.1:{self.port}", paths, "sk-judge", "wise")
+
+    async def answered(self, rollout_id: str) -> GateClosing:
+        self._failing("answered")
+        return self.judging
 
     async def close(self, rollout_id: str, reason: str) -> GateClosing:
         self._failing("close")

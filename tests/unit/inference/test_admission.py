@@ -25,8 +25,8 @@ def request(name: str = "r", least: int | None = None, exact: int | None = None)
     )
 
 
-def enter(admission: Admission, **fields: object) -> asyncio.Task[bool]:
-    return asyncio.create_task(admission.enter(request(**fields)))  # type: ignore[arg-type]
+def enter(admission: Admission, alone: bool = False, **fields: object) -> asyncio.Task[bool]:
+    return asyncio.create_task(admission.enter(request(**fields), alone=alone))  # type: ignore[arg-type]
 
 
 async def settled() -> None:
@@ -82,6 +82,54 @@ async def test_future_version_is_awaited_and_a_past_one_refused() -> None:
     assert await early
 
 
+@pytest.mark.requirement("R26", "R132")
+async def test_requests_that_must_be_alone_take_their_turn_with_the_others() -> None:
+    """Those that came before end first, and those behind wait: neither starves."""
+    admission = Admission(4, 8, lambda _: 0)
+    tasks = [enter(admission, alone=n % 2 == 1) for n in range(5)]
+    for n in range(5):
+        await settled()
+        assert [task.done() for task in tasks] == [m <= n for m in range(5)]
+        assert admission.running == 1
+        admission.leave()
+    together = [enter(admission) for _ in range(3)]
+    await asyncio.gather(*together)
+    assert admission.running == 3
+
+
+@pytest.mark.requirement("R23", "R132")
+@pytest.mark.parametrize("ended", ["cancelled", "aborted"])
+async def test_a_request_that_gives_up_being_alone_holds_nobody_back(ended: str) -> None:
+    admission = Admission(4, 8, lambda _: 0)
+    assert await admission.enter(request())
+    alone = enter(admission, alone=True, name="alone")
+    behind = enter(admission)
+    await settled()
+    assert not behind.done()
+    if ended == "cancelled":
+        alone.cancel()
+    else:
+        admission.abort(lambda r: r.request_id == "alone")
+    assert await behind
+    assert admission.running == 2 and admission.waiting == 0
+
+
+@pytest.mark.requirement("R132")
+async def test_who_still_reads_an_ended_request_keeps_its_place_and_delays_nobody() -> None:
+    """A slow reader would stop a score, and all behind it, for as long as it likes."""
+    admission = Admission(2, 8, lambda _: 0)
+    assert await admission.enter(request())
+    admission.rest()
+    assert await admission.enter(request(), alone=True)
+    behind = enter(admission)
+    admission.leave(rested=True)
+    await settled()
+    assert not behind.done()
+    admission.leave()
+    assert await behind
+    assert admission.running == 1
+
+
 @pytest.mark.requirement("R24")
 async def test_waiting_requests_are_aborted_or_failed_by_type() -> None:
     """Nobody is left waiting."""
@@ -110,7 +158,7 @@ async def test_idleness_is_signalled_when_the_last_leaves_or_waiting_ends() -> N
 
 
 @pytest.mark.requirement("R22")
-@given(st.lists(st.sampled_from(["enter", "leave", "cancel", "hold", "release", "abort"]), max_size=40))
+@given(st.lists(st.sampled_from(["enter", "alone", "leave", "cancel", "hold", "release", "abort"]), max_size=40))
 def test_no_interleaving_loses_or_invents_a_place(steps: list[str]) -> None:
     """Never more than the limit, and in the end all places are free."""
 
@@ -122,6 +170,8 @@ def test_no_interleaving_loses_or_invents_a_place(steps: list[str]) -> None:
             match step:
                 case "enter":
                     tasks.append(enter(admission, name=str(n)))
+                case "alone":
+                    tasks.append(enter(admission, alone=True, name=str(n)))
                 case "cancel" if tasks:
                     tasks[n % len(tasks)].cancel()
                 case "hold":

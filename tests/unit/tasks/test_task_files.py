@@ -11,7 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.terminal.commands import invoke
 
-from penstock.client import Command, InvalidArgument, RewardFrom, SeedFile, Task
+from penstock.client import (
+    Budgets,
+    Command,
+    Inference,
+    InvalidArgument,
+    Judge,
+    RewardFrom,
+    SeedFile,
+    Task,
+    Upstream,
+)
 from penstock.client.tasks.task import load_task
 from penstock.tasks.sets import schemas
 
@@ -137,6 +147,10 @@ def test_invalid_task_is_refused_with_field_and_reason(tmp_path: Path, text: str
         ("verifier: {commands: [a], collect: [b], fresh_fork: false}", "verifier.collect", "needs a fresh fork"),
         ("verifier: {commands: [a], user: root}", "verifier.user", "needs an image"),
         ("verifier: {commands: [a], build: b}", "verifier.build", "no usable Dockerfile"),
+        ("verifier: {commands: [a], judge: {}, fresh_fork: false}", "verifier.judge", "needs a fresh fork"),
+        ("verifier: {commands: [a], judge: {inference: a, upstream: b}}", "verifier.judge.upstream", "or upstream"),
+        ("verifier: {commands: [a], judge: {model: b}}", "verifier.judge.model", "of an upstream"),
+        ("verifier: {commands: [a], judge: {budgets: {max_calls: 0}}}", "verifier.judge.budgets.max_calls", "must be"),
     ],
 )
 def test_values_that_a_rollout_refuses_are_one_problem_of_the_file(
@@ -148,6 +162,20 @@ def test_values_that_a_rollout_refuses_are_one_problem_of_the_file(
     [item] = caught.value.violations
     assert (item.field, item.description.partition(": ")[0]) == (field, "line 2")
     assert description in item.description and "nput should" not in item.description
+
+
+@pytest.mark.requirement("R134")
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("{}", Judge()),
+        ("{inference: big, budgets: {max_calls: 3}}", Judge(source=Inference("big"), budgets=Budgets(max_calls=3))),
+        ("{upstream: openai, model: m}", Judge(source=Upstream(name="openai", model="m"))),
+    ],
+)
+def test_a_task_file_names_its_verifiers_judge(tmp_path: Path, text: str, expected: Judge) -> None:
+    task = Task.load(write(tmp_path, f"instruction: x\nverifier: {{commands: [a], judge: {text}}}"))
+    assert task.verifier is not None and task.verifier.judge == expected
 
 
 @pytest.mark.parametrize("said", ["''", "'  '", "|\n \n"])

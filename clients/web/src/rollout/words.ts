@@ -88,6 +88,7 @@ const CLASSES: Words = {
   [CallClass.PROBE]: "probe",
   [CallClass.EDIT]: "edited history",
   [CallClass.RETRY]: "retry",
+  [CallClass.JUDGE]: "judge",
 };
 export const classWord = (value: CallClass): string => told(CLASSES, value);
 
@@ -99,6 +100,7 @@ const CLASS_SENTENCES: Words = {
   [CallClass.PROBE]: "A check that the model can be reached.",
   [CallClass.EDIT]: "A history that the agent edited in place.",
   [CallClass.RETRY]: "The same messages asked again; the agent went on with another answer.",
+  [CallClass.JUDGE]: "A verifier's question to its judge, after the agent's end.",
 };
 export const classSentence = (value: CallClass): string => CLASS_SENTENCES[value] ?? "";
 

@@ -151,6 +151,7 @@ function verifier(value: unknown): NonNullable<MessageInitShape<typeof TaskSchem
     return { min, max };
   };
   if (given["build"] !== undefined) throw new TaskFileError("verifier.build", "a page cannot build images: set image, or use `penstock rollout`");
+  if (given["judge"] !== undefined) throw new TaskFileError("verifier.judge", "is not supported by the form: use `penstock rollout`");
   const range = given["range"] === undefined ? null : pair(given["range"], "verifier.range");
   const reward = given["reward"] ?? "passed_share";
   if (reward !== "file" && reward !== "passed_share") throw new TaskFileError("verifier.reward", "is file or passed_share");

@@ -21,7 +21,16 @@ from penstock_chassis.aio.retry import Backoff, Delays
 from penstock_chassis.channel import read, streaming, typed_errors
 from penstock_chassis.errors import Internal, NotFound, PenstockError, Unavailable
 from penstock_driver.domain.failures import is_of_the_request
-from penstock_driver.domain.ports import CallEnded, CallSpent, GateClosing, GateOpening, Load, OpenRequest
+from penstock_driver.domain.ports import (
+    CallEnded,
+    CallSpent,
+    GateClosing,
+    GateOpening,
+    JudgeRequest,
+    Load,
+    OpenRequest,
+)
+from penstock_driver.domain.rollout import judge_id
 from penstock_driver.environments.cleanup import DRIVER_LABEL
 from penstock_driver.wire.converters import DIALECTS, dialect_from_proto
 
@@ -119,16 +128,24 @@ class GrpcGate:
         if opening.branched_from is not None:
             request.branched_from.CopyFrom(opening.branched_from)
         with typed_errors():
-            answer = await self._gate.OpenRollout(request, timeout=CALL_S)
-        return GateOpening(
-            ingress_address=answer.ingress_address,
-            base_paths={dialect_from_proto(item.dialect): item.base_path for item in answer.endpoints},
-            token=answer.token,
-            model_name=answer.rollout.model_name,
-            host_tools=tuple(answer.host_tools),
-            mcp_path=answer.mcp_path,
-            home=answer.rollout.home,
+            return _opened(await self._gate.OpenRollout(request, timeout=CALL_S))
+
+    async def open_judge(self, opening: JudgeRequest) -> GateOpening | None:
+        """See ports.Gate."""
+        request = rollout_gate_service_pb2.OpenRolloutRequest(
+            request_id=opening.request_id,
+            rollout_id=judge_id(opening.judge_of),
+            judge_of=opening.judge_of,
+            driver_id=opening.driver_id,
+            task_id=opening.task_id or None,
+            keep_capture=self._keep_captures,
         )
+        request.MergeFrom(opening.terms)
+        with typed_errors():
+            answer = await self._gate.OpenRollout(request, timeout=CALL_S)
+        if answer.rollout.state == rollout_gate_service_pb2.GATE_ROLLOUT_STATE_CLOSED:
+            return None
+        return _opened(answer)
 
     async def load_recording(self, part: rollout_gate_service_pb2.LoadRecordingRequest) -> int:
         """See ports.Gate."""
@@ -151,25 +168,17 @@ class GrpcGate:
                 answer = await self._gate.CloseRollout(request, timeout=CALL_S)
         except NotFound:
             return GateClosing(is_unknown=True)
-        totals = answer.rollout.totals
-        fails = any(one.reason == _DIVERGED for one in totals.failures)
-        return GateClosing(
-            exhausted_budget=answer.rollout.exhausted_budget,
-            lease_ended=answer.rollout.close_reason == _LEASE_ENDED,
-            diverged=(answer.rollout.divergence or "A call differs from what is recorded at its place.")
-            if fails
-            else "",
-            calls=totals.calls,
-            unanswered=totals.failed + totals.expired,
-            last_failure=totals.last_failure_reason,
-            gave_up=totals.last_unanswered,
-            is_final=bool(totals.last_failure_reason) and not totals.last_failure_retriable and not totals.expired,
-            refused=sum(one.calls for one in totals.failures if is_of_the_request(one.reason, one.retriable)),
-            lost=totals.expired_since_answer
-            + sum(
-                one.calls_since_answer for one in totals.failures if not is_of_the_request(one.reason, one.retriable)
-            ),
-        )
+        return _closing(answer.rollout)
+
+    async def answered(self, rollout_id: str) -> GateClosing:
+        """See ports.Gate."""
+        request = rollout_gate_service_pb2.GetRolloutRequest(rollout_id=rollout_id)
+        try:
+            with typed_errors():
+                answer = await self._gate.GetRollout(request, timeout=CALL_S)
+        except NotFound:
+            return GateClosing(is_unknown=True)
+        return _closing(answer.rollout)
 
     async def delete(self, rollout_id: str) -> None:
         """See ports.Gate."""
@@ -272,6 +281,36 @@ class GrpcGate:
             async for answer in answers:
                 for call in answer.trajectory.host_tool_calls:
                     yield call
+
+
+def _opened(answer: rollout_gate_service_pb2.OpenRolloutResponse) -> GateOpening:
+    return GateOpening(
+        ingress_address=answer.ingress_address,
+        base_paths={dialect_from_proto(item.dialect): item.base_path for item in answer.endpoints},
+        token=answer.token,
+        model_name=answer.rollout.model_name,
+        host_tools=tuple(answer.host_tools),
+        mcp_path=answer.mcp_path,
+        home=answer.rollout.home,
+    )
+
+
+def _closing(rollout: rollout_gate_service_pb2.GateRollout) -> GateClosing:
+    totals = rollout.totals
+    fails = any(one.reason == _DIVERGED for one in totals.failures)
+    return GateClosing(
+        exhausted_budget=rollout.exhausted_budget,
+        lease_ended=rollout.close_reason == _LEASE_ENDED,
+        diverged=(rollout.divergence or "A call differs from what is recorded at its place.") if fails else "",
+        calls=totals.calls,
+        unanswered=totals.failed + totals.expired,
+        last_failure=totals.last_failure_reason,
+        gave_up=totals.last_unanswered,
+        is_final=bool(totals.last_failure_reason) and not totals.last_failure_retriable and not totals.expired,
+        refused=sum(one.calls for one in totals.failures if is_of_the_request(one.reason, one.retriable)),
+        lost=totals.expired_since_answer
+        + sum(one.calls_since_answer for one in totals.failures if not is_of_the_request(one.reason, one.retriable)),
+    )
 
 
 def spent_by(call: trajectory_pb2.Call) -> CallSpent:

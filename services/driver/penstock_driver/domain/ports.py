@@ -397,6 +397,17 @@ class OpenRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class JudgeRequest:
+    """The judge of a rollout's verifier, to be opened at the gate that had the rollout. `driver_id` leases it."""
+
+    judge_of: str
+    request_id: str
+    terms: rollout_gate_service_pb2.OpenRolloutRequest = field(repr=False)
+    driver_id: str = ""
+    task_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class GateOpening:
     """An open rollout: its agent's endpoint and agent key, the offered tools and their endpoint."""
 
@@ -502,6 +513,14 @@ class Gate(GateCheck, Protocol):
 
     async def open(self, spec: OpenRequest) -> GateOpening:
         """Open a rollout; from now on its agent may call."""
+
+    async def open_judge(self, opening: JudgeRequest) -> GateOpening | None:
+        """Let the verifier of a closed rollout ask its judge from now on, once per `request_id`; None if it was opened
+        before, and closed since. NotFound: there is no such rollout.
+        """
+
+    async def answered(self, rollout_id: str) -> GateClosing:
+        """What became of a rollout's calls so far."""
 
     async def close(self, rollout_id: str, reason: str) -> GateClosing:
         """Revoke the rollout's agent key and cancel its open calls; idempotent, succeeds for an unknown rollout."""

@@ -218,6 +218,8 @@ class Verifier:
     """In a fresh fork: what is copied whole from the agent's sandbox."""
     collect: tuple[Command, ...] = ()
     """Run in the agent's sandbox before it is read, whatever their ends."""
+    judge: rollout_gate_service_pb2.OpenRolloutRequest | None = field(default=None, hash=False, repr=False)
+    """The terms at the gate of the model that the last command may ask; None for none. Messages have no hash."""
 
     @property
     def has_own_sandbox(self) -> bool:
@@ -238,8 +240,17 @@ class Verifier:
             "resources": self.has_own_sandbox,
             "copies": self.copies,
             "collect": self.collect,
+            "judge": self.judge,
         }
         return next((name for name, given in named.items() if given), "")
+
+
+OF_A_JUDGE: Final = ".judge"
+
+
+def judge_id(rollout_id: str) -> str:
+    """The id at the gate of a rollout's judge; no rollout has an id with this end."""
+    return f"{rollout_id}{OF_A_JUDGE}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from penstock_chassis.validation import invalid, invalid_field
 from penstock_driver.agents.launch import FileToWrite
 from penstock_driver.domain.ports import LIMITED, Command, Packages, SandboxTerms
 from penstock_driver.domain.records import GroupPlan
-from penstock_driver.domain.rollout import RolloutSpec, Task, Verifier
+from penstock_driver.domain.rollout import OF_A_JUDGE, RolloutSpec, Task, Verifier
 from penstock_driver.domain.terminal_episode import MAX_COMMANDS as MAX_STEPS
 from penstock_driver.domain.terminal_episode import MAX_OUTPUT, TerminalSpec
 
@@ -74,6 +74,8 @@ _TOKEN_SCOPES: Final = frozenset(interception_pb2.TokenScope.values()) - {interc
 
 def id_problem(value: str) -> str:
     """Why a chosen id cannot be used; empty if it can."""
+    if value.endswith(OF_A_JUDGE):
+        return f"must not end with {OF_A_JUDGE}, as the gate's ids of judges do"
     return "" if _ID.fullmatch(value) else "expected 1 to 120 letters, digits and . _ -"
 
 
@@ -217,6 +219,15 @@ def _check_verifier(verifier: Verifier, here: str, found: Violations) -> None:
     _check_commands(verifier.collect, f"{here}.collect", found)
     _check_files(verifier.files, f"{here}.files", found)
     _check_limit(verifier.command_timeout_s, f"{here}.command_timeout", found)
+    if verifier.judge is not None:
+        _check_judge(verifier.judge, f"{here}.judge", found)
+
+
+def _check_judge(terms: rollout_gate_service_pb2.OpenRolloutRequest, here: str, found: Violations) -> None:
+    _check_source(terms, f"{here}.", found)
+    _check_budgets(terms.budgets, f"{here}.budgets", found)
+    if terms.source.upstream.HasField("caller"):
+        found.add(f"{here}.source.upstream.caller", "a judge is one of the operator's: name an endpoint")
 
 
 def _check_taken(verifier: Verifier, here: str, found: Violations) -> None:

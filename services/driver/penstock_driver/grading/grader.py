@@ -41,6 +41,7 @@ from penstock_driver.domain.rollout import (
 from penstock_driver.domain.validation import IN_MEMORY
 from penstock_driver.grading import overlay, restore
 from penstock_driver.grading.carried import Fetched, Work
+from penstock_driver.grading.judge import JudgeAccess
 from penstock_driver.grading.verifier import OUTPUT_LIMIT, verify
 
 ROOT: Final = ("root", "0")
@@ -235,7 +236,9 @@ class Grader:
             layer.seek(0)
             await self._sandboxes.put_layer(fork.sandbox_id, "/", layer)
 
-    async def grade(self, sandbox: SandboxFacts, record: Callable[[CommandFinished], None]) -> Reward:
+    async def grade(
+        self, sandbox: SandboxFacts, record: Callable[[CommandFinished], None], judge: JudgeAccess | None = None
+    ) -> Reward:
         """Restore the baseline, run the verifier and return its reward; RolloutFailed when it gives none."""
 
         def report(event: CommandFinished) -> None:
@@ -253,6 +256,7 @@ class Grader:
             self._verifier,
             report,
             takes_files=sandbox.takes_files,
+            judge=judge,
         )
 
     def close(self) -> None:

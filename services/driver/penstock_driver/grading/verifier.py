@@ -36,6 +36,7 @@ from penstock_driver.domain.rollout import (
     failed,
 )
 from penstock_driver.domain.validation import MAX_COMPONENTS
+from penstock_driver.grading.judge import JudgeAccess
 
 REWARD_VARIABLE: Final = "PENSTOCK_REWARD_FILE"
 MAX_REWARD_BYTES: Final = 64 << 10
@@ -53,13 +54,15 @@ async def verify(
     record: Callable[[CommandFinished], None],
     *,
     takes_files: bool = False,
+    judge: JudgeAccess | None = None,
 ) -> Reward:
     """Run the verifier and return its reward; RolloutFailed (VERIFIER, AGENT, INFRASTRUCTURE) when it gives none.
 
-    Every command runs, whatever the results of the others; each is recorded. `takes_files` as in `SandboxFacts`.
+    Every command runs, whatever the results of the others; each is recorded. `takes_files` as in `SandboxFacts`. The
+    last command may ask the `judge`: those before it may run the agent's code.
     """
     with of_the_agent():
-        return await _verified(sandboxes, sandbox_id, workdir, verifier, record, takes_files=takes_files)
+        return await _verified(sandboxes, sandbox_id, workdir, verifier, record, takes_files=takes_files, judge=judge)
 
 
 async def _verified(
@@ -70,6 +73,7 @@ async def _verified(
     record: Callable[[CommandFinished], None],
     *,
     takes_files: bool,
+    judge: JudgeAccess | None,
 ) -> Reward:
     # Two paths, because processes beside the verifier can see the path of the caches.
     reward_path, caches = f"{_scratch()}/reward", _scratch()
@@ -103,6 +107,8 @@ async def _verified(
             env={**_defences(caches), **command.env, **reward_environment},
             timeout_s=verifier.command_timeout_s if command.timeout_s is None else command.timeout_s,
         )
+        if judge is not None and index == last:
+            bounded = judge.given_to(bounded)
         process_ids.append(_process_id(index))
         run = partial(
             sandboxes.run,

@@ -46,6 +46,7 @@ from penstock_driver.domain.ports import (
     ExitReason,
     GateClosing,
     GateOpening,
+    JudgeRequest,
     OpenRequest,
     SandboxFacts,
 )
@@ -68,10 +69,12 @@ from penstock_driver.domain.rollout import (
     with_failure,
 )
 from penstock_driver.domain.unended import AttemptPlace, Stage
+from penstock_driver.environments.cleanup import DRIVER_LABEL
 from penstock_driver.environments.prepare import PreparedEnvironment, SetupFailed, for_verifier, setup_of
 from penstock_driver.environments.throttle import never, patiently
 from penstock_driver.grading.carried import CarriedWork, Fetched
 from penstock_driver.grading.grader import ROOT, Grader, check_system
+from penstock_driver.grading.judge import NAMELESS_MODEL, Judge
 from penstock_driver.placement.services import RunnerServices
 from penstock_driver.rollouts.agent_process import brings_files, fetch_artifacts, start_agent, watch_agent
 from penstock_driver.rollouts.context import AttemptResult, AttemptSpec, Cancellation
@@ -80,8 +83,6 @@ from penstock_driver.rollouts.recorder import RolloutRecorder
 from penstock_driver.rollouts.recording import RecordingFile
 from penstock_driver.workdir.capture import WorkdirCapture
 
-NAMELESS_MODEL: Final = "model"
-"""The model name given to the agent when the source has none, such as a bare tokenizer."""
 CLEAN_UP_S: Final = 60.0
 LEAVE_S: Final = 5.0
 """Limit on what a stopping driver still asks of the sandbox service."""
@@ -118,6 +119,8 @@ class Attempt:
         """Whether the gate may have a rollout. No fork is requested before that, so without it there is no sandbox."""
         self._gate_closing: GateClosing | None = None
         verifier, spool = self._spec.task.verifier, services.spool
+        self._asked = self._judge_of(verifier) if verifier else None
+        """The verifier's judge."""
         self._grader = self._grader_of(verifier, self._spec.verifier_sha256) if verifier else None
         # What is kept is read as if for a fresh fork, where the verifier itself does not need that.
         is_read = self._grader is not None and self._grader.grading.fresh_fork
@@ -479,7 +482,9 @@ class Attempt:
         interruptions = self._gate.interruptions
 
         def ended(end: Exit) -> None:
-            if self._grader and self._grader.grading.fresh_fork and end.reason is not ExitReason.SANDBOX_LOST:
+            # The gate opens no judge before the rollout is closed there.
+            is_early = self._asked is not None or end.reason is ExitReason.SANDBOX_LOST
+            if self._grader and self._grader.grading.fresh_fork and not is_early:
                 self._begin_to_fork(prepared)
 
         run = await watch_agent(
@@ -519,7 +524,12 @@ class Attempt:
                     await check_system(self._sandboxes, sandbox, self._services.spool)
                 await self._recorder.reach(Stage.GRADING)
             async with asyncio.timeout(self._spec.limits.verify_s):
-                reward = await grader.grade(sandbox, self._recorder.append)
+                access = self._asked.access if self._asked else None
+                reward = await grader.grade(sandbox, self._recorder.append, access)
+        except RolloutFailed as error:
+            if self._asked is None:
+                raise
+            raise RolloutFailed(await self._asked.explained(error.failure)) from error
         except TimeoutError:
             message = f"the verifier took longer than {self._spec.limits.verify_s:g} s"
             raise failed(Cause.VERIFIER, "VERIFIER_TIMED_OUT", message, self._phase) from None
@@ -633,19 +643,34 @@ class Attempt:
             verifier_sha256=sha256,
         )
 
+    def _judge_of(self, verifier: Verifier) -> Judge | None:
+        if verifier.judge is None:
+            return None
+        request = JudgeRequest(
+            judge_of=self._id,
+            request_id=f"{self._id}/judge/{self._attempt.number}",
+            terms=verifier.judge,
+            driver_id=self._attempt.labels.get(DRIVER_LABEL, ""),
+            task_id=self._spec.task.task_id,
+        )
+        return Judge(self._gate, request, self._services.agent_port)
+
     def _begin_to_fork(self, prepared: PreparedEnvironment) -> asyncio.Task[SandboxFacts]:
         """Request the grading fork; it is created while the agent's sandbox is read."""
 
+        insisting = partial(self._services.openings.run, full_s=self._spec.limits.prepare_s)
+
         async def fork() -> SandboxFacts:
             state = await self._prepared_for_verifier(prepared)
+            upstream = await self._asked.open(insisting) if self._asked else ""
             try:
-                return await self._fork(state, purpose="/grading")
+                return await self._fork(state, purpose="/grading", upstream=upstream)
             except NotFound:
                 if state is prepared:
                     raise
                 # No sandbox stood on the verifier's state while the agent ran: the sandbox service may have evicted it.
                 again = await self._prepared(for_verifier(self._spec), again=True)
-                return await self._fork(again, purpose="/grading")
+                return await self._fork(again, purpose="/grading", upstream=upstream)
 
         self._forking = asyncio.ensure_future(fork())
         return self._forking
@@ -737,7 +762,8 @@ class Attempt:
                 self._releasing.append(("sandbox", tasks.create_task(deletion)))
             if self._services.is_gate_lost():
                 self._cleanup_pending |= self._gate_asked
-            elif self._gate_asked and self._gate_closing is None:
+            elif self._gate_asked and (self._gate_closing is None or (self._asked and self._asked.is_open)):
+                # With the rollout, its judge is closed: not before its end is on disk, since a next process asks again.
                 closing = patiently(
                     lambda: self._gate.close(self._id, "ROLLOUT_ENDED"), full_s=CLEAN_UP_S, absent_s=CLEAN_UP_S
                 )

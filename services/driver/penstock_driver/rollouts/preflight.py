@@ -17,7 +17,7 @@ from penstock_chassis.errors import FailedPrecondition
 from penstock_driver.agents.launch import check_host_tools
 from penstock_driver.agents.specs import PromptDelivery
 from penstock_driver.domain.ports import LIMITED, BackendFacts, GateCheck, Sandboxes, SandboxTerms
-from penstock_driver.domain.rollout import RolloutSpec
+from penstock_driver.domain.rollout import RolloutSpec, judge_id
 
 FRESH_S: Final = 2.0
 """How long the sandbox service's answer is reused: a burst of creations asks once."""
@@ -40,6 +40,9 @@ class Preflight:
         placed = check_backend(spec, await self._backends.get(None, self._sandboxes.backends))
         offered = await self._gate.check(spec.gate_terms, rollout_id=rollout_id, group_id=group_id, labels=spec.labels)
         check_host_tools(spec.agent.spec, offered)
+        verifier = spec.task.verifier
+        if verifier is not None and verifier.judge is not None:
+            await self._gate.check(verifier.judge, rollout_id=judge_id(rollout_id), group_id=None, labels={})
         return placed
 
     async def check_terminal(self, terms: SandboxTerms, *, toolboxes: bool = False) -> SandboxTerms:

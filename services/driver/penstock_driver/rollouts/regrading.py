@@ -181,6 +181,8 @@ class Regrader:
         first = list(own.changes_below)
         if verifier is None and not request.task.HasField("verifier"):
             found.add("verifier", "is required: the rollout has none of its own")
+        if (own if verifier is None else verifier).HasField("judge"):
+            found.add("verifier.judge", "the gate has judges of verifiers that end their rollouts only: leave it unset")
         if name and (name == FIRST_GRADE or not NAME.fullmatch(name)):
             found.add("name", f'expected 1 to 64 letters, digits, "-", "_" and ".", and not "{FIRST_GRADE}"')
         if verifier is not None:

@@ -187,6 +187,28 @@ _sandbox_terms: Final = reader(
 _packages: Final = reader(Packages, rollout_pb2.Packages)
 
 
+MOST_QUESTIONS: Final = 100
+"""Calls of a verifier to its judge, unless its budgets say otherwise."""
+
+
+def _judge(verifier: rollout_pb2.Verifier) -> rollout_gate_service_pb2.OpenRolloutRequest | None:
+    if not verifier.HasField("judge"):
+        return None
+    given = verifier.judge
+    terms = rollout_gate_service_pb2.OpenRolloutRequest(
+        mode=interception_pb2.MODE_TRANSPARENT_PROXY,
+        budgets=given.budgets,
+        token_terms=interception_pb2.TokenTerms(
+            scopes=[interception_pb2.TOKEN_SCOPE_COMPLETIONS, interception_pb2.TOKEN_SCOPE_READ]
+        ),
+    )
+    if given.HasField("source"):
+        terms.source.CopyFrom(given.source)
+    if not given.budgets.HasField("max_calls"):
+        terms.budgets.max_calls = MOST_QUESTIONS
+    return terms
+
+
 def _verifiers_sandbox(verifier: rollout_pb2.Verifier) -> SandboxTerms:
     given = verifier.resources
     return SandboxTerms(
@@ -202,6 +224,7 @@ _verifier: Final = reader(
     left_out=("reward_file", "passed_share", "image", "user", "resources"),
     by={
         "sandbox": _verifiers_sandbox,
+        "judge": _judge,
         "reward_by_file": lambda verifier: verifier.HasField("reward_file"),
         "component_ranges": lambda verifier: {
             name: (span.min, span.max) for name, span in verifier.component_ranges.items()
@@ -267,3 +290,5 @@ def make_effective(wire: rollout_pb2.Task, task: Task) -> None:
         wire.verifier.range_min, wire.verifier.range_max = task.verifier.range_min, task.verifier.range_max
         wire.verifier.command_timeout.CopyFrom(times.duration(task.verifier.command_timeout_s))
         wire.verifier.fresh_fork = bool(task.verifier.fresh_fork)
+        if task.verifier.judge is not None:
+            wire.verifier.judge.budgets.CopyFrom(task.verifier.judge.budgets)

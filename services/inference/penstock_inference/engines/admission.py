@@ -1,6 +1,7 @@
 """Admission control: requests queue here, outside the engine, so that a pause holds them before a version is assigned.
 
-Belongs to one event loop. First come, first served, except for requests that wait for a policy version.
+Belongs to one event loop. First come, first served, except for requests that wait for a policy version. A request that
+has to be alone in the engine waits for those before it, and those behind it wait for it: neither starves the other.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ class Place:
     """A request's place in the queue; the answer is whether it may run (False: it was aborted)."""
 
     request: GenerateRequest
+    alone: bool
     answer: asyncio.Future[bool] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
@@ -37,6 +39,9 @@ class Admission:
         self._waiting: list[Place] = []
         self._holds = 0
         self._idle: list[asyncio.Future[None]] = []
+        self._in_engine = 0
+        """Those of the running requests that are not at rest."""
+        self._one_is_alone = False
         self.running = 0
 
     @property
@@ -53,8 +58,12 @@ class Admission:
         self._holds -= 1
         self.look()
 
-    async def enter(self, request: GenerateRequest) -> bool:
+    async def enter(self, request: GenerateRequest, *, alone: bool = False) -> bool:
         """Wait for admission; False when aborted meanwhile. An admitted caller must call `leave`.
+
+        Args:
+            request: what waits.
+            alone: it is admitted when no other request runs in the engine, and none is admitted until it left.
 
         Raises ResourceExhausted (QUEUE_FULL), FailedPrecondition (POLICY_VERSION_UNAVAILABLE), errors of `version_of`.
         """
@@ -64,7 +73,7 @@ class Admission:
                 reason="QUEUE_FULL",
                 retry_after_s=1.0,
             )
-        place = Place(request)
+        place = Place(request, alone)
         self._waiting.append(place)
         self.look()
         try:
@@ -75,21 +84,31 @@ class Admission:
                     self.leave()
             elif place in self._waiting:  # a request refused just before is already removed
                 self._waiting.remove(place)
+                self.look()  # if it had to be alone, others waited for it
             raise
 
-    def leave(self) -> None:
-        """Report the end of an admitted request."""
+    def rest(self) -> None:
+        """Report that an admitted request is no more in the engine. It keeps its place: its caller still reads."""
+        self._in_engine -= 1
+        self._one_is_alone = self._one_is_alone and self._in_engine > 0
+        self.look()
+
+    def leave(self, *, rested: bool = False) -> None:
+        """Report the end of an admitted request; `rested` says whether `rest` was called for it."""
         self.running -= 1
         if not self.running:
             self.wake_idle()
-        self.look()
+        if rested:
+            self.look()
+        else:
+            self.rest()
 
     def look(self) -> None:
         """Admit requests while there is room, and refuse those whose exact version is not in force.
 
         Call it when versions change.
         """
-        if self._holds:
+        if self._holds or self._one_is_alone:
             return
         kept: list[Place] = []
         for n, place in enumerate(self._waiting):
@@ -104,11 +123,19 @@ class Admission:
             except PenstockError as error:
                 place.answer.set_exception(error)
                 continue
-            if may_run:
-                self.running += 1
-                place.answer.set_result(True)
-            else:
+            if not may_run:
                 kept.append(place)
+                continue
+            if place.alone and self._in_engine:
+                kept += self._waiting[n:]
+                break
+            self.running += 1
+            self._in_engine += 1
+            place.answer.set_result(True)
+            if place.alone:
+                self._one_is_alone = True
+                kept += self._waiting[n + 1 :]
+                break
         self._waiting = kept
 
     def abort(self, chosen: Callable[[GenerateRequest], bool]) -> int:
@@ -117,6 +144,7 @@ class Admission:
         self._waiting = [place for place in self._waiting if place not in ended]
         for place in ended:
             place.answer.set_result(False)
+        self.look()
         return len(ended)
 
     def fail(self, error: Callable[[], PenstockError]) -> None:

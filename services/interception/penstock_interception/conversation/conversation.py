@@ -24,7 +24,7 @@ from penstock_interception.domain.completions import Completion, Tokens, violati
 from penstock_interception.domain.requests import ChatRequest, LinePattern, Spell, blank_volatile, hints_for
 from penstock_interception.domain.results import CompletionRefused, PreparedAnswer
 from penstock_interception.domain.state import Call
-from penstock_interception.graph import GraphRecord, Plan, Sampled, TokenGraph
+from penstock_interception.graph import CallClass, GraphRecord, Plan, Sampled, TokenGraph
 from penstock_interception.graph.paths import common_prefix
 from penstock_interception.graph.values import IntArray
 
@@ -85,6 +85,8 @@ class Conversation:
         if self._volatile:
             messages, _ = blank_volatile(messages, self._volatile)
         hints = hints_for(request, self._spec.hints, session)
+        if self._spec.judge_of:
+            hints = replace(hints, call_class=CallClass.JUDGE)
         plan = self.graph.plan(messages, request.tools, hints, template_kwargs=request.template_kwargs)
         codec = self._codec
         if codec is None or not codec.may_spell_control_tokens(request.body):

@@ -178,6 +178,8 @@ class RolloutSpec:
     attempt: int = 1
     branched_from: BranchPoint | None = None
     """Set for a branch of another rollout."""
+    judge_of: str = ""
+    """The rollout whose verifier calls; empty = an agent calls."""
 
     @property
     def session_id(self) -> str:

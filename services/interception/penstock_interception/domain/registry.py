@@ -27,6 +27,8 @@ class Registry:
         self._rollouts: dict[str, Rollout] = {}
         # By namespace and request id.
         self._by_request: dict[tuple[str, str], Rollout] = {}
+        # By the id of the rollout whose verifier asks it.
+        self._judges: dict[str, Rollout] = {}
         self._calls: dict[str, Call] = {}
         self._sessions: dict[str, Session] = {}
 
@@ -57,6 +59,10 @@ class Registry:
             raise NotFound("No such rollout.", reason="ROLLOUT_UNKNOWN")
         return rollout
 
+    def judge_of(self, rollout_id: str) -> Rollout | None:
+        """Returns the calls of a rollout's verifier to its judge, which are a rollout of their own, or None."""
+        return self._judges.get(rollout_id)
+
     def rollouts(self) -> Iterable[Rollout]:
         """All rollouts, oldest first."""
         return self._rollouts.values()
@@ -68,6 +74,8 @@ class Registry:
     def keep(self, rollout: Rollout) -> None:
         self._rollouts[rollout.id] = rollout
         self._by_request[rollout.spec.namespace, rollout.spec.request_id] = rollout
+        if rollout.spec.judge_of:
+            self._judges[rollout.spec.judge_of] = rollout
         if rollout.state is not RolloutState.CLOSED:
             self.open_rollouts += 1
             self.open_in[rollout.spec.namespace] += 1
@@ -91,6 +99,8 @@ class Registry:
         self._rollouts.pop(rollout.id, None)
         self.kept_captures.remove(rollout)
         self._by_request.pop((rollout.spec.namespace, rollout.spec.request_id), None)
+        if self._judges.get(rollout.spec.judge_of) is rollout:
+            del self._judges[rollout.spec.judge_of]
         self.drop_calls(rollout)
 
     # Calls -----------------------------------------------------------------------------------------------------------

@@ -109,7 +109,7 @@ class Gate:
         await durable(self._store.update_rollout(rollout))
 
     def delete_later(self, rollout_id: str) -> None:
-        """Makes a rollout due for deletion again, after the journal refused it."""
+        """Makes a rollout due for deletion again, which cannot be deleted now."""
         self.lifecycle.delete_in(rollout_id, RETRY_S)
 
     # Calls -----------------------------------------------------------------------------------------------------------
@@ -193,8 +193,12 @@ class Gate:
         return Accepted(call.id, committed)
 
     def await_rejoin(self, call: Call) -> None:
-        """Cancels an open call without connections after the grace period, unless a retry rejoins it."""
-        self._set_deadline(DeadlineKind.GONE, call.id, self._limits.rejoin_grace_s)
+        """Cancels an open call without connections after the grace period, unless a retry rejoins it.
+
+        A judge's stays open: its verifier may be started again much later, and shall not have it sampled twice.
+        """
+        if not call.rollout.spec.judge_of:
+            self._set_deadline(DeadlineKind.GONE, call.id, self._limits.rejoin_grace_s)
 
     def stop_awaiting_rejoin(self, call: Call) -> None:
         """Drops the deadline of `await_rejoin`: a retry waits for the call again."""

@@ -41,6 +41,7 @@ class CallClass(StrEnum):
     PROBE = "probe"
     EDIT = "edit"
     RETRY = "retry"
+    JUDGE = "judge"
 
 
 class LogprobsMode(StrEnum):

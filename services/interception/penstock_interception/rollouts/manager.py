@@ -13,7 +13,7 @@ from typing import Final
 import structlog
 
 from penstock_chassis.auth import acting_in
-from penstock_chassis.errors import PenstockError, Unavailable
+from penstock_chassis.errors import AlreadyExists, FailedPrecondition, NotFound, PenstockError, Unavailable
 from penstock_codec import CodecError
 from penstock_interception import cache, metrics
 from penstock_interception.domain.calls import RolloutSpec, RolloutState
@@ -69,13 +69,16 @@ class Rollouts:
         """Opens a rollout after its source has answered a check; returns once it is on disk. Idempotent by request id.
 
         Raises what Registry.find_opened, Sources.resolve and RolloutLifecycle.open raise, and Unavailable
-        JOURNAL_FAILED (the rollout then does not exist).
+        JOURNAL_FAILED (the rollout then does not exist). For a judge: NotFound ROLLOUT_UNKNOWN, FailedPrecondition
+        JUDGE_TOO_EARLY, AlreadyExists ROLLOUT_EXISTS.
         """
         before = self._registry.find_opened(spec)
         if before is None:
+            self._check_judged(spec)
             resolved = await self._resolve(spec, caller_key, spec.model_name)
             before = self._registry.find_opened(spec)  # a concurrent request may have been first
             if before is None:
+                self._check_judged(spec)
                 return await self._open(spec, resolved, caller_key)
         before.caller_key = caller_key
         if before.opened is not None:
@@ -83,7 +86,7 @@ class Rollouts:
         return before
 
     async def close(self, rollout_id: str, reason: str, *, capture_stored: bool = False) -> Rollout:
-        """Closes a rollout; returns once that and every accepted answer is on disk. Idempotent.
+        """Closes a rollout and its judge; returns once that and every accepted answer is on disk. Idempotent.
 
         `capture_stored`: its capture needs to be kept no longer than the retention.
 
@@ -98,6 +101,8 @@ class Rollouts:
         if rollout.recording is not None and rollout.recording.forget():
             self._store.recordings.drop_calls(rollout_id)
         cache.PARSED_BODIES.forget(rollout_id)
+        if (judge := self._registry.judge_of(rollout_id)) is not None:
+            await self.close(judge.id, reason, capture_stored=capture_stored)
         return rollout
 
     async def abandon(self, driver_id: str) -> None:
@@ -118,13 +123,15 @@ class Rollouts:
                 raise failure
 
     async def delete(self, rollout_id: str) -> None:
-        """Deletes a rollout and its whole capture; returns once that is on disk. Idempotent.
+        """Deletes a rollout, its whole capture and its judge's; returns once that is on disk. Idempotent.
 
         Raises Unavailable JOURNAL_FAILED (the rollout is closed but still exists).
         """
         rollout = self._registry.find(rollout_id)
         if rollout is None:
             return
+        if (judge := self._registry.judge_of(rollout_id)) is not None:
+            await self.delete(judge.id)
         await self._close(rollout, "DELETED")
         if self._registry.find(rollout_id) is not rollout:
             return  # another request has deleted it meanwhile
@@ -148,6 +155,8 @@ class Rollouts:
             written.add_done_callback(partial(self._deleted, rollout))
             try:
                 await durable(written)
+                if (judge := self._registry.judge_of(record.rollout_id)) is not None:
+                    await self.delete(judge.id)
             except Unavailable as error:
                 _log.error("a capture could not be discarded", rollout_id=record.rollout_id, reason=error.reason)
                 return
@@ -180,6 +189,18 @@ class Rollouts:
         self._gate.lifecycle.restore_runs(await self._store.runs.load())
         still_open = [one.spec for one in self._registry.rollouts() if one.state is not RolloutState.CLOSED]
         await self._tools.restore(still_open, self._gate.leasing.restore_session)
+
+    def _check_judged(self, spec: RolloutSpec) -> None:
+        """Checks the rollout whose verifier is to ask a judge: its agent must not be able to call any more."""
+        if not spec.judge_of:
+            return
+        judged = self._registry.rollout(spec.judge_of)
+        if judged.spec.namespace != spec.namespace or judged.spec.judge_of:
+            raise NotFound("No such rollout.", reason="ROLLOUT_UNKNOWN")
+        if judged.state is not RolloutState.CLOSED:
+            raise FailedPrecondition("A judge is asked once the rollout is closed.", reason="JUDGE_TOO_EARLY")
+        if self._registry.judge_of(spec.judge_of) is not None:
+            raise AlreadyExists("The rollout has a judge.", reason="ROLLOUT_EXISTS")
 
     async def _resolve(self, spec: RolloutSpec, caller_key: str | None, asked_model: str) -> Resolved:
         with acting_in(spec.namespace):

@@ -54,6 +54,8 @@ T = TypeVar("T")
 
 HEARTBEAT_S = 10.0
 MAX_LABELS = 64
+_BEFORE_ALL = -1
+"""A position before that of every call: a capture after it has all calls, and no samples."""
 _ID = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9_.-]{0,127}")
 _CONTROL_TOKENS = {
     interception_pb2.CONTROL_TOKENS_UNSPECIFIED: ControlTokens.PLAIN,
@@ -223,6 +225,12 @@ class RolloutGateServicer(pb_grpc.RolloutGateServiceServicer):
             for record in await self._interceptor.store.tools.calls_of(rollout.id, after_index=tools_after):
                 item = tools.record_to(record, bodies=request.include_bodies)
                 yield pb.GetCaptureResponse(trajectory=trajectory_pb2.Trajectory(host_tool_calls=[item]))
+        judge = self._registry.judge_of(rollout.id)
+        if after is None and judge is not None:
+            conversation = await self._interceptor.conversations.of(judge)
+            captured = capture(judge, conversation, after_index=_BEFORE_ALL, include_top=request.include_top)
+            async for asked in trajectory.fragments(captured, conversation, body_of, include_top=request.include_top):
+                yield pb.GetCaptureResponse(trajectory=trajectory_pb2.Trajectory(judge_calls=asked.calls))
 
     async def WatchCalls(  # noqa: N802
         self, request: pb.WatchCallsRequest, context: grpc.aio.ServicerContext[ProtoMessage, ProtoMessage]
@@ -368,8 +376,21 @@ def spec_from(request: pb.OpenRolloutRequest, known: dict[Dialect, DialectCodec]
         keep_capture=request.keep_capture,
         attempt=_attempt_from(request),
         branched_from=_branch_from(request),
+        judge_of=_judge_of(request),
     )
     return spec, caller_key
+
+
+def _judge_of(request: pb.OpenRolloutRequest) -> str:
+    if not request.judge_of:
+        return ""
+    check_id("judge_of", request.judge_of)
+    if request.mode != interception_pb2.MODE_TRANSPARENT_PROXY:
+        raise invalid_field("mode", "a judge's calls need MODE_TRANSPARENT_PROXY")
+    for field in ("run_id", "branched_from"):
+        if request.HasField(field):
+            raise invalid_field(field, "not allowed with judge_of")
+    return request.judge_of
 
 
 def _branch_from(request: pb.OpenRolloutRequest) -> BranchPoint | None:

@@ -15,7 +15,14 @@ from tests.support.waiting import eventually, eventually_async
 from tests.unit.driver.conftest import Driver, wire_spec
 
 from penstock.driver.v1 import rollout_pb2, rollout_service_pb2
-from penstock_chassis.errors import FailedPrecondition, NotFound, PenstockError, ResourceExhausted, Unavailable
+from penstock_chassis.errors import (
+    FailedPrecondition,
+    InvalidArgument,
+    NotFound,
+    PenstockError,
+    ResourceExhausted,
+    Unavailable,
+)
 from penstock_driver.app import one_place
 from penstock_driver.domain.ports import SandboxTerms
 from penstock_driver.domain.records import Record, RequestKey, RolloutEnd, new_id, new_records
@@ -133,6 +140,16 @@ async def test_one_name_is_graded_once_however_often_it_is_asked_for(world: Worl
     assert await world.grades() == {"v2": 0.5, "v3": 1.0}
     calls = world.driver.sandboxes.calls
     assert (calls.count("prepare_snapshot"), calls.count("fork")) == (1, 2) and world.is_clean()
+
+
+@pytest.mark.requirement("R134")
+async def test_a_verifier_with_a_judge_does_not_grade_again(world: World) -> None:
+    """The gate has closed the rollout, and its judge with it."""
+    asking = verifier("true")
+    asking.judge.SetInParent()
+    with pytest.raises(InvalidArgument) as refused:
+        await world.regrader.regrade(await world.ended(), asking, "v2")
+    assert [one.field for one in refused.value.violations] == ["verifier.judge"]
 
 
 async def test_a_grade_is_made_although_its_caller_went_away(world: World, held: Held) -> None:

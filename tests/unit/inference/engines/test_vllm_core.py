@@ -16,7 +16,7 @@ import pytest
 from tests.support.waiting import eventually
 
 from penstock_chassis.errors import FailedPrecondition, PenstockError
-from penstock_inference.engines.base import EngineOptions, GenerateRequest, PauseMode, Sampling
+from penstock_inference.engines.base import Done, EngineOptions, GenerateRequest, PauseMode, Sampling
 from penstock_inference.engines.checks import closed
 
 HOUSE = "penstock_inference.engines.vllm"
@@ -88,7 +88,7 @@ def house(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     for name in OURS:
         monkeypatch.delitem(sys.modules, f"{HOUSE}.{name}", raising=False)
     yield SimpleNamespace(
-        **{name: importlib.import_module(f"{HOUSE}.{name}") for name in ("runtime", "core", "engine")}
+        **{name: importlib.import_module(f"{HOUSE}.{name}") for name in ("runtime", "core", "engine", "generation")}
     )
     for name in OURS:
         sys.modules.pop(f"{HOUSE}.{name}", None)
@@ -318,3 +318,112 @@ async def test_an_engine_stays_usable_when_a_caller_leaves_during_a_step(
     await engine.resume()
     await Generating(core, lives[0]).begin()
     assert not lives[0].stands and not lives[0].asleep
+
+
+class OneScoreAStep(Llm):
+    """A vLLM that dies of a score beside another request, as its build for CPUs with adapters does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside: dict[str, asyncio.Event] = {}
+        """Its requests, and when each ends."""
+        self.most = 0
+
+    async def add_request(self, name: str, *_: object, lora_request: object) -> Any:
+        self.inside[name] = asyncio.Event()
+        self.most = max(self.most, len(self.inside))
+
+        async def get() -> Any:
+            await self.inside[name].wait()
+            del self.inside[name]
+            flat = SimpleNamespace(logprobs=[-1.0] * 2, token_ids=[1] * 2, ranks=[1] * 2, start_indices=[0, 1])
+            completion = SimpleNamespace(token_ids=[], logprobs=None, finish_reason="length", stop_reason=None)
+            return SimpleNamespace(prompt_logprobs=flat, num_cached_tokens=0, outputs=[completion], metrics=None)
+
+        if any(each.startswith("score-") for each in self.inside) and len(self.inside) > 1:
+            raise EngineDeadError
+        return SimpleNamespace(get=get, get_nowait=lambda: None)
+
+    async def abort(self, name: str) -> None:
+        self.inside.pop(name, None)
+
+    def end(self) -> None:
+        """End what is inside."""
+        for ended in self.inside.values():
+            ended.set()
+
+
+@pytest.fixture
+def generations(house: Any, core: Any, lives: list[Llm], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Generations with an adapter's place on a vLLM for CPUs."""
+    monkeypatch.setattr(core.adapters, "limit", 1)
+    core.features.scores_alone_with_adapters = True
+    core.features.version_spans = False
+    monkeypatch.setattr(house.generation, "score_params", lambda top: SimpleNamespace(prompt_logprobs=top))
+    core.runtime.llm = OneScoreAStep()
+    return house.generation.Generations(core, 10, 10, (), None)
+
+
+def completing(generations: Any, name: str) -> asyncio.Task[list[Any]]:
+    async def complete() -> list[Any]:
+        return [event async for event in generations.generate(GenerateRequest(name, TWO, Sampling(max_tokens=1)))]
+
+    return asyncio.create_task(complete())
+
+
+TWO = np.ones(2, np.int32)
+
+
+@pytest.mark.requirement("R49", "R132")
+async def test_a_score_is_alone_in_a_vllm_that_dies_of_company(core: Any, generations: Any) -> None:
+    """A client could end the engine's process, with all that ran in it."""
+    llm = core.runtime.llm
+    first = [completing(generations, f"first-{n}") for n in range(2)]
+    await turns()
+    scores = [asyncio.create_task(generations.score(TWO, 1.0, "", 0)) for _ in range(2)]
+    await turns()
+    later = [completing(generations, f"later-{n}") for n in range(2)]
+    steps = []
+    while not all(task.done() for task in (*first, *scores, *later)):
+        await turns()
+        steps.append(sorted(name.split("-")[0] for name in llm.inside))
+        llm.end()
+        await turns()
+    assert steps == [["first"] * 2, ["score"], ["score"], ["later"] * 2]
+    assert [(await score).logprobs.tolist() for score in scores] == [[-1.0]] * 2
+    for ended in await asyncio.gather(*first, *later):
+        assert isinstance(ended[-1], Done)
+
+
+@pytest.mark.requirement("R23", "R132")
+async def test_a_score_whose_caller_left_is_out_of_vllm_before_another_request_comes(
+    core: Any, generations: Any
+) -> None:
+    llm = core.runtime.llm
+    score = asyncio.create_task(generations.score(TWO, 1.0, "", 0))
+    await turns()
+    waiting = completing(generations, "waiting")
+    await turns()
+    score.cancel()
+    await turns()
+    assert list(llm.inside) == ["waiting"]
+    llm.end()
+    assert isinstance((await waiting)[-1], Done)
+
+
+@pytest.mark.requirement("R132")
+async def test_a_reader_that_does_not_read_its_completion_delays_no_score(core: Any, generations: Any) -> None:
+    llm = core.runtime.llm
+    request = GenerateRequest("unread", TWO, Sampling(max_tokens=1), stream=True)
+    events = generations.generate(request)
+    reading = asyncio.create_task(anext(events))
+    await turns()
+    llm.end()
+    await reading  # and not the rest
+    score = asyncio.create_task(generations.score(TWO, 1.0, "", 0))
+    await turns()
+    llm.end()
+    assert (await score).logprobs.tolist() == [-1.0]
+    assert core.admission.running == 1
+    await events.aclose()
+    assert core.admission.running == 0

@@ -37,6 +37,14 @@ class Features:
     """A grammar compiler is installed; not every platform has one."""
     transfer_backends: tuple[str, ...]
 
+    @property
+    def scores_alone_with_adapters(self) -> bool:
+        """With adapters, a prompt whose logprobs are wanted must be the only request of vLLM's step.
+
+        Its kernels for CPUs take the logits' adapters by request, not by position: with two requests the process ends.
+        """
+        return self.platform == "cpu"
+
     @classmethod
     def detect(cls) -> Features:
         """Raises FailedPrecondition (ENGINE_TOO_OLD)."""

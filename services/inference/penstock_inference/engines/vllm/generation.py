@@ -90,8 +90,7 @@ class Generations:
         self._max_context = max_context
         self._stop_token_ids = stop_token_ids
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
-        # vLLM 0.32 for CPUs dies of two prompts that it scores in one step, if it has adapters: one at a time, then.
-        self._turn = asyncio.Semaphore(1) if core.adapters.limit else contextlib.nullcontext()
+        self._scores_alone = bool(core.adapters.limit) and core.features.scores_alone_with_adapters
         self._known_ids = 0 if tokenizer is None else tokenizer.get_vocab_size()
         self._request_ids: set[str] = set()
 
@@ -105,6 +104,7 @@ class Generations:
         queued_at = time.monotonic()
         try:
             let_in = await core.admission.enter(request)
+            flight: Flight | None = None
             try:
                 flight = Flight(request, core.version_of(request.adapter), queued_at, pinned=bool(request.adapter))
                 if not let_in:
@@ -115,7 +115,7 @@ class Generations:
                     yield event
             finally:
                 if let_in:
-                    core.admission.leave()
+                    core.admission.leave(rested=flight is not None and flight.at_rest)
         finally:
             self._request_ids.discard(request.request_id)
 
@@ -129,14 +129,9 @@ class Generations:
         core.version_of(adapter)
         core.runtime  # noqa: B018 - raises when there is none
         params = score_params(min(top_logprobs, self._vocab_size))
-        async with self._turn:
-            return await self._score(token_ids, adapter, params)
-
-    async def _score(self, token_ids: TokenIds, adapter: str, params: Any) -> Scores:
-        core = self._core
         while True:
             request = GenerateRequest(f"score-{uuid.uuid4()}", token_ids, Sampling(max_tokens=1), adapter=adapter)
-            if not await core.admission.enter(request):
+            if not await core.admission.enter(request, alone=self._scores_alone):
                 raise Unavailable("scoring was aborted", reason="ENGINE_ABORTED", retry_after_s=1.0)
             try:
                 version, base = core.version_of(adapter), core.version
@@ -153,6 +148,11 @@ class Generations:
         try:
             collector = await core.ask(lambda llm: self._hand_over(llm, request, params, adapter))
             output = await core.ask(lambda _: collector.get())
+        except BaseException:
+            # It must not be in vLLM's next step: another request may be, as soon as this one has left.
+            with contextlib.suppress(PenstockError):
+                await core.ask(lambda llm: llm.abort(request.request_id))
+            raise
         finally:
             self._let_go(adapter)
         flat = output.prompt_logprobs
@@ -212,18 +212,27 @@ class Generations:
         except Exception as error:  # noqa: BLE001 - raised to the caller
             field = "sampling" if request.sampling.response_format is None else FORMAT_FIELD
             flight.fail(self._translated(error, field))
+        # A score must not wait for a caller that reads slowly.
+        await self._rest(flight)
 
     async def _end(self, flight: Flight, follower: asyncio.Task[None]) -> None:
-        """Abort whatever is left of it in vLLM."""
-        ended_inside = follower.done() and flight.finish is not None and flight.stop_text is None
         follower.cancel()
-        await asyncio.wait((follower,))
-        self._core.came_to_an_end(flight)
-        if not ended_inside:
-            try:
+        try:
+            await asyncio.wait((follower,))
+            await self._rest(flight)
+        finally:
+            self._core.came_to_an_end(flight)
+
+    async def _rest(self, flight: Flight) -> None:
+        """Abort whatever is left of it in vLLM; from then on it is not in vLLM. Once, however often it is called."""
+        if flight.at_rest:
+            return
+        if flight.finish is None or flight.stop_text is not None:
+            with contextlib.suppress(PenstockError):  # vLLM is gone, and the request with it
                 await self._core.abort_in_vllm(flight)
-            except PenstockError:
-                return  # vLLM is gone, and the request with it
+        if flight in self._core.flights:
+            flight.at_rest = True
+            self._core.admission.rest()
 
     async def _hand_over(self, llm: Any, request: GenerateRequest, params: Any, adapter: LoadedAdapter | None) -> Any:
         # Cached blocks of another version or adapter must never match: a salt costs nothing and never fails, while vLLM

@@ -53,6 +53,8 @@ class Flight:
     aborted: bool = False
     handed_over: bool = False
     """vLLM has received it."""
+    at_rest: bool = False
+    """vLLM has ended it, or was asked to abort it."""
     error: PenstockError | None = None
     moved: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when output arrived."""

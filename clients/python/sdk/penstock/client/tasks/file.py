@@ -38,9 +38,9 @@ from penstock.client.tasks.field_types import (
     names_of,
 )
 from penstock.client.tasks.named_files import Beside, CannotRead
-from penstock.client.tasks.rollout_keys import RolloutKeys
+from penstock.client.tasks.rollout_keys import BudgetsTable, RolloutKeys
 from penstock.client.tasks.sandbox_keys import ResourcesTable
-from penstock.client.tasks.spec import Command, SeedFile
+from penstock.client.tasks.spec import Command, Inference, Judge, SeedFile, Upstream
 from penstock.client.tasks.strict_model import Place, Strict
 
 TASK_FILES: Final = ("task.yaml", "task.yml", "task.json")
@@ -172,6 +172,26 @@ class CopiedPathTable(Strict):
         return {"anyOf": [handler.resolve_ref_schema(handler(schema)), {"type": "string"}]}
 
 
+class JudgeTable(Strict):
+    """`verifier.judge`."""
+
+    inference: Plain = Field("", description="An inference service's name; without it and upstream, the default one.")
+    upstream: Plain = Field("", description="The name of an endpoint in the operator's settings.")
+    model: Plain = Field("", description="The model to ask of the upstream.")
+    budgets: BudgetsTable | None = None
+
+    @classmethod
+    def conflicts(cls, value: Mapping[str, Any], beside: Beside | None) -> Iterator[tuple[Place, str]]:
+        if value.get("inference") and value.get("upstream"):
+            yield ("upstream",), "set inference or upstream"
+        if value.get("model") and not value.get("upstream"):
+            yield ("model",), "is of an upstream, which is not set"
+
+    def made(self) -> Judge:
+        source = Upstream(name=self.upstream, model=self.model) if self.upstream else Inference(self.inference)
+        return Judge(source=source, budgets=None if self.budgets is None else self.budgets.made())
+
+
 class VerifierFile(Strict):
     """What a task file has below `verifier`, or a file of its own has."""
 
@@ -194,13 +214,14 @@ class VerifierFile(Strict):
     )
     user: str = Field("", description="The user of the sandbox of its image.")
     build: str | None = Field(None, description="Directory with the Dockerfile of its image.")
+    judge: JudgeTable | None = Field(None, description="A model that the last command may ask.")
 
     @classmethod
     def conflicts(cls, value: Mapping[str, Any], beside: Beside | None) -> Iterator[tuple[Place, str]]:
         if value.get("changes_below") and value.get("fresh_fork") is False:
             yield ("changes_below",), "needs a fresh fork, but fresh_fork is false"
-        for name in ("image", "build", "resources", "copies", "collect"):
-            if value.get(name) and value.get("fresh_fork") is False:
+        for name in ("image", "build", "resources", "copies", "collect", "judge"):
+            if (value.get(name) or value.get(name) == {}) and value.get("fresh_fork") is False:
                 yield (name,), "needs a fresh fork, but fresh_fork is false"
         if value.get("image") and value.get("build"):
             yield ("build",), "set image or build"
@@ -290,8 +311,8 @@ def _needs_fork(value: Mapping[str, Any]) -> Iterator[tuple[Place, str]]:
     if value["sandbox"].get("verifier_network"):
         yield ("sandbox", "verifier_network"), problem
     verifier = value.get("verifier")
-    for name in ("fresh_fork", "changes_below", "image", "build", "resources", "copies", "collect"):
-        if isinstance(verifier, Mapping) and verifier.get(name):
+    for name in ("fresh_fork", "changes_below", "image", "build", "resources", "copies", "collect", "judge"):
+        if isinstance(verifier, Mapping) and (verifier.get(name) or verifier.get(name) == {}):
             yield ("verifier", name), problem
 
 

@@ -104,7 +104,7 @@ class Verifier:
     agent's changes and nothing else of the task; `resources` are that sandbox's, `user` is its user, and `build` the
     directory of the Dockerfile for it. `copies` are absolute paths that it gets whole, the agent's and
     the image's files alike; it then has no changes but those below `changes_below`. `collect` runs in the agent's
-    sandbox before that is read.
+    sandbox before that is read. The last of the `commands` may ask `judge`, a model.
 
     docs/guides/rewards.md describes what each resists.
     """
@@ -124,6 +124,7 @@ class Verifier:
     collect: Sequence[Command] = ()
     user: str = ""
     build: Path | None = None
+    judge: "Judge | None" = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -415,6 +416,19 @@ class Tokenizer:
     name: str
     tool_call_parser: str = ""
     control_tokens: ControlTokens = ControlTokens.PLAIN
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judge:
+    """A model that a verifier asks after the agent is dead: an inference service, or an endpoint of the operator's.
+
+    The verifier's last command has `PENSTOCK_JUDGE_URL` (a base URL for SDKs of Chat Completions), `PENSTOCK_JUDGE_KEY`
+    and `PENSTOCK_JUDGE_MODEL`. `budgets` are of its calls alone (`max_calls` None = 100). Needs a fresh fork. Its calls
+    are `Trajectory.judge_calls`.
+    """
+
+    source: Inference | Upstream = Inference()
+    budgets: Budgets | None = None
 
 
 ModelSource: TypeAlias = Inference | Upstream | Tokenizer

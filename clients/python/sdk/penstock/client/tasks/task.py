@@ -156,6 +156,7 @@ def _verifier(file: VerifierFile, beside: Beside, where: str) -> Verifier:
         copies=[CopiedPath(copied.path, copied.exclude) for copied in file.copies],
         collect=[item.made() for item in file.collect],
         user=file.user,
+        judge=None if file.judge is None else file.judge.made(),
     )
 
 

@@ -242,6 +242,8 @@ class Trajectory:
     """The attempt at the rollout that it is of, from 1; 0 = unknown."""
     branched_from: BranchPoint | None = None
     """Where it leaves its parent; None = it is no branch."""
+    judge_calls: tuple[Call, ...] = ()
+    """Calls of its verifier to the judge, in none of the samples; their parents are among them."""
 
     def prompt_of(self, call_id: str) -> TokenIds:
         """Returns the whole prompt of a call, assembled from its parents'.

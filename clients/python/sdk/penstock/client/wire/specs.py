@@ -46,12 +46,19 @@ def _image(value: tasks.Verifier) -> str:
     return value.image
 
 
+def _judge(value: tasks.Judge) -> rollout_pb2.Judge:
+    return rollout_pb2.Judge(
+        source=source(value.source), budgets=None if value.budgets is None else budgets(value.budgets)
+    )
+
+
 verifier: Final = writer(
     tasks.Verifier,
     rollout_pb2.Verifier,
     left_out=("reward", "range", "build"),
     by={
         "image": _image,
+        "judge": lambda value: None if value.judge is None else _judge(value.judge),
         "reward_file": lambda value: rollout_pb2.RewardFile() if value.reward is tasks.RewardFrom.FILE else None,
         "passed_share": lambda value: (
             None if value.reward is tasks.RewardFrom.FILE else rollout_pb2.RewardPassedShare()

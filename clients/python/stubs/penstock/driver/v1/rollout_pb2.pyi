@@ -358,6 +358,7 @@ class Verifier(_message.Message):
     COPIES_FIELD_NUMBER: _builtins.int
     COLLECT_FIELD_NUMBER: _builtins.int
     USER_FIELD_NUMBER: _builtins.int
+    JUDGE_FIELD_NUMBER: _builtins.int
     range_min: _builtins.float
     """Default [0, 1]. A reward outside the range, or not finite, is a failure of the verifier."""
     range_max: _builtins.float
@@ -435,6 +436,12 @@ class Verifier(_message.Message):
         or command_timeout. Needs a fresh fork. RegradeRollout does not run them again.
         """
 
+    @_builtins.property
+    def judge(self) -> Global___Judge:
+        """A model that the last command may ask. Needs a fresh fork. Unset = the verifier reaches no model. RegradeRollout and
+        terminal episodes refuse it.
+        """
+
     def __init__(
         self,
         *,
@@ -454,10 +461,11 @@ class Verifier(_message.Message):
         copies: _abc.Iterable[Global___CopiedPath] | None = ...,
         collect: _abc.Iterable[_process_service_pb2.Command] | None = ...,
         user: _builtins.str = ...,
+        judge: Global___Judge | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_fresh_fork", b"_fresh_fork", "_range_max", b"_range_max", "_range_min", b"_range_min", "command_timeout", b"command_timeout", "fresh_fork", b"fresh_fork", "passed_share", b"passed_share", "range_max", b"range_max", "range_min", b"range_min", "resources", b"resources", "reward", b"reward", "reward_file", b"reward_file"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_fresh_fork", b"_fresh_fork", "_range_max", b"_range_max", "_range_min", b"_range_min", "command_timeout", b"command_timeout", "fresh_fork", b"fresh_fork", "judge", b"judge", "passed_share", b"passed_share", "range_max", b"range_max", "range_min", b"range_min", "resources", b"resources", "reward", b"reward", "reward_file", b"reward_file"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_fresh_fork", b"_fresh_fork", "_range_max", b"_range_max", "_range_min", b"_range_min", "changes_below", b"changes_below", "collect", b"collect", "command_timeout", b"command_timeout", "commands", b"commands", "component_ranges", b"component_ranges", "copies", b"copies", "files", b"files", "fresh_fork", b"fresh_fork", "image", b"image", "passed_share", b"passed_share", "range_max", b"range_max", "range_min", b"range_min", "resources", b"resources", "restore", b"restore", "reward", b"reward", "reward_file", b"reward_file", "user", b"user"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_fresh_fork", b"_fresh_fork", "_range_max", b"_range_max", "_range_min", b"_range_min", "changes_below", b"changes_below", "collect", b"collect", "command_timeout", b"command_timeout", "commands", b"commands", "component_ranges", b"component_ranges", "copies", b"copies", "files", b"files", "fresh_fork", b"fresh_fork", "image", b"image", "judge", b"judge", "passed_share", b"passed_share", "range_max", b"range_max", "range_min", b"range_min", "resources", b"resources", "restore", b"restore", "reward", b"reward", "reward_file", b"reward_file", "user", b"user"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__fresh_fork: _TypeAlias = _typing.Literal["fresh_fork"]  # noqa: Y015
     _WhichOneofArgType__fresh_fork: _TypeAlias = _typing.Literal["_fresh_fork", b"_fresh_fork"]  # noqa: Y015
@@ -477,6 +485,42 @@ class Verifier(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType_reward) -> _WhichOneofReturnType_reward | None: ...
 
 Global___Verifier: _TypeAlias = Verifier  # noqa: Y015
+
+@_typing.final
+class Judge(_message.Message):
+    """Judge is a model that a verifier asks after the agent is dead. The last command, and no other, has its endpoint in
+    PENSTOCK_JUDGE_URL (for SDKs of OpenAI Chat Completions), its key in PENSTOCK_JUDGE_KEY and the model's name in
+    PENSTOCK_JUDGE_MODEL. A request with the body of an earlier one gets the earlier answer, whenever it comes: where the
+    verifier begins again after a crash, nothing is sampled or counted twice. To sample several answers, vary `seed`, or set
+    an Idempotency-Key. The calls are Trajectory.judge_calls. Where the grade fails and the judge did not answer, the failure is
+    JUDGE_UNANSWERED, of cause MODEL and retriable.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SOURCE_FIELD_NUMBER: _builtins.int
+    BUDGETS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def source(self) -> _interception_pb2.ModelSource:
+        """Unset = the default inference service. A tokenizer and an endpoint of the caller's are refused (FIELD_INVALID)."""
+
+    @_builtins.property
+    def budgets(self) -> _interception_pb2.Budgets:
+        """Of the judge's calls alone: they count in no budget of the rollout or its run. Unset max_calls = 100."""
+
+    def __init__(
+        self,
+        *,
+        source: _interception_pb2.ModelSource | None = ...,
+        budgets: _interception_pb2.Budgets | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["budgets", b"budgets", "source", b"source"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["budgets", b"budgets", "source", b"source"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Judge: _TypeAlias = Judge  # noqa: Y015
 
 @_typing.final
 class CopiedPath(_message.Message):

@@ -196,6 +196,7 @@ class OpenRolloutRequest(_message.Message):
     KEEP_CAPTURE_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
     BRANCHED_FROM_FIELD_NUMBER: _builtins.int
+    JUDGE_OF_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Required: 1 to 256 characters, fresh for each creation. A repeat with the same id and content creates nothing.
     Remembered until the rollout is deleted, by DeleteRollout or at the end of the operator's retention.
@@ -222,6 +223,13 @@ class OpenRolloutRequest(_message.Message):
     """
     attempt: _builtins.int
     """The number of this attempt at the rollout, from 1. Each attempt is a session of its own at the engine. 0 = 1."""
+    judge_of: _builtins.str
+    """Set where not an agent calls but the verifier of another rollout asks its judge: the id of that rollout, which must be of
+    the same namespace, closed and without another judge (JUDGE_TOO_EARLY, ROLLOUT_UNKNOWN, ROLLOUT_EXISTS). Then a request
+    with the body of an earlier call, other than a failed one, gets that call's answer, whenever it comes. GetCapture of the
+    other rollout returns these calls as Trajectory.judge_calls; closing, storing or deleting it does the same to this
+    one. MODE_TRANSPARENT_PROXY only, without a run.
+    """
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
     @_builtins.property
@@ -291,10 +299,11 @@ class OpenRolloutRequest(_message.Message):
         keep_capture: _builtins.bool = ...,
         attempt: _builtins.int = ...,
         branched_from: _trajectory_pb2.BranchPoint | None = ...,
+        judge_of: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_branched_from", b"_branched_from", "_group_id", b"_group_id", "_group_index", b"_group_index", "_run_id", b"_run_id", "_sampling_override", b"_sampling_override", "_task_id", b"_task_id", "branched_from", b"branched_from", "budgets", b"budgets", "group_id", b"group_id", "group_index", b"group_index", "hints", b"hints", "policy", b"policy", "run_budgets", b"run_budgets", "run_id", b"run_id", "sampling_override", b"sampling_override", "source", b"source", "task_id", b"task_id", "token_terms", b"token_terms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_branched_from", b"_branched_from", "_group_id", b"_group_id", "_group_index", b"_group_index", "_run_id", b"_run_id", "_sampling_override", b"_sampling_override", "_task_id", b"_task_id", "attempt", b"attempt", "branched_from", b"branched_from", "budgets", b"budgets", "dialects", b"dialects", "driver_id", b"driver_id", "group_id", b"group_id", "group_index", b"group_index", "hints", b"hints", "keep_capture", b"keep_capture", "labels", b"labels", "mode", b"mode", "model_name", b"model_name", "models", b"models", "policy", b"policy", "request_id", b"request_id", "rollout_id", b"rollout_id", "run_budgets", b"run_budgets", "run_id", b"run_id", "sampling_override", b"sampling_override", "source", b"source", "task_id", b"task_id", "token_terms", b"token_terms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_branched_from", b"_branched_from", "_group_id", b"_group_id", "_group_index", b"_group_index", "_run_id", b"_run_id", "_sampling_override", b"_sampling_override", "_task_id", b"_task_id", "attempt", b"attempt", "branched_from", b"branched_from", "budgets", b"budgets", "dialects", b"dialects", "driver_id", b"driver_id", "group_id", b"group_id", "group_index", b"group_index", "hints", b"hints", "judge_of", b"judge_of", "keep_capture", b"keep_capture", "labels", b"labels", "mode", b"mode", "model_name", b"model_name", "models", b"models", "policy", b"policy", "request_id", b"request_id", "rollout_id", b"rollout_id", "run_budgets", b"run_budgets", "run_id", b"run_id", "sampling_override", b"sampling_override", "source", b"source", "task_id", b"task_id", "token_terms", b"token_terms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__branched_from: _TypeAlias = _typing.Literal["branched_from"]  # noqa: Y015
     _WhichOneofArgType__branched_from: _TypeAlias = _typing.Literal["_branched_from", b"_branched_from"]  # noqa: Y015

@@ -53,7 +53,7 @@ class RolloutGateServiceStub:
 
     Idempotent by request_id: a repeat returns the same token.
     Errors: ALREADY_EXISTS (ROLLOUT_EXISTS; REQUEST_ID_REUSED), those of CheckSource, FAILED_PRECONDITION
-    (RUN_BUDGETS_DIFFER, with field violations), RESOURCE_EXHAUSTED (ROLLOUT_LIMIT, with RetryInfo; BUDGET_EXHAUSTED,
+    (RUN_BUDGETS_DIFFER, with field violations; JUDGE_TOO_EARLY), NOT_FOUND (ROLLOUT_UNKNOWN: judge_of), RESOURCE_EXHAUSTED (ROLLOUT_LIMIT, with RetryInfo; BUDGET_EXHAUSTED,
     final: the run's).
     """
     LoadRecording: _grpc.UnaryUnaryMultiCallable[_rollout_gate_service_pb2.LoadRecordingRequest, _rollout_gate_service_pb2.LoadRecordingResponse]
@@ -149,7 +149,7 @@ class RolloutGateServiceAsyncStub(RolloutGateServiceStub):
 
     Idempotent by request_id: a repeat returns the same token.
     Errors: ALREADY_EXISTS (ROLLOUT_EXISTS; REQUEST_ID_REUSED), those of CheckSource, FAILED_PRECONDITION
-    (RUN_BUDGETS_DIFFER, with field violations), RESOURCE_EXHAUSTED (ROLLOUT_LIMIT, with RetryInfo; BUDGET_EXHAUSTED,
+    (RUN_BUDGETS_DIFFER, with field violations; JUDGE_TOO_EARLY), NOT_FOUND (ROLLOUT_UNKNOWN: judge_of), RESOURCE_EXHAUSTED (ROLLOUT_LIMIT, with RetryInfo; BUDGET_EXHAUSTED,
     final: the run's).
     """
     LoadRecording: _aio.UnaryUnaryMultiCallable[_rollout_gate_service_pb2.LoadRecordingRequest, _rollout_gate_service_pb2.LoadRecordingResponse]  # type: ignore[assignment]
@@ -254,7 +254,7 @@ class RolloutGateServiceServicer(metaclass=_abc_1.ABCMeta):
 
         Idempotent by request_id: a repeat returns the same token.
         Errors: ALREADY_EXISTS (ROLLOUT_EXISTS; REQUEST_ID_REUSED), those of CheckSource, FAILED_PRECONDITION
-        (RUN_BUDGETS_DIFFER, with field violations), RESOURCE_EXHAUSTED (ROLLOUT_LIMIT, with RetryInfo; BUDGET_EXHAUSTED,
+        (RUN_BUDGETS_DIFFER, with field violations; JUDGE_TOO_EARLY), NOT_FOUND (ROLLOUT_UNKNOWN: judge_of), RESOURCE_EXHAUSTED (ROLLOUT_LIMIT, with RetryInfo; BUDGET_EXHAUSTED,
         final: the run's).
         """
 
