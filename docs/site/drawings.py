@@ -34,9 +34,9 @@ def overview() -> Picture:
     made.arrow((108, 138), (108, 120))
     made.arrow((108, 186), (108, 224))
     made.box(
-        276,
+        296,
         218,
-        334,
+        314,
         68,
         "trajectory",
         small="token ids · mask · logprobs · versions · reward",
