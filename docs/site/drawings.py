@@ -166,7 +166,7 @@ def grade() -> Picture:
 
 
 def gate() -> Picture:
-    """Calls wait at the gate until somebody answers."""
+    """Calls wait at the gate until a trainer or an engine answers."""
     made = Picture(520, 140, "Calls of three agents wait at the gate; a trainer or an engine answers them.")
     for index in range(3):
         y = 8 + index * 44
