@@ -75,7 +75,7 @@ def _tokens(source: str, kind: int) -> Iterator[str]:
 def found() -> list[str]:
     """A line for each use of a banned word, and for each banned name of a module."""
     lines = []
-    for name in checkout.files("*.md", "*.proto", "*.py"):
+    for name in checkout.files("*.md", "*.proto", "*.py", root=ROOT):
         if name.startswith(_LEFT):
             continue
         for text in texts(ROOT / name):

@@ -133,6 +133,7 @@ async def _lose_raylet(cluster: Ray, report: Report, folder: Path, name: str) ->
     """Kill a raylet. What was there returns under its name: the sandbox service there, others where there is room."""
     before = _on(cluster, folder, name)
     os.kill(cluster.raylet(name), signal.SIGKILL)
+    since = time.monotonic()
     report.lost(before)
     report.ended(before)
     report.say(f"the raylet of {name} is killed, which has {sorted(before)}")
@@ -140,7 +141,7 @@ async def _lose_raylet(cluster: Ray, report: Report, folder: Path, name: str) ->
     report.say("its services have ended")
     machines.kill(cluster.hosts[name])  # what ray start --block leaves of itself
     cluster.start(name)
-    await _back(cluster, report, folder, before)
+    await _back(cluster, report, folder, before, since)
     report.check(sorted(members_in(folder)) == ["n0", "n1", "n2"], f"members are {members_in(folder)}")
 
 
@@ -148,6 +149,7 @@ async def _cut(cluster: Ray, report: Report, folder: Path, name: str) -> None:
     """Cut a machine until Ray has given it up, and start Ray there anew."""
     host, before = cluster.hosts[name], _on(cluster, folder, name)
     host.cut()
+    since = time.monotonic()
     report.lost(before)
     report.say(f"the cable of {name} is cut, which has {sorted(before)}")
     await eventually(lambda: cluster.alive() == len(_NAMES) - 1, "Ray sees the loss", within=_BACK_S)
@@ -155,10 +157,13 @@ async def _cut(cluster: Ray, report: Report, folder: Path, name: str) -> None:
     report.say(f"Ray sees the loss; services on the cut machine: {len(_services(cluster, name))}")
     host.mend()
     await eventually(lambda: not _services(cluster, name), "the old raylet ends with its services", within=_BACK_S)
+    # Since the cable was mended they answered again, and attempts began there: these are lost now.
+    report.lost(before)
+    report.ended(before)
     report.say("mended: the old raylet has ended with its services")
     machines.kill(host)
     cluster.start(name)
-    await _back(cluster, report, folder, before)
+    await _back(cluster, report, folder, before, since)
 
 
 def _on(cluster: Ray, folder: Path, name: str) -> dict[str, tuple[str, str]]:
@@ -172,8 +177,8 @@ def _on(cluster: Ray, folder: Path, name: str) -> dict[str, tuple[str, str]]:
     }
 
 
-async def _back(cluster: Ray, report: Report, folder: Path, before: dict[str, tuple[str, str]]) -> None:
-    """Wait until services have other addresses than before, and serve there."""
+async def _back(cluster: Ray, report: Report, folder: Path, before: dict[str, tuple[str, str]], since: float) -> None:
+    """Wait until services have other addresses than before, and serve there; `since` is when they were lost."""
     away = dict(before)
 
     def changed() -> bool:
@@ -181,7 +186,7 @@ async def _back(cluster: Ray, report: Report, folder: Path, before: dict[str, tu
             address = members_in(folder, kind).get(name)
             if address not in (None, old):
                 del away[name]
-                report.say(f"{name} is back at {address} after {report.away_s(name):.1f} s, before at {old}")
+                report.say(f"{name} is back at {address} after {time.monotonic() - since:.1f} s, before at {old}")
         return not away
 
     await cluster.until(changed, f"{sorted(before)} are back")

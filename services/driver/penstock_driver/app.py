@@ -59,7 +59,7 @@ from penstock_driver.rollouts.manager import Capacity, RolloutManager
 from penstock_driver.rollouts.preflight import Preflight
 from penstock_driver.rollouts.recording import RecordingFile
 from penstock_driver.rollouts.regrading import Regrader
-from penstock_driver.rollouts.use_cases import RolloutUseCases
+from penstock_driver.rollouts.use_cases import RolloutCreation, RolloutDeletion, RolloutReading, RolloutUseCases
 from penstock_driver.rpc import rollout_service, terminal_service
 from penstock_driver.rpc.agent_service import AgentServicer
 from penstock_driver.rpc.rollout_service import RolloutServicer
@@ -268,19 +268,14 @@ async def wired(
         recordings = settings.state_dir / RECORDINGS
         room = BranchRoom(settings.max_recording_bytes, driver_records, recordings, manager.is_running)
         parents = Parents(driver_records, specs, gate, recordings, room)
+        deletion = RolloutDeletion(manager, driver_records, gate, exporter, states)
         service = RolloutUseCases(
             manager,
             driver_records,
-            event_log,
-            agents,
-            preflight,
-            specs,
-            gate,
-            home,
-            parents,
-            exporter,
+            RolloutCreation(manager, driver_records, agents, preflight, specs, home, parents, deletion),
+            deletion,
+            RolloutReading(manager, driver_records, event_log, gate),
             regrader,
-            states,
         )
         yield Driver(
             home,

@@ -126,7 +126,7 @@ async def build(settings: InterceptionSettings) -> AsyncIterator[Service]:
         address = await stack.enter_async_context(_listening(ingress.app(), connections, settings))
         intercept = InterceptServicer(
             interceptor,
-            CallWriter(parse, interceptor.gate.fail),
+            CallWriter(parse, interceptor.fail),
             stopping,
             heartbeat_s=settings.heartbeat_s,
             allowed_tools=tuple(settings.host_tools),

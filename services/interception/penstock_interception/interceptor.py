@@ -63,8 +63,8 @@ class Interceptor:
     """Stands above the gate, the conversations, the sources and the store. Belongs to one event loop.
 
     What concerns one part only, callers ask of that part: `rollouts` opens, closes and deletes, `conversations` has the
-    graphs, `gate` admits and ends black box calls, `sessions` has credits, pauses and losses; `tools`, `agent_keys`,
-    `events`, `audit`; `registry`, `limits` and `clock` (read-only); `store` for reads and until writes are on disk.
+    graphs, `sessions` has credits, pauses and losses, `drivers` their leases; `tools`, `agent_keys`, `events`, `audit`;
+    `registry`, `limits` and `clock` (read-only); `store` for reads and until writes are on disk.
     """
 
     def __init__(
@@ -93,6 +93,7 @@ class Interceptor:
         deadlines: Deadlines[DeadlineKey] = Deadlines(self._sooner.set)
         self.gate = Gate(GateContext(store, self.registry, self.events, deadlines, self.audit, self.clock, self.limits))
         self.sessions = self.gate.leasing
+        self.drivers = self.gate.drivers
         self.conversations = Conversations(
             store, sources, self.registry, self.gate, parse=parse, closed_kept=closed_kept
         )
@@ -142,7 +143,7 @@ class Interceptor:
 
         Raises what Gate.admit raises.
         """
-        self.gate.check_open(rollout)  # its id may be another rollout's by now
+        rollout.check_open()  # its id may be another rollout's by now
         conversation = self.conversations[rollout.id]
         inline = conversation.new_bytes(parsed) <= INLINE_BYTES
         call = self.gate.admit(rollout, request, journal=not inline)
@@ -171,6 +172,30 @@ class Interceptor:
             if not call.state.terminal:
                 self.gate.await_rejoin(call)
 
+    def answer_sent(self, call: Call) -> None:
+        """Records that the agent received the whole answer."""
+        self.gate.answer_sent(call)
+
+    def fail(self, call: Call, failure: Failure) -> None:
+        """Fails a call that cannot be sent to a trainer, unless it has ended."""
+        self.gate.fail(call, failure)
+
+    def begin_black_box(self, rollout: Rollout, request: CallRequest) -> Call:
+        """Admits a call that goes to the rollout's endpoint unread, until `end_black_box`.
+
+        Raises what Gate.admit raises.
+        """
+        return self.gate.admit(rollout, request, journal=True)
+
+    def end_black_box(self, call: Call, failure: Failure | None = None, *, agent_gone: bool = False) -> None:
+        """Ends a black box call, unless it has ended: its answer has passed through, or why it has not."""
+        if agent_gone:
+            self.gate.cancel(call, "AGENT_GONE")
+        elif failure is not None:
+            self.gate.fail(call, failure)
+        else:
+            self.gate.pass_through(call)
+
     def spell(self, rollout: Rollout) -> Spell | None:
         """Returns the function that maps token ids to bytes; None where the rollout's source has no token ids."""
         conversation = self.conversations.get(rollout.id)
@@ -184,7 +209,7 @@ class Interceptor:
             FailedPrecondition: TOKENIZER_ABSENT, where the rollout's source has no token ids; ROLLOUT_CLOSED.
             ResourceExhausted: RATE_LIMIT.
         """
-        self.gate.check_open(rollout)
+        rollout.check_open()
         self.gate.budgets.pace(rollout)
         conversation = self.conversations[rollout.id]
         return await self.in_thread(lambda: conversation.count(request))
@@ -264,7 +289,7 @@ class Interceptor:
 
         Raises FailedPrecondition ROLLOUT_CLOSED, Unavailable JOURNAL_FAILED.
         """
-        self.gate.check_open(rollout)
+        rollout.check_open()
         if held:
             await durable(self.sessions.hold(rollout))
             return
@@ -377,10 +402,6 @@ class Interceptor:
             self.replays.give_back(call, recorded)
 
     def _sample(self, call: Call, plan: Plan, sampling: Sampling) -> None:
-        if budget := self.gate.budgets.charge(call):
-            detail = f"The run's budget {budget} is used up."
-            self.gate.fail(call, Failure("BUDGET_EXHAUSTED", detail, retriable=False))
-            return
         if self.gate.offer(call, plan, sampling) is CallState.DISPATCHED:
             self._ask([call])
 

@@ -87,7 +87,7 @@ class Scenario:
                 assert (call.state, call.end_reason) == (CallState.FAILED, "JOURNAL_FAILED")
                 await self.converse(rollout, said)
             else:
-                self.gate.interceptor.gate.answer_sent(call)
+                self.gate.interceptor.answer_sent(call)
 
     async def answer(self, call: Call) -> None:
         """A trainer's answer, and what it is told."""

@@ -14,6 +14,8 @@ PROGRAMS: Final[Mapping[str, str]] = {
     ".venv/bin/python": "the repository's own programs, which other tests run or which take a quarter of an hour",
     "apt-get": "changes the machine",
     "git": "names a release, which a clone of a test has not",
+    "claude": "an assistant, which the reader has; test_mcp_command.py of tests/integration/client starts the server",
+    "codex": "likewise",
     "cat": "shows a file of the reader's machine",
     "docker": "builds and pulls images; tests/e2e/test_compose.py runs the services as containers",
     "echo": "feeds a program that is not run",

@@ -16,7 +16,7 @@ from tests.unit.docs.test_cli import WITHOUT
 from penstock.cli.examples import EXAMPLES
 from penstock.cli.main import app
 
-OTHERS = WITHOUT - {"tasks schema", "completion"}
+OTHERS = WITHOUT - {"tasks schema", "completion", "mcp"}
 """They pass on `--help`, too."""
 GROUPS = {"", "agents", "eval", "openenv", "rewards", "tasks"}
 

@@ -7,8 +7,8 @@ from tests.unit.docs.pages import tables
 
 from penstock.cli.terminal import console
 
-WITHOUT = {"serve", "demo", "completion", "tasks schema"}
-"""They print no result: other programs' output, a script, JSON as it is."""
+WITHOUT = {"serve", "demo", "completion", "tasks schema", "mcp"}
+"""They print no result: other programs' output, a script, JSON as it is, messages of a protocol."""
 
 
 def test_the_exit_codes_of_the_command_line_stand_in_their_table() -> None:
@@ -31,7 +31,7 @@ def test_every_command_that_prints_a_result_prints_it_as_json_when_asked() -> No
 
 def test_every_command_that_talks_to_services_takes_their_state_directory() -> None:
     """`penstock up --state-dir DIR` names the option; a command without it could not reach what that started."""
-    without = WITHOUT | {
+    without = (WITHOUT - {"mcp"}) | {
         "agents new", "conformance", "credentials", "eval diff", "eval report", "eval show", "tasks build",
         "tasks check", "tasks import", "tasks new", "verify",
     }  # fmt: skip

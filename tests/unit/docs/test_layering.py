@@ -98,6 +98,31 @@ def test_no_modules_import_each_other_in_circles(component: str) -> None:
         pytest.fail(" -> ".join(error.args[1]))
 
 
+MOST_PARAMETERS = 8
+WIDE_CONSTRUCTORS = {
+    "penstock_driver/exports/exporter.py Exporter": 11,
+    "penstock_sandbox/backends/kubernetes/sandbox.py PodSandbox": 9,
+    "penstock_sandbox/backends/local/sandbox.py LocalSandbox": 9,
+    "penstock_sandbox/guest/system.py Workload": 10,
+    "penstock_sandbox/sandboxes/manager.py Sandboxes": 10,
+}
+"""Those that have more, with their numbers. The list only becomes shorter, and its numbers smaller."""
+
+
+def test_no_constructor_of_a_service_has_more_than_8_parameters() -> None:
+    """More are several objects in one."""
+    found = {}
+    for module in [one for service in SERVICES for one in modules(service)]:
+        for kind in (node for node in ast.walk(module.tree) if isinstance(node, ast.ClassDef)):
+            for item in kind.body:
+                if isinstance(item, ast.FunctionDef) and item.name == "__init__":
+                    given = item.args
+                    count = len([*given.posonlyargs, *given.args, *given.kwonlyargs]) - 1  # without `self`
+                    if count > MOST_PARAMETERS:
+                        found[f"{module.path} {kind.name}"] = count
+    assert found == WIDE_CONSTRUCTORS
+
+
 VENDORS = re.compile(r"\b(docker|podman|kubernetes|e2b|bubblewrap)\b", re.IGNORECASE)
 NAMES_VENDORS = (
     "penstock_sandbox/backends/",

@@ -18,12 +18,12 @@ T = TypeVar("T")
 class Signal:
     """Counts changes; waiters get the next one."""
 
-    __slots__ = ("_listeners", "_waiting", "number")
+    __slots__ = ("__weakref__", "_listeners", "_waiting", "number")
 
     def __init__(self, number: int = 0) -> None:
         self.number = number
         """Number of the last change."""
-        self._waiting: dict[asyncio.Future[bool], None] = {}
+        self._waiting: dict[asyncio.Future[bool], None] | None = None  # of thousands, few have any
         self._listeners: dict[Callable[[], None], None] | None = None
 
     def call_on_change(self, listener: Callable[[], None]) -> None:
@@ -43,7 +43,7 @@ class Signal:
     def wake(self) -> None:
         """Wakes all waiters without a change."""
         if self._waiting:
-            woken, self._waiting = self._waiting, {}
+            woken, self._waiting = self._waiting, None
             for waiter in woken:
                 _settle(waiter, True)
         if self._listeners is not None:
@@ -56,6 +56,8 @@ class Signal:
             return True
         loop = asyncio.get_running_loop()
         waiter: asyncio.Future[bool] = loop.create_future()
+        if self._waiting is None:
+            self._waiting = {}
         self._waiting[waiter] = None
         timer = None if timeout_s is None else loop.call_later(timeout_s, _settle, waiter, False)
         try:
@@ -63,7 +65,8 @@ class Signal:
         finally:
             if timer is not None:
                 timer.cancel()
-            self._waiting.pop(waiter, None)
+            if self._waiting is not None:
+                self._waiting.pop(waiter, None)
 
 
 class FellBehind(Exception):

@@ -14,10 +14,15 @@ _log = structlog.get_logger(__name__)
 
 
 class TaskOwner:
-    """Owns tasks until they are done. Work whose tasks belong to one call uses `asyncio.TaskGroup` instead."""
+    """Owns tasks until they are done. Work whose tasks belong to one call uses `asyncio.TaskGroup` instead.
 
-    def __init__(self) -> None:
+    Args:
+        unlogged: errors that are no faults, such as refusals, which the callers that wait for a task get.
+    """
+
+    def __init__(self, *, unlogged: tuple[type[Exception], ...] = ()) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._unlogged = unlogged
 
     def __len__(self) -> int:
         """Number of tasks that are not done."""
@@ -29,7 +34,7 @@ class TaskOwner:
     def start(self, work: Coroutine[Any, Any, T], name: str | None = None) -> asyncio.Task[T]:
         """Starts `work` in the background. Its error is logged."""
         task = self._own(work, name)
-        task.add_done_callback(_log_error)
+        task.add_done_callback(self._log_error)
         return task
 
     async def run(self, work: Coroutine[Any, Any, T], name: str | None = None) -> T:
@@ -41,7 +46,17 @@ class TaskOwner:
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
-            task.add_done_callback(_log_error)
+            task.add_done_callback(self._log_error)
+            raise
+
+    async def finish(self, work: Coroutine[Any, Any, T], name: str | None = None) -> T:
+        """As `run`, but a cancelled call ends only with the work, unless it is cancelled once more."""
+        task = self._own(work, name)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.add_done_callback(self._log_error)
+            await asyncio.wait([task])
             raise
 
     async def wait(self, timeout_s: float | None = None) -> int:
@@ -69,7 +84,7 @@ class TaskOwner:
         task.add_done_callback(self._tasks.discard)
         return task
 
-
-def _log_error(task: asyncio.Task[Any]) -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
+    def _log_error(self, task: asyncio.Task[Any]) -> None:
+        if task.cancelled() or (error := task.exception()) is None or isinstance(error, self._unlogged):
+            return
         _log.error("a background task failed", task=task.get_name(), error=repr(error), exc_info=error)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import IntEnum, StrEnum
+from types import MappingProxyType
 from typing import Final, TypeAlias
 
 from penstock.driver.v1 import rollout_pb2
@@ -422,6 +423,10 @@ RolloutEvent: TypeAlias = (
 )
 
 
+_NO_PHASES: Final[Mapping[Phase, float]] = MappingProxyType({})
+"""Of every rollout that waits in the queue."""
+
+
 @dataclass(slots=True)
 class RunProgress:
     """A rollout's current phase: the state machine, with the time spent in each phase over all attempts."""
@@ -429,7 +434,7 @@ class RunProgress:
     phase: Phase = Phase.QUEUED
     attempt: int = 1
     entered: float = field(default_factory=time.monotonic)
-    seconds: dict[Phase, float] = field(default_factory=dict)
+    seconds: Mapping[Phase, float] = field(default_factory=lambda: _NO_PHASES)
 
     def enter(self, phase: Phase) -> float:
         """Move forward and return the previous phase's duration; ValueError for an invalid move."""
@@ -458,7 +463,7 @@ class RunProgress:
     def _move(self, phase: Phase) -> float:
         now = time.monotonic()
         took = now - self.entered
-        self.seconds[self.phase] = self.seconds.get(self.phase, 0.0) + took
+        self.seconds = {**self.seconds, self.phase: self.seconds.get(self.phase, 0.0) + took}
         self.phase, self.entered = phase, now
         return took
 
@@ -467,7 +472,7 @@ class RunProgress:
         if self.phase is Phase.ENDED:
             return dict(self.seconds)
         before = self.seconds.get(self.phase, 0.0)
-        return self.seconds | {self.phase: before + time.monotonic() - self.entered}
+        return {**self.seconds, self.phase: before + time.monotonic() - self.entered}
 
 
 def failed(

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from penstock.sandbox.v1 import sandbox_pb2
 from penstock_driver.domain.ports import Sandboxes, SandboxFacts
-from penstock_driver.environments.throttle import AdaptiveThrottle
+from penstock_driver.environments.throttle import AdaptiveThrottle, never
 
 
 class ThrottledForks:
@@ -32,11 +32,12 @@ class ThrottledForks:
         upstream: str = "",
         repeatable: bool = False,
         allowlist: sandbox_pb2.Allowlist | None = None,
+        has_room_elsewhere: Callable[[], bool] = never,
     ) -> SandboxFacts:
         """Fork a snapshot of `backend` as in `ports.Sandboxes`; idempotent.
 
-        Waits `patience_s` for a full service, and the throttle's short limit for one that does not answer; then raises
-        its last error.
+        Waits `patience_s` for a full service, unless another one has room, and the throttle's short limit for one that
+        does not answer; then raises its last error.
         """
         return await self._throttles[backend].run(
             lambda: self._sandboxes.fork(
@@ -50,4 +51,5 @@ class ThrottledForks:
                 allowlist=allowlist,
             ),
             full_s=patience_s,
+            has_room_elsewhere=has_room_elsewhere,
         )

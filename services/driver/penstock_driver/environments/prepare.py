@@ -11,7 +11,9 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Final
+from weakref import WeakValueDictionary
 
+from penstock_chassis.aio.broadcast import Broadcast
 from penstock_chassis.aio.single_flight import KEPT, SingleFlight
 from penstock_chassis.errors import FailedPrecondition, NotFound
 from penstock_driver.agents.launch import check_command
@@ -88,21 +90,14 @@ class SetupFailed(Exception):
         self.check = check
 
 
-@dataclass(frozen=True, slots=True)
-class _Installation:
-    """The output of an installation and its listeners; kept while it has any."""
-
-    lines: list[str] = field(default_factory=list)
-    listening: list[Callable[[str], None]] = field(default_factory=list)
-
-
 class Environments:
     """Toolboxes, facts about bases, and snapshots, each made once."""
 
     def __init__(self, sandboxes: Sandboxes) -> None:
         self._sandboxes = sandboxes
         self._toolboxes: SingleFlight[tuple[str, str, str, str], PreparedToolbox] = SingleFlight()
-        self._installations: dict[tuple[str, str, str, str], _Installation] = {}
+        self._installations: WeakValueDictionary[tuple[str, str, str, str], Broadcast[str]] = WeakValueDictionary()
+        """What an installation prints, while somebody follows it."""
         self._bases: SingleFlight[SandboxTerms, SandboxFacts] = SingleFlight()
         self._snapshots: SingleFlight[tuple[str, str, str], PreparedEnvironment] = SingleFlight()
         self._contents: dict[tuple[str, str, str], str] = {}
@@ -130,8 +125,17 @@ class Environments:
             self._toolboxes.forget(toolbox_key)
             self._snapshots.forget(snapshot_key)
 
+        lines = self._installations.setdefault(toolbox_key, Broadcast(keep=None))
+        seen = 0
+
         def forward(line: str) -> None:
-            self._forward(toolbox_key, line)
+            lines.publish(line)
+
+        def show() -> None:
+            nonlocal seen
+            for line in lines.after(seen, lines.last) or ():
+                on_line(line)
+            seen = lines.last
 
         async def attempt(again: bool) -> PreparedEnvironment:
             async with asyncio.timeout(spec.limits.prepare_s):
@@ -159,23 +163,12 @@ class Environments:
                 del self._contents[next(iter(self._contents))]
             return made
 
-        installation = self._installations.setdefault(toolbox_key, _Installation())
-        for line in installation.lines:
-            on_line(line)
-        installation.listening.append(on_line)
+        show()
+        lines.published.call_on_change(show)
         try:
             return await self._snapshots.get(snapshot_key, make)
         finally:
-            installation.listening.remove(on_line)
-            if not installation.listening:
-                del self._installations[toolbox_key]
-
-    def _forward(self, toolbox_key: tuple[str, str, str, str], line: str) -> None:
-        installation = self._installations.get(toolbox_key)
-        if installation is not None:
-            installation.lines.append(line)
-            for on_line in installation.listening:
-                on_line(line)
+            lines.published.forget(show)
 
     async def _facts(self, terms: SandboxTerms) -> SandboxFacts:
         """Home and working directory of a base, asked of a short-lived sandbox and never guessed (R45).

@@ -48,6 +48,13 @@ def passes(error: PenstockError) -> bool:
 
 TAKES_NO_MORE: Final = frozenset({"DRAINING", "CAPTURES_FULL"})
 """Refusals of a service that drains, or is full of what was not exported yet: another one may take the attempt."""
+FULL: Final = frozenset({"SANDBOX_LIMIT", "DISK_LOW"})
+"""Refusals of a sandbox service that is full: another one may take the attempt, if it has room."""
+
+
+def never() -> bool:
+    """Of a service beside which there is no other, and of one whose absence is waited out."""
+    return False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,16 +90,24 @@ class AdaptiveThrottle:
         self._looks_at = math.inf
 
     async def run(
-        self, work: Callable[[], Awaitable[T]], *, full_s: float, absent_s: float = UNAVAILABLE_PATIENCE_S
+        self,
+        work: Callable[[], Awaitable[T]],
+        *,
+        full_s: float,
+        absent_s: float = UNAVAILABLE_PATIENCE_S,
+        has_room_elsewhere: Callable[[], bool] = never,
     ) -> T:
         """Run `work`, retrying transient errors, and return its result.
 
-        Raises the last error once the wait exceeds, or would exceed, its limit: `full_s` if the service is full,
-        `absent_s` if it does not answer. Callers take their turns in the order in which they came.
+        Raises the last error once the wait exceeds, or would exceed, its limit: `full_s` if the service is full, and at
+        once if another one has room then; `absent_s` if it does not answer. Callers take their turns in the order in
+        which they came.
         """
         began = asyncio.get_running_loop().time()
 
         def limit(error: PenstockError) -> float:
+            if error.reason in FULL and has_room_elsewhere():
+                return -math.inf
             is_full = isinstance(error, ResourceExhausted) or error.reason == "STREAM_REFUSED"
             return began + (full_s if is_full else absent_s)
 

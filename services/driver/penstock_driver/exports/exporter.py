@@ -211,12 +211,16 @@ class Exporter:
         self.backlog = await self._queue.backlog()
         # What ends meanwhile waits for the next pass: else a busy driver would store each rollout in a file of its own.
         last = await self._queue.last()
-        while queued := await self._queue.next(self._limits.rollouts, last, self._away):
+        # Gates are informed before each file: one that fails for hours keeps nothing of theirs that is stored.
+        while True:
+            all_known = await self._report()
+            queued = await self._queue.next(self._limits.rollouts, last, self._away)
+            if not queued:
+                break
             await self._export(queued)
             self.backlog = await self._queue.backlog()
         if not self.backlog.count:
             self.failing = None
-        all_known = await self._report()
         if self._away or not all_known:
             self._look_in(REPORT_AGAIN_S)
         if self.backlog.broken:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final, Generic, TypeAlias, TypeVar
 
@@ -17,7 +17,7 @@ from penstock_driver.domain.ports import CallEnded, Gate, GateClient, Load, Sand
 from penstock_driver.domain.rollout import Cause, Component, Failure, Phase, RolloutFailed, RolloutSpec
 from penstock_driver.environments.forks import ThrottledForks
 from penstock_driver.environments.prepare import Environments
-from penstock_driver.environments.throttle import AdaptiveThrottle
+from penstock_driver.environments.throttle import AdaptiveThrottle, never
 from penstock_driver.placement.choice import choose, ranking
 from penstock_driver.placement.loads import Loads
 from penstock_driver.placement.placement import Avoid, OnLoss, Place
@@ -41,11 +41,6 @@ AskLoad: TypeAlias = Callable[[float], Awaitable[Load | None]]
 def gate_patience(silence_s: float) -> Mapping[Host, float]:
     """The patience with a gate, with one on a silent host for `silence_s`."""
     return {Host.SILENT: silence_s, Host.REFUSING: PATIENCE_S, Host.ACCEPTING: PATIENCE_S}
-
-
-def never() -> bool:
-    """Of a service whose absence is waited out."""
-    return False
 
 
 async def unknown_load(_timeout_s: float) -> None:
@@ -253,7 +248,9 @@ class FleetPlacement:
         """See Placement."""
         node = await self._chosen(self._nodes, _node_missing, lambda: self._node(spec, avoid))
         gate = await self._chosen(self._gates, _gate_missing, lambda: self._gate(spec, avoid))
-        return Place(self._compose(node.services, gate.services), node.name, gate.name)
+        services = self._compose(node.services, gate.services)
+        elsewhere = partial(self._has_room_elsewhere, node.name, spec)
+        return Place(replace(services, has_room_elsewhere=elsewhere), node.name, gate.name)
 
     def at(self, node: str, gate: str) -> Place:
         """See Placement."""
@@ -347,6 +344,10 @@ class FleetPlacement:
         holding = self._node_loads.holding(ready, content) if content else ()
         name = choose(self._node_loads.of(ready), spec.environment_key, avoid.nodes, holding)
         return next((node for node in ready if node.name == name), None)
+
+    def _has_room_elsewhere(self, node: str, spec: RolloutSpec) -> bool:
+        others = [other for other in self._nodes.ready() if other.name != node]
+        return bool(self._node_loads.not_full(others, spec.sandbox.memory_bytes))
 
     def _gate(self, spec: RolloutSpec, avoid: Avoid) -> Member[GateServices] | None:
         if spec.gate_terms.HasField("run_budgets"):

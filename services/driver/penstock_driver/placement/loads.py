@@ -23,10 +23,10 @@ READ_EVERY_S: Final = 2.0
 READ_S: Final = 1.5
 """Deadline of one reading."""
 LASTS_S: Final = 10.0
-"""A member that has said nothing for so long has this driver's own count again."""
+"""A member that has said nothing for so long has this driver's own count again, unless it was full."""
 SLOW: Final = 2.0
 """A member that takes more than so many times as long as the fastest counts as more loaded."""
-LEAST_CREATION_S: Final = 0.5
+LEAST_CREATION_S: Final = 0.1
 """Shorter creations are all fast: their differences are noise."""
 _JITTER: Final = (0.75, 1.25)
 
@@ -102,7 +102,11 @@ class Loads(Generic[M]):
 
     def with_room(self, members: Collection[M], memory_bytes: int | None) -> Collection[M]:
         """Those that are not full, for work that needs so much memory; all of them if all are full."""
-        return [member for member in members if self._has_room(member, memory_bytes or 0)] or members
+        return self.not_full(members, memory_bytes) or members
+
+    def not_full(self, members: Collection[M], memory_bytes: int | None) -> Collection[M]:
+        """Those that are not full, for work that needs so much memory, by what they said last."""
+        return [member for member in members if self._has_room(member, memory_bytes or 0)]
 
     def reaching(self, members: Collection[M], inference: str) -> Collection[M]:
         """Those that reach an inference service or pool of this name; all of them if none does."""
@@ -117,9 +121,10 @@ class Loads(Generic[M]):
         return {name for name, one in said if one and snapshot_key in one.load.snapshot_keys}
 
     def _has_room(self, member: M, memory_bytes: int) -> bool:
-        one = self._fresh(member)
+        last, one = self._said.get(member.peer), self._fresh(member)
         if one is None:
-            return True
+            # A full service is often a busy one, which answers late: it stays full until it says otherwise.
+            return last is None or last.load.room != 0
         came = max(0, len(member.occupants) - one.own)
         free = one.load.free_memory_bytes
         return (one.load.room is None or came < one.load.room) and (free is None or memory_bytes <= free)

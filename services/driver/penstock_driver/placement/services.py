@@ -11,7 +11,7 @@ from typing import Final
 from penstock_driver.domain.ports import Captures, Gate, Sandboxes
 from penstock_driver.environments.forks import ThrottledForks
 from penstock_driver.environments.prepare import Environments
-from penstock_driver.environments.throttle import AdaptiveThrottle
+from penstock_driver.environments.throttle import AdaptiveThrottle, never
 from penstock_driver.grading.grader import DEFAULT_MAX_CHANGES_BYTES
 
 LOADINGS: Final = 4
@@ -43,6 +43,8 @@ class RunnerServices:
     openings: AdaptiveThrottle = field(default_factory=AdaptiveThrottle)
     loadings: asyncio.Semaphore = field(default_factory=new_loadings)
     """Held by those that load a part of a recording into the gate, or write one to a file."""
+    has_room_elsewhere: Callable[[], bool] = never
+    """Whether another sandbox service has room, by what it said last: a full one is not waited for then."""
     is_node_lost: Callable[[], bool] = lambda: False
     """Whether the sandbox service does not answer any more, so that a clean-up there is left for later."""
     is_gate_lost: Callable[[], bool] = lambda: False

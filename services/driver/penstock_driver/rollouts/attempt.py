@@ -69,7 +69,7 @@ from penstock_driver.domain.rollout import (
 )
 from penstock_driver.domain.unended import AttemptPlace, Stage
 from penstock_driver.environments.prepare import PreparedEnvironment, SetupFailed, for_verifier, setup_of
-from penstock_driver.environments.throttle import patiently
+from penstock_driver.environments.throttle import never, patiently
 from penstock_driver.grading.carried import CarriedWork, Fetched
 from penstock_driver.grading.grader import ROOT, Grader, check_system
 from penstock_driver.placement.services import RunnerServices
@@ -436,6 +436,7 @@ class Attempt:
             upstream=upstream,
             repeatable=self._spec.repeatable and not purpose,
             allowlist=self._allowlist(purpose),
+            has_room_elsewhere=never if purpose else self._services.has_room_elsewhere,
         )
 
     def _allowlist(self, purpose: str) -> sandbox_pb2.Allowlist | None:

@@ -22,6 +22,7 @@ import structlog
 
 from penstock_chassis.aio.fair_queue import FairQueue, Ticket
 from penstock_chassis.aio.moment import Moment
+from penstock_chassis.aio.tasks import TaskOwner
 from penstock_chassis.errors import FailedPrecondition, NotFound, ResourceExhausted, Unavailable
 from penstock_driver.domain.pauses import PauseEnd, PauseLimits
 from penstock_driver.domain.ports import CallEnded
@@ -131,7 +132,7 @@ class RolloutManager:
         self._waiting: dict[str, Ticket[str]] = {}
         self._ends: dict[str, _End] = {}
         """Of live rollouts, of those that are being recorded, and of those that recovery still has to end."""
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks = TaskOwner()
         self._groups: dict[str, GroupWatch] = {}
         self._stopping = False
         self._leaving = False
@@ -184,7 +185,7 @@ class RolloutManager:
                 spec = self._specs.opened(unended)
             except NotAdoptable as error:
                 _log.warning("a rollout is not taken up", rollout_id=record.rollout_id, reason=error.failure.reason)
-                self._own(self._recover(record, error.failure))
+                self._tasks.start(self._recover(record, error.failure))
                 continue
             history = await History.read(self._event_log, record, self._limits)
             recorder = RolloutRecorder(record, self._event_log, self._limits, history)
@@ -251,7 +252,7 @@ class RolloutManager:
 
     async def see_through(self, work: Coroutine[Any, Any, T]) -> T:
         """Run `work` to completion and return its result, even if the caller is cancelled; `aclose` waits for it."""
-        return await asyncio.shield(self._own(work))
+        return await self._tasks.run(work)
 
     @contextmanager
     def beginning(self, rollout_ids: Sequence[str]) -> Iterator[None]:
@@ -307,7 +308,7 @@ class RolloutManager:
             quorum_ago_s=quorum_ago_s,
         )
         self._groups[group.group_id] = watch
-        self._own(self._watch_group(group.group_id, watch))
+        self._tasks.start(self._watch_group(group.group_id, watch))
 
     def _await_slot(self, runner: RolloutRunner, *, has_own_spec: bool) -> None:
         """Start a rollout once its namespace has a slot for it. Until then it has neither a task nor a place, and its
@@ -318,7 +319,7 @@ class RolloutManager:
         def granted() -> None:
             self._waiting.pop(record.rollout_id, None)
             runner.start()
-            self._own(self._supervise(runner, lambda: self._queue.give_back(record.namespace)))
+            self._tasks.start(self._supervise(runner, lambda: self._queue.give_back(record.namespace)))
 
         # One that was paused while it waited keeps waiting; one that had a slot gets it again.
         aside = record.phase is Phase.QUEUED and record.attempts == 1 and runner.pausing.pause is not None
@@ -342,7 +343,7 @@ class RolloutManager:
     def _end_waiting(self, runner: RolloutRunner, failure: Failure) -> None:
         """End a rollout that has no slot."""
         runner.cancel(failure)
-        self._own(self._supervise(runner, lambda: None))
+        self._tasks.start(self._supervise(runner, lambda: None))
 
     @contextmanager
     def room(self, namespace: str, count: int) -> Iterator[None]:
@@ -597,8 +598,7 @@ class RolloutManager:
         self._stopping = True
         self._cleanups.stop()
         await self._cancel_all(list(self._live), STOPPED)
-        while self._tasks:
-            await asyncio.wait(self._tasks)
+        await self._tasks.wait()
         await self._cleanups.aclose()
         if self._calls:
             self._calls.cancel()
@@ -629,7 +629,7 @@ class RolloutManager:
             fork_kind=recorder.fork_kind,
             attempts=recorder.progress.attempt,
             cleanup_pending=result.cleanup_pending,
-            gates=recorder.gates,
+            gates=recorder.gates_to_report(),
         )
         try:
             await self._finish(record, outcome, end)
@@ -711,12 +711,6 @@ class RolloutManager:
     async def _cleaned_up(self, rollout_id: str) -> None:
         await self._event_log.flush()  # the pending cleanup may still be queued there while the disk is full
         await self._records.cleaned_up(rollout_id)
-
-    def _own(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
 
 
 def end_not_recorded() -> Unavailable:

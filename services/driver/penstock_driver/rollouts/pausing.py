@@ -66,11 +66,11 @@ class Pausing:
         "_is_held",
         "_is_left",
         "_limits",
+        "_lock",
         "_may_hold",
         "_may_run",
         "_recorder",
         "_released",
-        "_starting",
         "_target",
         "_timer",
     )
@@ -82,7 +82,7 @@ class Pausing:
         """Why the present pause ends, as soon as nothing holds the rollout any more."""
         self._target: Held | None = None
         self._following: asyncio.Task[None] | None = None
-        self._context = contextvars.Context()
+        self._context: contextvars.Context | None = None
         self._is_held = False
         """Whether the services have said that they hold it."""
         self._may_hold = recorder.pause is not None and recorder.progress.phase is Phase.RUNNING
@@ -91,8 +91,7 @@ class Pausing:
         """Whether an agent may run that an earlier process of this driver started, and that no attempt watches yet."""
         self._held_since: float | None = None
         self._held_s = 0.0
-        self._starting = asyncio.Lock()
-        """Held while an agent is started, and while the services hold it or let it go."""
+        self._lock: asyncio.Lock | None = None  # a rollout that waits in the queue has none
         self._changed = Signal()
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
@@ -100,6 +99,13 @@ class Pausing:
         self._released = released
         if recorder.pause is not None:
             self._set_timer(recorder.pause)
+
+    @property
+    def _starting(self) -> asyncio.Lock:
+        """Held while an agent is started, and while the services hold it or let it go."""
+        if self._lock is None:
+            self._lock = asyncio.Lock()
+        return self._lock
 
     @property
     def pause(self) -> Pause | None:

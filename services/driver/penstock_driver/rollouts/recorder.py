@@ -54,7 +54,10 @@ class RolloutRecorder:
         "_calls_without_event",
         "_closed",
         "_history",
+        "_knows_gates",
+        "_limits",
         "_log",
+        "_output",
         "_place",
         "_recorded",
         "_replayed",
@@ -64,7 +67,6 @@ class RolloutRecorder:
         "_was_started",
         "fork_kind",
         "gates",
-        "output",
         "pause",
         "paused_s",
         "pauses",
@@ -75,14 +77,16 @@ class RolloutRecorder:
     def __init__(self, record: Record, log: EventLog, limits: EventLimits, history: History | None = None) -> None:
         self.record = replace(record, spec=_NO_SPEC)
         self.progress = RunProgress() if history is None else history.progress
-        self.output = Allowance(limits) if history is None else history.output
+        self._limits = limits
+        self._output = None if history is None else history.output
         self.fork_kind = record.fork_kind
-        self.gates: tuple[str, ...] = ()
+        self.gates: tuple[str, ...] = (record.home.gate,) if record.home and record.home.gate else ()
         """Names of the gates at which an attempt was opened, in that order."""
+        self._knows_gates = history is None or record.attempts == 1
         self.pause, self.paused_s, self.pauses = record.pause, record.paused_s, record.pauses
         self._log = log
         self._history = history
-        self._calls = Allowance(limits) if history is None else history.calls
+        self._calls = None if history is None else history.calls
         self._calls_without_event = 0
         self._recorded = 0  # calls that the attempt replays; 0 also if an earlier process loaded them
         self._replayed = 0
@@ -94,6 +98,25 @@ class RolloutRecorder:
         self._so_far: rollout_pb2.Outcome | None = None
         if not self._sequence:
             self.append(PhaseChanged(Phase.QUEUED))
+
+    @property
+    def output(self) -> Allowance:
+        """How much more agent output may be kept."""
+        if self._output is None:
+            self._output = Allowance(self._limits)
+        return self._output
+
+    @property
+    def _allowed_calls(self) -> Allowance:
+        if self._calls is None:
+            self._calls = Allowance(self._limits)
+        return self._calls
+
+    def gates_to_report(self) -> tuple[str, ...]:
+        """The gates that may have something of the rollout; empty = any may: an earlier process of this driver made
+        several attempts.
+        """
+        return self.gates if self._knows_gates else ()
 
     def current(self, stored: Record) -> Record:
         """The stored record with the current phase and times."""
@@ -133,7 +156,7 @@ class RolloutRecorder:
         if isinstance(event, AgentEvent):
             self.output.took(size)
         elif isinstance(event, CallFinished):
-            self._calls.took(size)
+            self._allowed_calls.took(size)
 
     def replays(self, recorded: int) -> None:
         """Count the calls of an attempt that has so many recorded ones."""
@@ -151,7 +174,7 @@ class RolloutRecorder:
         if self._recorded:
             self._replayed += call.call.HasField("replayed_from") or call.call.given
             call = replace(call, recorded_count=self._recorded, replayed_count=self._replayed)
-        if self._calls.is_used_up:
+        if self._allowed_calls.is_used_up:
             self._log.count(self.record.rollout_id, self.record.group_id, call)
             self._calls_without_event += 1
         else:
@@ -204,7 +227,7 @@ class RolloutRecorder:
     @property
     def has_calls(self) -> bool:
         """Whether a model call of this rollout has ended."""
-        return self._calls.events > 0
+        return self._calls is not None and self._calls.events > 0
 
     @property
     def may_have_calls(self) -> bool:

@@ -21,6 +21,7 @@ import structlog
 from penstock.driver.v1 import rollout_pb2
 from penstock_chassis import times
 from penstock_chassis.aio.single_flight import SingleFlight
+from penstock_chassis.aio.tasks import TaskOwner
 from penstock_chassis.auth import acting_in
 from penstock_chassis.errors import (
     AlreadyExists,
@@ -119,6 +120,7 @@ class Regrader:
         self._recording = asyncio.Lock()
         """Held while a rollout's grades are read and written."""
         self._flights: SingleFlight[tuple[str, str, str], rollout_pb2.Grade] = SingleFlight(keep=0, finish=True)
+        self._releases = TaskOwner()
         self._recovery: asyncio.Task[None] | None = None
 
     @property
@@ -166,6 +168,7 @@ class Regrader:
             self._recovery.cancel()
             await asyncio.wait([self._recovery])
         await self._flights.aclose()
+        await self._releases.wait()
 
     # One grade --------------------------------------------------------------------------------------------------------
 
@@ -275,7 +278,7 @@ class Regrader:
         try:
             fork = await _forked(services, order, labels)
         except BaseException:
-            await _to_its_end(sandboxes.delete_labelled(labels))  # the request for it may have arrived
+            await self._to_its_end(sandboxes.delete_labelled(labels))  # the request for it may have arrived
             raise
         try:
             try:
@@ -286,13 +289,28 @@ class Regrader:
                 failure = error.failure
             except PenstockError as error:
                 failure = failure_of(error, Phase.VERIFYING, Component.SANDBOX)
-            if is_of_a_sandbox_at_work(failure) and await _to_its_end(sandboxes.ended_inside(fork.sandbox_id)):
+            if is_of_a_sandbox_at_work(failure) and await self._to_its_end(sandboxes.ended_inside(fork.sandbox_id)):
                 failure = ended_by_its_agent(failure)
         finally:
-            await _to_its_end(sandboxes.delete(fork.sandbox_id))
+            await self._to_its_end(sandboxes.delete(fork.sandbox_id))
         if failure.cause not in _GRADED:
             raise _interrupted(f"{failure.reason}: {failure.message}")
         return Outcome(failure=failure, grading=grader.grading)
+
+    async def _to_its_end(self, request: Awaitable[T]) -> T | None:
+        """The answer to a request about a sandbox, also while this task is cancelled; None if there is none: its lease
+        ends the sandbox.
+        """
+
+        async def work() -> T | None:
+            try:
+                async with asyncio.timeout(RELEASE_S):
+                    return await request
+            except (PenstockError, TimeoutError) as error:
+                _log.warning("a sandbox of a further grade is left to its lease", error=repr(error))
+                return None
+
+        return await self._releases.finish(work())
 
 
 async def _forked(services: RunnerServices, order: _Order, labels: Mapping[str, str]) -> SandboxFacts:
@@ -337,27 +355,6 @@ async def _in_time(grading: Awaitable[Reward], limit_s: float) -> Reward:
     except TimeoutError:
         message = f"the verifier took longer than {limit_s:g} s"
         raise failed(Cause.VERIFIER, "VERIFIER_TIMED_OUT", message, Phase.VERIFYING) from None
-
-
-async def _to_its_end(request: Awaitable[T]) -> T | None:
-    """The answer to a request about a sandbox, also while this task is cancelled; None if there is none: its lease ends
-    the sandbox.
-    """
-
-    async def work() -> T | None:
-        try:
-            async with asyncio.timeout(RELEASE_S):
-                return await request
-        except (PenstockError, TimeoutError) as error:
-            _log.warning("a sandbox of a further grade is left to its lease", error=repr(error))
-            return None
-
-    working = asyncio.ensure_future(work())
-    try:
-        return await asyncio.shield(working)
-    except asyncio.CancelledError:
-        await asyncio.wait([working])
-        raise
 
 
 def _known(record: Record, order: _Order) -> rollout_pb2.Grade | None:

@@ -8,7 +8,6 @@ attempt that an earlier process of this driver began goes on, and counts once.
 from __future__ import annotations
 
 import asyncio
-import random
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -17,6 +16,7 @@ from typing import Final, TypeGuard
 
 import structlog
 
+from penstock_chassis.aio.retry import Backoff, Delays
 from penstock_chassis.auth import acting_in
 from penstock_chassis.telemetry.tracing import working_for
 from penstock_driver import metrics
@@ -24,7 +24,7 @@ from penstock_driver.domain.failures import internal_failure
 from penstock_driver.domain.records import Record, seed_of
 from penstock_driver.domain.rollout import Cause, Component, Failure, Outcome, Phase, RolloutFailed, RolloutSpec
 from penstock_driver.domain.unended import AttemptPlace, Stage, Unended
-from penstock_driver.environments.throttle import TAKES_NO_MORE
+from penstock_driver.environments.throttle import FULL, TAKES_NO_MORE, never
 from penstock_driver.grading.carried import CarriedWork
 from penstock_driver.placement.placement import Avoid, Place, Placement
 from penstock_driver.rollouts.attempt import Attempt
@@ -77,6 +77,7 @@ class RolloutRunner:
         "_cancellation",
         "_cleanup_pending",
         "_end_states",
+        "_has_room_elsewhere",
         "_labels",
         "_left",
         "_placement",
@@ -106,10 +107,12 @@ class RolloutRunner:
         self._spec: RolloutSpec | None = self._own(spec)
         self._read_spec: Callable[[Record], Awaitable[RolloutSpec]] | None = None
         self._placement = placement
+        self._has_room_elsewhere: Callable[[], bool] = never
+        """Whether another sandbox service than the last attempt's has room."""
         self._labels = labels
         self._cancellation = Cancellation()
-        self._attempt = Cancellation()
-        """Of the current attempt, which a loss of its place also ends."""
+        self._attempt = self._cancellation
+        """Of the current attempt, which a loss of its place also ends; before the first one, the rollout's own."""
         self._cleanup_pending = left is not None and left.unended.owed
         self._left = left
         self._accepted_at = time.monotonic()
@@ -139,6 +142,7 @@ class RolloutRunner:
         if self._cancellation.failure is None:
             if self._left is None:
                 metrics.QUEUE_SECONDS.observe(time.monotonic() - self._accepted_at)
+            self._attempt = Cancellation(is_left=self._cancellation.is_left)
             self._task = asyncio.ensure_future(self._run())
 
     def cancel(self, failure: Failure) -> None:
@@ -200,7 +204,8 @@ class RolloutRunner:
                     self._spec = self._own(await self._read_spec(record))
                 except RolloutFailed as error:
                     return await self._unread(error.failure)
-            pause, avoid, moves, is_moved = FIRST_PAUSE_S, Avoid(), 0, False
+            backoff = Backoff(Delays(FIRST_PAUSE_S, MOST_PAUSE_S, jitter=(1.0, 1.25)))
+            avoid, moves, is_moved = Avoid(), 0, False
             while True:
                 left = self._left
                 if left is not None and left.unended.place is not None:
@@ -221,7 +226,11 @@ class RolloutRunner:
                 is_over = _is_over(outcome) or is_last
                 if self._cancellation.is_left and not is_over:
                     raise asyncio.CancelledError  # the next process makes the next attempt
-                if moves < MOVES and self._cancellation.failure is None and _takes_no_more(outcome.failure, avoid):
+                if (
+                    moves < MOVES
+                    and self._cancellation.failure is None
+                    and _may_move(outcome.failure, avoid, self._has_room_elsewhere)
+                ):
                     moves += 1
                     self.recorder.begin_again(f"the attempt begins again at another place: {outcome.failure.message}")
                     await asyncio.sleep(FIRST_PAUSE_S)
@@ -229,8 +238,7 @@ class RolloutRunner:
                 if outcome.failure is None or is_over:
                     return outcome
                 self.recorder.retry(outcome.failure)
-                await asyncio.sleep(pause * random.uniform(1.0, 1.25))  # noqa: S311 - jitter
-                pause = min(2 * pause, MOST_PAUSE_S)
+                await backoff.wait()
 
     async def _unread(self, failure: Failure) -> Outcome:
         """The end of a rollout whose spec cannot be read."""
@@ -306,6 +314,7 @@ class RolloutRunner:
         """Run one attempt, and add its place to `avoid`."""
         avoid.nodes.add(place.node)
         avoid.gates.add(place.gate)
+        self._has_room_elsewhere = place.services.has_room_elsewhere
         self._attempt, task = Cancellation(is_left=self._attempt.is_left), asyncio.current_task()
         assert task is not None
         spec = AttemptSpec(
@@ -335,13 +344,13 @@ def _is_over(outcome: Outcome) -> bool:
     return outcome.failure is None or not outcome.failure.retriable or bool(outcome.reward)
 
 
-def _takes_no_more(failure: Failure | None, avoid: Avoid) -> TypeGuard[Failure]:
-    """Whether a service refused an attempt before its agent ran because it drains, or is full of what was not exported
-    yet, and there may be others.
+def _may_move(failure: Failure | None, avoid: Avoid, has_room_elsewhere: Callable[[], bool]) -> TypeGuard[Failure]:
+    """Whether a service refused an attempt before its agent ran because it drains or is full, and another one may take
+    it.
     """
     return (
         failure is not None
-        and failure.reason in TAKES_NO_MORE
+        and (failure.reason in TAKES_NO_MORE or (failure.reason in FULL and has_room_elsewhere()))
         and failure.phase < Phase.RUNNING
         and "" not in avoid.nodes
     )

@@ -1,7 +1,7 @@
-"""The use cases of rollouts and groups: create, delete, and read with what the gate captured.
+"""The use cases of rollouts and groups that take more than the manager or the records alone.
 
-Invariant: a request that is repeated with the same id creates nothing more, whatever has changed since, and returns
-what it created.
+Invariants: a request that is repeated with the same id creates nothing more, whatever has changed since, and returns
+what it created. While a rollout or group is deleted, none of its id begins.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Final
 
@@ -43,37 +43,93 @@ EXPORT_S: Final = 10.0
 HEARTBEAT_S: Final = 10.0
 
 
-class RolloutUseCases:
-    """The use cases that take more than the manager or the records alone."""
+class RolloutDeletion:
+    """Deletes ended rollouts and groups."""
 
     def __init__(
         self,
         manager: RolloutManager,
         records: Records,
-        event_log: EventLog,
+        captures: Captures,
+        exporter: Exporter | None = None,
+        end_states: EndStates | None = None,
+    ) -> None:
+        self._manager = manager
+        self._records = records
+        self._captures = captures
+        self._exporter = exporter
+        self._end_states = end_states
+        self._deleting: Counter[str] = Counter()
+
+    async def delete(self, rollout_ids: Sequence[str]) -> None:
+        """Delete ended rollouts with their events, and their captures at the gate; none while one of them runs."""
+        if any(map(self._manager.is_running, rollout_ids)):
+            raise FailedPrecondition("the rollout runs: cancel it first", reason="ROLLOUT_RUNNING")
+        # No rollout of the same id begins meanwhile: it would lose its events and its capture.
+        with self._deletes(rollout_ids):
+            if await self._records.with_pending_cleanup(rollout_ids):
+                # Cleanup finds its resources by its id, which another rollout could reuse after a deletion.
+                message = "the rollout's clean-up is still pending: try again later"
+                raise Unavailable(message, reason="RELEASE_OWED", retry_after_s=CLEANUP_RETRY_S)
+            if self._exporter and (left := await self._exporter.settled(rollout_ids, EXPORT_S)):
+                message = f"{left[0]} is not exported yet, and would be lost: try again later, see `penstock doctor`"
+                raise Unavailable(message, reason="EXPORT_PENDING", retry_after_s=CLEANUP_RETRY_S)
+            for rollout_id in rollout_ids:
+                await self._captures.delete(rollout_id)
+                await self._manager.delete(rollout_id)
+                if self._end_states:
+                    await self._end_states.forget(rollout_id)
+            if self._exporter:
+                await self._exporter.forget(rollout_ids)
+
+    async def delete_group(self, group_id: str) -> None:
+        """Delete a group and its rollouts; idempotent."""
+        with self._deletes([group_id]):
+            try:
+                group = await self._records.group(group_id)
+            except NotFound:
+                return
+            await self.delete(group.rollout_ids)
+            await self._records.delete_group(group_id)
+
+    def check_none_of(self, ids: Collection[str]) -> None:
+        """Raise AlreadyExists (ROLLOUT_EXISTS) if a rollout or group of one of these ids is being deleted."""
+        if self._deleting.keys() & ids:
+            message = "the rollout or group with this id is being deleted: try again, or choose another id"
+            raise AlreadyExists(message, reason="ROLLOUT_EXISTS")
+
+    @contextmanager
+    def _deletes(self, ids: Sequence[str]) -> Iterator[None]:
+        """Refuse new rollouts and groups of these ids meanwhile, by `check_none_of`."""
+        self._deleting.update(ids)
+        try:
+            yield
+        finally:
+            self._deleting -= Counter(ids)  # keeps none that no deletion holds
+
+
+class RolloutCreation:
+    """Creates rollouts, groups and branches."""
+
+    def __init__(
+        self,
+        manager: RolloutManager,
+        records: Records,
         agents: AgentRegistry,
         preflight: Preflight,
         specs: SealedSpecs,
-        captures: Captures,
         home: Home,
         parents: Parents,
-        exporter: Exporter | None = None,
-        regrader: Regrader | None = None,
-        end_states: EndStates | None = None,
+        deletion: RolloutDeletion,
     ) -> None:
-        self._regrader = regrader
-        self._end_states = end_states
-        self._parents = parents
-        self._home = home
-        self._exporter = exporter
         self._manager = manager
         self._records = records
-        self._event_log = event_log
         self._agents = agents
         self._preflight = preflight
         self._specs = specs
-        self._captures = captures
-        self._deleting: Counter[str] = Counter()
+        self._home = home
+        self._parents = parents
+        self._deletion = deletion
 
     async def create(self, key: RequestKey, request: rollout_pb2.RolloutSpec, rollout_id: str = "") -> Record:
         """Check, record and start a rollout; an empty `rollout_id` is replaced by a fresh one."""
@@ -174,52 +230,145 @@ class RolloutUseCases:
         Must not be cancelled in between: a rollout that is recorded but not started would never end.
         """
         ids = [record.rollout_id for record in records]
-        if self._deleting.keys() & {*ids, group.group_id if group else ids[0]}:
-            message = "the rollout or group with this id is being deleted: try again, or choose another id"
-            raise AlreadyExists(message, reason="ROLLOUT_EXISTS")
+        self._deletion.check_none_of({*ids, group.group_id if group else ids[0]})
         with self._manager.beginning(ids):
-            try:
-                sealed = await self._specs.sealed(spec, records[0])
-                await self._records.create(key, records, group, sealed=sealed)
-            except AlreadyExists:
-                known = await self._records.known_request(key)
-                if known is None:
-                    raise
+            sealed = await self._specs.sealed(spec, records[0])
+            recording = self._records.create(key, records, group, sealed=sealed)
+            if (known := await self._records.unless_known(key, recording)) is not None:
                 return known
             self._parents.assign(ids, file)
             self._manager.start(spec, records, group)
         return group.group_id if group else records[0].rollout_id
 
-    async def delete(self, rollout_ids: Sequence[str]) -> None:
-        """Delete ended rollouts with their events, and their captures at the gate; none while one of them runs."""
-        if any(map(self._manager.is_running, rollout_ids)):
-            raise FailedPrecondition("the rollout runs: cancel it first", reason="ROLLOUT_RUNNING")
-        # No rollout of the same id begins meanwhile: it would lose its events and its capture.
-        with self._deletes(rollout_ids):
-            if await self._records.with_pending_cleanup(rollout_ids):
-                # Cleanup finds its resources by its id, which another rollout could reuse after a deletion.
-                message = "the rollout's clean-up is still pending: try again later"
-                raise Unavailable(message, reason="RELEASE_OWED", retry_after_s=CLEANUP_RETRY_S)
-            if self._exporter and (left := await self._exporter.settled(rollout_ids, EXPORT_S)):
-                message = f"{left[0]} is not exported yet, and would be lost: try again later, see `penstock doctor`"
-                raise Unavailable(message, reason="EXPORT_PENDING", retry_after_s=CLEANUP_RETRY_S)
-            for rollout_id in rollout_ids:
-                await self._captures.delete(rollout_id)
-                await self._manager.delete(rollout_id)
-                if self._end_states:
-                    await self._end_states.forget(rollout_id)
-            if self._exporter:
-                await self._exporter.forget(rollout_ids)
 
-    async def delete_group(self, group_id: str) -> None:
-        """Delete a group and its rollouts; idempotent."""
-        with self._deletes([group_id]):
+class RolloutReading:
+    """Reads events, and trajectories with what the gate captured."""
+
+    def __init__(self, manager: RolloutManager, records: Records, event_log: EventLog, captures: Captures) -> None:
+        self._manager = manager
+        self._records = records
+        self._event_log = event_log
+        self._captures = captures
+
+    async def ended(self, rollout_id: str) -> Record:
+        """An ended rollout. NotFound (ROLLOUT_UNKNOWN); FailedPrecondition (ROLLOUT_RUNNING)."""
+        record = await self._records.get(rollout_id)
+        if self._manager.is_running(rollout_id):
+            raise FailedPrecondition("the rollout has not ended: wait for it", reason="ROLLOUT_RUNNING")
+        return record
+
+    async def watch(self, rollout_id: str, after: int) -> AsyncGenerator[rollout_pb2.RolloutEvent | None, None]:
+        """Yield the events after a sequence number as they are on disk, to the last one; None every HEARTBEAT_S."""
+        await self._records.get(rollout_id)
+        signal = self._event_log.signal(rollout_id)
+        while True:
+            seen, has_ended = signal.number, not self._manager.is_running(rollout_id)
+            page = await self._event_log.events(rollout_id, after)
+            for event in page:
+                await self._known_ended(event)
+                yield event
+                after = event.sequence
+                if event.HasField("ended"):
+                    return
+            if not page:
+                if has_ended:
+                    self._manager.check_stays()
+                    return
+                if not await signal.wait(seen, HEARTBEAT_S):
+                    yield None
+
+    async def watch_group(
+        self, group_id: str, after: Mapping[str, int], *, summary: bool
+    ) -> AsyncGenerator[rollout_pb2.RolloutEvent | None, None]:
+        """Yield the events of a group's rollouts in the order in which they were written, as `watch` does.
+
+        `after` has sequence numbers by rollout id; `summary` leaves out all but phases, attempts and outcomes.
+        """
+        group, position = await self._records.group(group_id), 0
+        signal = self._event_log.signal(group_id)
+        while True:
+            seen, has_ended = signal.number, not any(map(self._manager.is_running, group.rollout_ids))
+            page = await self._event_log.group_events(group_id, position, summary=summary)
+            for position, event in page:  # noqa: B007 - the next page starts there
+                if event.sequence > after.get(event.rollout_id, 0):
+                    await self._known_ended(event)
+                    yield event
+            if not page:
+                if has_ended:
+                    self._manager.check_stays()
+                    return
+                if not await signal.wait(seen, HEARTBEAT_S):
+                    yield None
+
+    async def _known_ended(self, event: rollout_pb2.RolloutEvent) -> None:
+        """Hold back an end that this process has written and not taken note of: its watcher asks for the outcome."""
+        if event.HasField("ended"):
+            await self._manager.ended(event.rollout_id)
+
+    async def trajectory(
+        self, rollout_id: str, *, include_bodies: bool, include_top: bool = False, grade: str = ""
+    ) -> AsyncGenerator[trajectory_pb2.Trajectory, None]:
+        """Yield the capture of an ended rollout in fragments, with the fields that only the driver knows.
+
+        `include_top`: with the alternatives of sampled tokens. `grade`: with the reward of that further grade; empty or
+        "first" = the one that it ended with.
+
+        NotFound (GRADE_UNKNOWN); FailedPrecondition (ROLLOUT_RUNNING, TRAJECTORY_ABSENT).
+        """
+        record = await self.ended(rollout_id)
+        if grade not in ("", FIRST_GRADE, *(one.name for one in record.grades)):
+            names = ", ".join([FIRST_GRADE, *(one.name for one in record.grades)])
+            message = f"{rollout_id} has no grade {grade}; it has: {names}. `penstock regrade` makes further ones"
+            raise NotFound(message, reason="GRADE_UNKNOWN")
+        async for fragment in self._trajectory(
+            record, include_bodies=include_bodies, include_top=include_top, grade=grade
+        ):
+            yield fragment
+
+    async def export(
+        self, matching: Filter, *, include_bodies: bool, include_top: bool = False, grade: str = ""
+    ) -> AsyncGenerator[tuple[trajectory_pb2.Trajectory, rollout_pb2.Outcome | None], None]:
+        """Yield the trajectories of all matching rollouts that have ended; the outcome comes with the first fragment.
+
+        A rollout that never reached the gate has only its outcome.
+        """
+        async for record in self._records.all(matching):
+            outcome = record.outcome
+            if outcome is None:
+                continue
             try:
-                group = await self._records.group(group_id)
-            except NotFound:
-                return
-            await self.delete(group.rollout_ids)
-            await self._records.delete_group(group_id)
+                async for fragment in self._trajectory(
+                    record, include_bodies=include_bodies, include_top=include_top, grade=grade
+                ):
+                    yield fragment, outcome
+                    outcome = None
+            except FailedPrecondition:
+                yield add_driver_fields(trajectory_pb2.Trajectory(), record, grade), outcome
+
+    def _trajectory(
+        self, record: Record, *, include_bodies: bool, include_top: bool, grade: str
+    ) -> AsyncIterator[trajectory_pb2.Trajectory]:
+        return fragments(self._captures, record, include_bodies=include_bodies, include_top=include_top, grade=grade)
+
+
+class RolloutUseCases:
+    """All of them: `creation`, `deletion`, `reading`, and what is done with groups that run and rollouts that ended."""
+
+    def __init__(
+        self,
+        manager: RolloutManager,
+        records: Records,
+        creation: RolloutCreation,
+        deletion: RolloutDeletion,
+        reading: RolloutReading,
+        regrader: Regrader | None = None,
+    ) -> None:
+        self._manager = manager
+        self._records = records
+        self.creation = creation
+        self.deletion = deletion
+        self.reading = reading
+        self._regrader = regrader
 
     async def wait_group(self, group_id: str, timeout_s: float | None) -> GroupRecord:
         """Return a group once all its rollouts have ended, or after `timeout_s`.
@@ -256,129 +405,10 @@ class RolloutUseCases:
         await self._manager.resume_all(group.rollout_ids, patience_s)
         return group
 
-    @contextmanager
-    def _deletes(self, ids: Sequence[str]) -> Iterator[None]:
-        """Refuse new rollouts and groups of these ids meanwhile."""
-        self._deleting.update(ids)
-        try:
-            yield
-        finally:
-            self._deleting -= Counter(ids)  # keeps none that no deletion holds
-
     async def regrade(self, rollout_id: str, verifier: rollout_pb2.Verifier | None, name: str) -> rollout_pb2.Grade:
         """Grade an ended rollout again. Raises as `Regrader.regrade`, and FailedPrecondition (ROLLOUT_RUNNING)."""
-        record = await self._records.get(rollout_id)
-        if self._manager.is_running(rollout_id):
-            raise FailedPrecondition("the rollout has not ended: wait for it", reason="ROLLOUT_RUNNING")
+        record = await self.reading.ended(rollout_id)
         if self._regrader is None:
             raise gone(rollout_id, "this driver keeps none")
         with self._manager.room(record.namespace, 0):  # none while it drains
             return await self._regrader.regrade(record, verifier, name)
-
-    # Reading ----------------------------------------------------------------------------------------------------------
-
-    async def watch(self, rollout_id: str, after: int) -> AsyncGenerator[rollout_pb2.RolloutEvent | None, None]:
-        """Yield the events after a sequence number as they are on disk, to the last one; None every HEARTBEAT_S."""
-        await self._records.get(rollout_id)
-        with self._event_log.signal(rollout_id) as signal:
-            while True:
-                signal.clear()
-                has_ended = not self._manager.is_running(rollout_id)
-                page = await self._event_log.events(rollout_id, after)
-                for event in page:
-                    await self._known_ended(event)
-                    yield event
-                    after = event.sequence
-                    if event.HasField("ended"):
-                        return
-                if not page:
-                    if has_ended:
-                        self._manager.check_stays()
-                        return
-                    if not await _within(signal, HEARTBEAT_S):
-                        yield None
-
-    async def watch_group(
-        self, group_id: str, after: Mapping[str, int], *, summary: bool
-    ) -> AsyncGenerator[rollout_pb2.RolloutEvent | None, None]:
-        """Yield the events of a group's rollouts in the order in which they were written, as `watch` does.
-
-        `after` has sequence numbers by rollout id; `summary` leaves out all but phases, attempts and outcomes.
-        """
-        group, position = await self._records.group(group_id), 0
-        with self._event_log.signal(group_id) as signal:
-            while True:
-                signal.clear()
-                has_ended = not any(map(self._manager.is_running, group.rollout_ids))
-                page = await self._event_log.group_events(group_id, position, summary=summary)
-                for position, event in page:  # noqa: B007 - the next page starts there
-                    if event.sequence > after.get(event.rollout_id, 0):
-                        await self._known_ended(event)
-                        yield event
-                if not page:
-                    if has_ended:
-                        self._manager.check_stays()
-                        return
-                    if not await _within(signal, HEARTBEAT_S):
-                        yield None
-
-    async def _known_ended(self, event: rollout_pb2.RolloutEvent) -> None:
-        """Hold back an end that this process has written and not taken note of: its watcher asks for the outcome."""
-        if event.HasField("ended"):
-            await self._manager.ended(event.rollout_id)
-
-    async def trajectory(
-        self, rollout_id: str, *, include_bodies: bool, include_top: bool = False, grade: str = ""
-    ) -> AsyncGenerator[trajectory_pb2.Trajectory, None]:
-        """Yield the capture of an ended rollout in fragments, with the fields that only the driver knows.
-
-        `include_top`: with the alternatives of sampled tokens. `grade`: with the reward of that further grade; empty or
-        "first" = the one that it ended with.
-
-        NotFound (GRADE_UNKNOWN); FailedPrecondition (ROLLOUT_RUNNING, TRAJECTORY_ABSENT).
-        """
-        record = await self._records.get(rollout_id)
-        if self._manager.is_running(rollout_id):
-            raise FailedPrecondition("the rollout has not ended: wait for it", reason="ROLLOUT_RUNNING")
-        if grade not in ("", FIRST_GRADE, *(one.name for one in record.grades)):
-            names = ", ".join([FIRST_GRADE, *(one.name for one in record.grades)])
-            message = f"{rollout_id} has no grade {grade}; it has: {names}. `penstock regrade` makes further ones"
-            raise NotFound(message, reason="GRADE_UNKNOWN")
-        async for fragment in self._trajectory(
-            record, include_bodies=include_bodies, include_top=include_top, grade=grade
-        ):
-            yield fragment
-
-    async def export(
-        self, matching: Filter, *, include_bodies: bool, include_top: bool = False, grade: str = ""
-    ) -> AsyncGenerator[tuple[trajectory_pb2.Trajectory, rollout_pb2.Outcome | None], None]:
-        """Yield the trajectories of all matching rollouts that have ended; the outcome comes with the first fragment.
-
-        A rollout that never reached the gate has only its outcome.
-        """
-        async for record in self._records.all(matching):
-            outcome = record.outcome
-            if outcome is None:
-                continue
-            try:
-                async for fragment in self._trajectory(
-                    record, include_bodies=include_bodies, include_top=include_top, grade=grade
-                ):
-                    yield fragment, outcome
-                    outcome = None
-            except FailedPrecondition:
-                yield add_driver_fields(trajectory_pb2.Trajectory(), record, grade), outcome
-
-    def _trajectory(
-        self, record: Record, *, include_bodies: bool, include_top: bool, grade: str
-    ) -> AsyncIterator[trajectory_pb2.Trajectory]:
-        return fragments(self._captures, record, include_bodies=include_bodies, include_top=include_top, grade=grade)
-
-
-async def _within(signal: asyncio.Event, seconds: float) -> bool:
-    try:
-        async with asyncio.timeout(seconds):
-            await signal.wait()
-    except TimeoutError:
-        return False
-    return True

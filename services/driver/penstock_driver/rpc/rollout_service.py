@@ -57,7 +57,7 @@ class RolloutServicer(rollout_service_pb2_grpc.RolloutServiceServicer):
     ) -> rollout_service_pb2.CreateRolloutResponse:
         """Checks, records and starts it."""
         key = RequestKey.of(auth.caller().home, request.request_id, request)
-        record = await self._service.create(key, request.spec, request.rollout_id)
+        record = await self._service.creation.create(key, request.spec, request.rollout_id)
         return rollout_service_pb2.CreateRolloutResponse(rollout=rollout_to_proto(record))
 
     async def GetRollout(  # noqa: N802
@@ -83,7 +83,7 @@ class RolloutServicer(rollout_service_pb2_grpc.RolloutServiceServicer):
         self, request: rollout_service_pb2.WatchRolloutRequest, context: Any
     ) -> AsyncIterator[rollout_service_pb2.WatchRolloutResponse]:
         """Past events from the journal, then new ones as they are written there."""
-        async with aclosing(self._service.watch(request.rollout_id, request.after_sequence)) as events:
+        async with aclosing(self._service.reading.watch(request.rollout_id, request.after_sequence)) as events:
             async for event in events:
                 heartbeat = rollout_service_pb2.WatchHeartbeat() if event is None else None
                 yield rollout_service_pb2.WatchRolloutResponse(event=event, heartbeat=heartbeat)
@@ -130,7 +130,7 @@ class RolloutServicer(rollout_service_pb2_grpc.RolloutServiceServicer):
         self, request: rollout_service_pb2.DeleteRolloutRequest, context: Any
     ) -> rollout_service_pb2.DeleteRolloutResponse:
         """Deletes it with its events, and its capture at the gate."""
-        await self._service.delete([request.rollout_id])
+        await self._service.deletion.delete([request.rollout_id])
         return rollout_service_pb2.DeleteRolloutResponse()
 
     # Groups -----------------------------------------------------------------------------------------------------------
@@ -147,7 +147,7 @@ class RolloutServicer(rollout_service_pb2_grpc.RolloutServiceServicer):
             grace_s=times.seconds(stragglers.grace) if stragglers.HasField("grace") else None,
         )
         key = RequestKey.of(auth.caller().home, request.request_id, request)
-        group = await self._service.create_group(key, request.spec, plan, request.group_id)
+        group = await self._service.creation.create_group(key, request.spec, plan, request.group_id)
         return rollout_service_pb2.CreateGroupResponse(group=await self._group(group))
 
     async def BranchRollout(  # noqa: N802
@@ -155,7 +155,7 @@ class RolloutServicer(rollout_service_pb2_grpc.RolloutServiceServicer):
     ) -> rollout_service_pb2.BranchRolloutResponse:
         """Reads the parent's answers, then starts a group of its branches."""
         key = RequestKey.of(auth.caller().home, request.request_id, request, b"BranchRollout")
-        group = await self._service.branch(key, branch_order(request))
+        group = await self._service.creation.branch(key, branch_order(request))
         return rollout_service_pb2.BranchRolloutResponse(group=await self._group(group))
 
     async def RegradeRollout(  # noqa: N802
@@ -194,7 +194,7 @@ class RolloutServicer(rollout_service_pb2_grpc.RolloutServiceServicer):
     ) -> AsyncIterator[rollout_service_pb2.WatchGroupResponse]:
         """The events of all rollouts of a group, in the order in which they were written."""
         after, summary = dict(request.after_sequences), request.summary
-        async with aclosing(self._service.watch_group(request.group_id, after, summary=summary)) as events:
+        async with aclosing(self._service.reading.watch_group(request.group_id, after, summary=summary)) as events:
             async for event in events:
                 heartbeat = rollout_service_pb2.WatchHeartbeat() if event is None else None
                 yield rollout_service_pb2.WatchGroupResponse(event=event, heartbeat=heartbeat)
@@ -233,7 +233,7 @@ class RolloutServicer(rollout_service_pb2_grpc.RolloutServiceServicer):
         self, request: rollout_service_pb2.DeleteGroupRequest, context: Any
     ) -> rollout_service_pb2.DeleteGroupResponse:
         """Like DeleteRollout, for each; deletes nothing while one runs."""
-        await self._service.delete_group(request.group_id)
+        await self._service.deletion.delete_group(request.group_id)
         return rollout_service_pb2.DeleteGroupResponse()
 
     # Trajectories -----------------------------------------------------------------------------------------------------
@@ -242,7 +242,7 @@ class RolloutServicer(rollout_service_pb2_grpc.RolloutServiceServicer):
         self, request: rollout_service_pb2.GetTrajectoryRequest, context: Any
     ) -> AsyncIterator[rollout_service_pb2.GetTrajectoryResponse]:
         """The gate's capture, with the fields that only the driver knows."""
-        fragments = self._service.trajectory(
+        fragments = self._service.reading.trajectory(
             request.rollout_id,
             include_bodies=request.include_bodies,
             include_top=request.include_top,
@@ -259,7 +259,7 @@ class RolloutServicer(rollout_service_pb2_grpc.RolloutServiceServicer):
         self, request: rollout_service_pb2.ExportTrajectoriesRequest, context: Any
     ) -> AsyncIterator[rollout_service_pb2.ExportTrajectoriesResponse]:
         """Every ended rollout that matches; one that never reached the gate has only its outcome."""
-        exported = self._service.export(
+        exported = self._service.reading.export(
             _filter(request.filter),
             include_bodies=request.include_bodies,
             include_top=request.include_top,

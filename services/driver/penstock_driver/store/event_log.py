@@ -17,10 +17,12 @@ from contextlib import contextmanager, suppress
 from itertools import chain, groupby
 from sqlite3 import OperationalError
 from typing import Final, NamedTuple
+from weakref import WeakValueDictionary
 
 import structlog
 
 from penstock.driver.v1 import rollout_pb2
+from penstock_chassis.aio.broadcast import Signal
 from penstock_chassis.journal import Journal, Statement
 from penstock_driver.agents.output_events import AgentEvent
 from penstock_driver.domain.pauses import Pause
@@ -99,7 +101,8 @@ class EventLog:
         """Ids with pending writes: rollouts (True) and groups (False)."""
         self._watchers: set[Changes] = set()
         self._flushes: list[asyncio.Future[None]] = []
-        self._signals: dict[str, set[asyncio.Event]] = {}
+        self._signals: WeakValueDictionary[str, Signal] = WeakValueDictionary()
+        """By rollout or group, while somebody watches it."""
         self._wake = asyncio.Event()
         self._closing = asyncio.Event()
         self._broken: Exception | None = None
@@ -230,22 +233,13 @@ class EventLog:
         await done
 
     def wake(self) -> None:
-        """Set all signals: watchers look again."""
-        for signals in self._signals.values():
-            for signal in signals:
-                signal.set()
+        """Make all watchers look again."""
+        for signal in list(self._signals.values()):
+            signal.notify()
 
-    @contextmanager
-    def signal(self, resource_id: str) -> Iterator[asyncio.Event]:
-        """An event that is set whenever something of this rollout or group was written; the watcher clears it."""
-        signal = asyncio.Event()
-        self._signals.setdefault(resource_id, set()).add(signal)
-        try:
-            yield signal
-        finally:
-            self._signals[resource_id].discard(signal)
-            if not self._signals[resource_id]:
-                del self._signals[resource_id]
+    def signal(self, resource_id: str) -> Signal:
+        """Counts the writes of this rollout or group, for as long as the watcher keeps it."""
+        return self._signals.setdefault(resource_id, Signal())
 
     @contextmanager
     def changes(self, namespace: str | None = None) -> Iterator[Changes]:
@@ -336,8 +330,8 @@ class EventLog:
             for watcher in self._watchers:
                 watcher.add(rollouts)
             for resource_id in touched:
-                for signal in self._signals.get(resource_id, ()):
-                    signal.set()
+                if (signal := self._signals.get(resource_id)) is not None:
+                    signal.notify()
             if self._closing.is_set() and not self._pending and not self._flushes:
                 return
 

@@ -6,7 +6,7 @@ Specs and outcomes are stored as serialized messages; `event_log` stores the eve
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from sqlite3 import IntegrityError, Row
 from typing import Final
 
@@ -138,6 +138,20 @@ class Records:
         if rows[0][0] != key.digest:
             raise AlreadyExists("this request_id was used for another request", reason="REQUEST_ID_REUSED")
         return str(rows[0][1])
+
+    async def unless_known(self, key: RequestKey, recording: Awaitable[object]) -> str | None:
+        """Record a new request by `recording`; return None, or what an equal request created that was recorded first.
+
+        Raises what `recording` raises.
+        """
+        try:
+            await recording
+        except AlreadyExists:
+            known = await self.known_request(key)
+            if known is None:
+                raise
+            return known
+        return None
 
     async def create(
         self, key: RequestKey, rollouts: Sequence[Record], group: GroupRecord | None = None, *, sealed: bytes = b""

@@ -16,6 +16,7 @@ from typing import Any
 import structlog
 
 from penstock.driver.v1 import terminal_service_pb2
+from penstock_chassis.aio.tasks import TaskOwner
 from penstock_chassis.errors import PenstockError
 from penstock_driver.domain.ports import CommandResult
 from penstock_driver.domain.rollout import Cause, CommandFinished, Outcome, RolloutFailed
@@ -44,12 +45,12 @@ _log = structlog.get_logger("penstock.driver")
 
 @dataclass(frozen=True, slots=True)
 class EpisodeServices:
-    """What all episodes of a driver share; `own` runs a background task and logs its error."""
+    """What all episodes of a driver share."""
 
     records: TerminalRecords
     steps: TerminalSteps
     cleanups: Cleanups
-    own: Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]]
+    tasks: TaskOwner
 
 
 @dataclass(slots=True, eq=False)
@@ -154,7 +155,7 @@ class LiveEpisode:
     def _take_off(
         self, step_id: str, digest: str, size: int, work: Coroutine[Any, Any, terminal_service_pb2.StepResponse]
     ) -> _Flight:
-        flight = self._flights[step_id] = _Flight(digest, size, self._services.own(work))
+        flight = self._flights[step_id] = _Flight(digest, size, self._services.tasks.start(work))
         self._pending_bytes += size
         flight.task.add_done_callback(lambda _: self._land(step_id))
         return flight
@@ -184,7 +185,7 @@ class LiveEpisode:
         try:
             yield
         except Exception as error:
-            self._services.own(self.end(fault(self._course, error)))
+            self._services.tasks.start(self.end(fault(self._course, error)))
             raise
 
     async def _result(
@@ -265,7 +266,7 @@ class LiveEpisode:
     def _expire(self) -> None:
         if self._course.is_open:  # a verifier has its own limit
             message = f"no answer came in {self._spec.limits.agent_s:g} s"
-            self._services.own(self.end(ended_from_outside(Cause.TIMEOUT, "EPISODE_TIMED_OUT", message)))
+            self._services.tasks.start(self.end(ended_from_outside(Cause.TIMEOUT, "EPISODE_TIMED_OUT", message)))
 
     async def _finish(self, outcome: Outcome) -> None:
         self._timer.cancel()

@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import structlog
 
 from penstock.driver.v1 import terminal_service_pb2
 from penstock_chassis import times
+from penstock_chassis.aio.tasks import TaskOwner
 from penstock_chassis.auth import acting_in
-from penstock_chassis.errors import AlreadyExists, NotFound, PenstockError, ResourceExhausted
+from penstock_chassis.errors import NotFound, PenstockError, ResourceExhausted
 from penstock_chassis.homes import Home
 from penstock_driver.domain.ports import Sandboxes
 from penstock_driver.domain.records import RequestKey
@@ -81,11 +82,11 @@ class TerminalManager:
         self._instance_id = instance_id
         self.home = home
         self._cleanups = Cleanups(self._release)
-        self._services = EpisodeServices(records, TerminalSteps(sandboxes), self._cleanups, self._own)
+        self._tasks = TaskOwner(unlogged=(PenstockError,))
+        self._services = EpisodeServices(records, TerminalSteps(sandboxes), self._cleanups, self._tasks)
         self._live: dict[str, LiveEpisode] = {}
         self._opening: dict[str, asyncio.Task[None]] = {}
         self._claims = 0
-        self._tasks: set[asyncio.Task[Any]] = set()
         self._closing = False
         self.draining = False
         """Whether new episodes are refused."""
@@ -109,7 +110,7 @@ class TerminalManager:
             with self._claim():
                 terms = await self._preflight.check_terminal(spec.sandbox, toolboxes=bool(spec.packages))
                 spec = replace(spec, sandbox=terms)
-                begun: str = await asyncio.shield(self._own(self._begin(key, spec)))
+                begun = await self._tasks.run(self._begin(key, spec))
             known = begun
         if opening := self._opening.get(known):
             try:
@@ -146,14 +147,9 @@ class TerminalManager:
         record = TerminalRecord(
             self.home.new_id("t"), key.request_id, dict(spec.labels), public_terminal(spec), self._clock()
         )
-        try:
-            await self._records.create(record, key)
-        except AlreadyExists:
-            known = await self._requests.known_request(key)
-            if known is None:
-                raise
+        if (known := await self._requests.unless_known(key, self._records.create(record, key))) is not None:
             return known
-        task = self._opening[record.terminal_id] = self._own(self._open(record, spec))
+        task = self._opening[record.terminal_id] = self._tasks.start(self._open(record, spec))
         task.add_done_callback(lambda _: self._opening.pop(record.terminal_id, None))
         if self._closing:  # recorded before `aclose`, begun too late for its cancellation
             task.cancel()
@@ -169,7 +165,7 @@ class TerminalManager:
             await self._records.opened(record.terminal_id, place, deadline, recovery_request(spec), setup)
         except BaseException:
             # Owned: stopping cancels the opening and must not interrupt this.
-            await asyncio.shield(self._own(self._forget(record)))
+            await self._tasks.run(self._forget(record))
             raise
         shell = ShellState(place.shell_directory)
         start = EpisodeStart(spec, place, shell, EpisodeProgress(spec.max_commands), left_s)
@@ -201,7 +197,7 @@ class TerminalManager:
             await asyncio.wait([opening])
         if live := self._live.get(terminal_id):
             closed = ended_from_outside(Cause.CANCELLED, "CLOSED", "the episode was closed")
-            await asyncio.shield(self._own(live.end(closed)))
+            await self._tasks.run(live.end(closed))
         if await self._records.is_unreleased(terminal_id):
             raise unreleased("the episode has ended")
 
@@ -312,21 +308,9 @@ class TerminalManager:
             opening.cancel()
         stop = Outcome(failure=stopped(Phase.RUNNING))
         for live in list(self._live.values()):
-            self._own(live.end(stop))
-        while self._tasks:
-            await asyncio.wait(self._tasks)
+            self._tasks.start(live.end(stop))
+        await self._tasks.wait()
         await self._cleanups.aclose()
-
-    def _own(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._forget_task)
-        return task
-
-    def _forget_task(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) and not isinstance(error, PenstockError):
-            _log.error("a terminal's task failed", error=repr(error))
 
 
 def _spec_of(record: TerminalRecord) -> TerminalSpec | None:

@@ -14,6 +14,7 @@ from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
+from penstock_chassis.errors import FailedPrecondition
 from penstock_codec.chat import Message, Sampling
 from penstock_interception.domain.agent_keys import AgentKey
 from penstock_interception.domain.calls import (
@@ -438,6 +439,14 @@ class Rollout:
         """Seconds since it was opened, without its pauses."""
         paused = now - self.paused_since if self.paused_since is not None else 0.0
         return now - self.created - self.paused_s - paused
+
+    def check_open(self) -> None:
+        """Refuses requests for a rollout that was closed after their key was checked: while their body came, say.
+
+        Raises FailedPrecondition: ROLLOUT_CLOSED.
+        """
+        if self.state is RolloutState.CLOSED:
+            raise FailedPrecondition("The rollout is closed.", reason="ROLLOUT_CLOSED")
 
     def open_calls(self) -> list[Call]:
         """Its calls that have not ended."""

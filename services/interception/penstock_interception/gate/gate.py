@@ -20,7 +20,7 @@ from typing import cast
 
 import structlog
 
-from penstock_chassis.errors import FailedPrecondition, ResourceExhausted, Unavailable
+from penstock_chassis.errors import ResourceExhausted, Unavailable
 from penstock_chassis.homes import random_id
 from penstock_codec.chat import Sampling
 from penstock_interception import telemetry
@@ -114,23 +114,14 @@ class Gate:
 
     # Calls -----------------------------------------------------------------------------------------------------------
 
-    @staticmethod
-    def check_open(rollout: Rollout) -> None:
-        """Refuses requests whose rollout was closed after their key was checked: while their body came, say.
-
-        Raises FailedPrecondition: ROLLOUT_CLOSED.
-        """
-        if rollout.state is RolloutState.CLOSED:
-            raise FailedPrecondition("The rollout is closed.", reason="ROLLOUT_CLOSED")
-
     def admit(self, rollout: Rollout, request: CallRequest, *, journal: bool) -> Call:
         """Creates a call of an agent. Without `journal`, its `offer` or its failure is written with it.
 
-        Raises what `check_open`, BudgetEnforcer.admit and BudgetEnforcer.pace raise, and:
+        Raises what `Rollout.check_open`, BudgetEnforcer.admit and BudgetEnforcer.pace raise, and:
             Unavailable: DRAINING.
             ResourceExhausted: CALL_LIMIT (transient, with a retry delay).
         """
-        self.check_open(rollout)
+        rollout.check_open()
         if self._registry.draining:
             raise Unavailable("The service is stopping.", reason="DRAINING", retry_after_s=2.0)
         now = self._clock.wall()
@@ -164,9 +155,13 @@ class Gate:
     def offer(self, call: Call, plan: Plan, sampling: Sampling) -> CallState:
         """Attaches the prompt to the call, and offers it to the trainers or the model source.
 
-        Returns LEASED (to a session), DISPATCHED (the caller starts the model source), QUEUED, or a terminal state.
+        Returns LEASED (to a session), DISPATCHED (the caller starts the model source), QUEUED, or a terminal state:
+        FAILED where the run's budget has nothing left for a call that was to be replayed (BUDGET_EXHAUSTED).
         """
-        if not call.state.terminal:
+        if not call.state.terminal and (budget := self.budgets.charge(call)):
+            detail = f"The run's budget {budget} is used up."
+            self.fail(call, Failure("BUDGET_EXHAUSTED", detail, retriable=False))
+        elif not call.state.terminal:
             call.plan, call.prompt, call.sampling = plan, Prompt.of(plan), sampling
             self.leasing.offer(call)
         if not call.submitted:  # one write has both the call and its lease

@@ -82,9 +82,9 @@ class Passthrough:
         call = None
         if request.method == "POST":
             onward = await self._read(rollout, source, path, body, request.remote)
-        self._interceptor.gate.check_open(rollout)
+        rollout.check_open()
         if request.method == "POST" and path != auth.COUNTS:
-            call = self._interceptor.gate.admit(rollout, _call_request(body, dialect, onward), journal=True)
+            call = self._interceptor.begin_black_box(rollout, _call_request(body, dialect, onward))
         try:
             return await self._exchange(request, rollout, source, onward, call)
         except _AgentGone:
@@ -92,7 +92,7 @@ class Passthrough:
         except (aiohttp.ClientError, TimeoutError) as error:
             _log.warning("upstream unreachable", rollout_id=rollout.id, error=type(error).__name__)
             if call is not None:
-                self._interceptor.gate.fail(call, Failure("UPSTREAM_UNREACHABLE"))
+                self._interceptor.end_black_box(call, Failure("UPSTREAM_UNREACHABLE"))
             if isinstance(error, _BrokeOff):
                 # An answer that has begun cannot become an error: appended text would belong to the answer. The
                 # connection is aborted, since some clients accept an orderly close as the end of the answer.
@@ -104,8 +104,8 @@ class Passthrough:
                 status=503,
             )
         finally:
-            if call is not None and not call.state.terminal:
-                self._interceptor.gate.cancel(call, "AGENT_GONE")
+            if call is not None:
+                self._interceptor.end_black_box(call, agent_gone=True)
 
     async def _read(self, rollout: Rollout, source: UpstreamSource, path: str, body: bytes, peer: str | None) -> Onward:
         """Filters a request for the endpoint. Raises BadRequest if it may not pass."""
@@ -150,10 +150,7 @@ class Passthrough:
                 raise _BrokeOff(type(error).__name__) from error
             await _to_agent(response.write_eof())
         if call is not None:
-            if answer.status < 400:
-                self._interceptor.gate.pass_through(call)
-            else:
-                self._interceptor.gate.fail(call, refusal(answer.status))
+            self._interceptor.end_black_box(call, None if answer.status < 400 else refusal(answer.status))
         return response
 
 

@@ -247,7 +247,7 @@ class Ingress:
         response = web.Response(body=body, content_type=_JSON)
         await response.prepare(request)
         await response.write_eof()
-        await self._connections.answered(request, response, call.id, partial(self._interceptor.gate.answer_sent, call))
+        await self._connections.answered(request, response, call.id, partial(self._interceptor.answer_sent, call))
         return response
 
     async def _written(self, call: Call, parsed: ChatRequest, write: Callable[[], bytes]) -> bytes:
@@ -279,9 +279,7 @@ class Ingress:
         )
         await response.write_eof()
         if call.state is CallState.DELIVERED:
-            await self._connections.answered(
-                request, response, call.id, partial(self._interceptor.gate.answer_sent, call)
-            )
+            await self._connections.answered(request, response, call.id, partial(self._interceptor.answer_sent, call))
         return response
 
     def _nearest(self, path: str) -> DialectCodec:

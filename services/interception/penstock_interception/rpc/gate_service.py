@@ -241,7 +241,7 @@ class RolloutGateServicer(pb_grpc.RolloutGateServiceServicer):
             raise FailedPrecondition(
                 "Changes after this sequence are no longer kept: watch without a position.", reason="SEQUENCE_UNKNOWN"
             )
-        with self._interceptor.gate.drivers.held(holder):
+        with self._interceptor.drivers.held(holder):
             yield pb.WatchCallsResponse(started=pb.WatchCallsResponse.WatchStarted(sequence=at))
             while not self._stopping.is_set():
                 found = changes.after(at)

@@ -101,3 +101,30 @@ async def test_work_outlives_its_cancelled_caller_and_its_error_is_logged() -> N
         await owner.wait()
         await asyncio.sleep(0)
     assert (steps, len(logs)) == (["end"], 1)
+
+
+async def test_an_error_that_is_no_fault_is_not_logged() -> None:
+    owner = TaskOwner(unlogged=(ValueError,))
+    with structlog.testing.capture_logs() as logs:
+        task = owner.start(fail())
+        await owner.wait()
+        await asyncio.sleep(0)
+    assert (isinstance(task.exception(), ValueError), logs) == (True, [])
+
+
+async def test_a_cancelled_call_ends_only_with_the_work_that_it_finishes() -> None:
+    owner, steps, going_on = TaskOwner(), list[str](), asyncio.Event()
+
+    async def work() -> None:
+        await going_on.wait()
+        steps.append("end")
+
+    caller = asyncio.create_task(owner.finish(work()))
+    await asyncio.sleep(0)
+    caller.cancel()
+    await asyncio.sleep(0)
+    steps.append("cancelled")
+    going_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await caller
+    assert steps == ["cancelled", "end"]

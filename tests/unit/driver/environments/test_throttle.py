@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
-from typing import Any
+from typing import Any, TypedDict
 
 import pytest
 import uvloop
@@ -16,7 +16,16 @@ from penstock_chassis.errors import FailedPrecondition, PenstockError, ResourceE
 from penstock_driver.environments.throttle import FIRST_WINDOW, MOST_AT_ONCE, AdaptiveThrottle
 
 ALL = 200
-PATIENT = {"full_s": 3600.0, "absent_s": 3600.0}
+
+
+class Patience(TypedDict):
+    """How long a caller waits, in seconds."""
+
+    full_s: float
+    absent_s: float
+
+
+PATIENT = Patience(full_s=3600.0, absent_s=3600.0)
 
 
 class Service:

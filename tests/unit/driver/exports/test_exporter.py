@@ -320,6 +320,26 @@ async def test_an_absent_store_is_told_and_waited_for(world: World) -> None:
         assert not list(ExportHealth(exporter).troubles()) and world.calls() == {"r1-0": 1, "r1-1": 1}
 
 
+async def test_a_store_that_fails_for_the_next_file_keeps_back_no_report_of_the_first(world: World) -> None:
+    """Gates kept what was stored for as long as the store was away, hours perhaps."""
+    first, second = await world.end(), await world.end()
+    exporter = await world.exporter(BatchLimits(rollouts=1, wait_s=0.0))
+    put = exporter._destination.put
+
+    async def failing(path: Path, name: str) -> None:
+        if await world.queue.unstored([first]):
+            await put(path, name)
+        else:
+            raise ConnectionError("the store is away")
+
+    exporter._destination.put = failing  # type: ignore[assignment,method-assign]
+    async with world.running(exporter=exporter):
+        await eventually(lambda: world.gates.reported == [first], "the gate may forget what is stored")
+        exporter._destination.put = put  # type: ignore[method-assign]
+        await exporter.finish()
+    assert world.gates.reported == [first, second]
+
+
 async def test_a_batch_waits_for_more_and_a_full_one_for_none(world: World) -> None:
     async with world.running(BatchLimits(rollouts=2, wait_s=3600.0)) as exporter:
         await exporter.finish()

@@ -196,6 +196,28 @@ async def test_a_group_that_goes_on_counts_the_results_it_has(driver: Driver, pl
     assert await driver.records.sealed_spec(records[0]) is None
 
 
+@pytest.mark.requirement("R124", "R127")
+@pytest.mark.parametrize(("attempts", "reported"), [(1, ("g0", "g1")), (2, ())])
+async def test_the_gate_of_an_attempt_that_begins_again_is_informed_that_the_rollout_is_stored(
+    driver: Driver, attempts: int, reported: tuple[str, ...]
+) -> None:
+    """It kept the rollout for good. After several attempts of an earlier process, all gates are informed."""
+    _, record = accepted(driver)
+    await driver.records.create(RequestKey(new_id("q"), "d"), [record])
+    first = RolloutRecorder(record, driver.history, EventLimits())
+    first.enter(Phase.PREPARING)
+    first.locate(gate="g0")
+    if attempts > 1:
+        first.retry(Failure(Cause.INFRASTRUCTURE, "NODE_LOST", "n0 is lost", True, Phase.PREPARING, Component.SANDBOX))
+    await driver.history.flush()
+    (unended,) = await driver.records.unended()
+    history = await History.read(driver.history, unended.record, EventLimits())
+    next_one = RolloutRecorder(unended.record, driver.history, EventLimits(), history)
+    next_one.begin_again("again")
+    next_one.locate(gate="g1")
+    assert next_one.gates_to_report() == reported
+
+
 @pytest.mark.requirement("R128")
 async def test_an_attempt_whose_agent_was_started_may_have_been_answered(driver: Driver) -> None:
     """Also where its driver saw no call, as while it was cut off from the gate: the next attempt waits for it."""

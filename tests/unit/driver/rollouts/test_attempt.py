@@ -678,9 +678,9 @@ async def test_model_calls_are_among_a_rollouts_events(driver: Driver) -> None:
     call = trajectory_pb2.Call(call_id="c1", rollout_id=record.rollout_id)
     driver.gate.call_ends.put_nowait(CallEnded("another", trajectory_pb2.Call()))
     driver.gate.call_ends.put_nowait(CallEnded(record.rollout_id, call))
-    with driver.history.signal(record.rollout_id) as signal:
-        while not driver.gate.call_ends.empty():
-            await signal.wait()
+    signal = driver.history.signal(record.rollout_id)
+    while not driver.gate.call_ends.empty():
+        await signal.wait(signal.number)
     driver.gate.hold.set()
     await driver.outcome(record)
     told = [

@@ -66,7 +66,7 @@ async def test_copies_of_a_long_rollout_are_bounded_for_each_team(
     found = RecordingFile(folder, first[0]).identity()
     assert found is not None and found[1] > 3 * len(LONG)
     size = found[1]
-    room = driver.opened.parts.rollout_servicer._service._parents._room
+    room = driver.opened.parts.rollout_servicer._service.creation._parents._room
     monkeypatch.setattr(room, "_most", 3 * size + size // 2)
     await branched(driver, "parent", "g1")
     last = await branched(driver, "parent", "g2")

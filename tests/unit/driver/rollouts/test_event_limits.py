@@ -102,10 +102,9 @@ async def test_calls_beyond_the_allowance_are_counted_and_have_no_event(driver: 
     for number in range(10_000):
         call = trajectory_pb2.Call(call_id=f"c{number}", rollout_id=record.rollout_id)
         driver.gate.call_ends.put_nowait(CallEnded(record.rollout_id, call, CallSpent(2, 3)))
-    with driver.history.signal(record.rollout_id) as signal:
-        while not driver.gate.call_ends.empty():
-            await signal.wait()
-            signal.clear()
+    signal = driver.history.signal(record.rollout_id)
+    while not driver.gate.call_ends.empty():
+        await signal.wait(signal.number)
     hold.set()
     await driver.outcome(record)
     events = await driver.events(record.rollout_id)

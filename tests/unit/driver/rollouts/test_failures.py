@@ -88,7 +88,7 @@ from penstock_driver.rollouts.branch_room import BranchRoom
 from penstock_driver.rollouts.branching import Parents
 from penstock_driver.rollouts.context import AttemptResult
 from penstock_driver.rollouts.preflight import Preflight
-from penstock_driver.rollouts.use_cases import RolloutUseCases
+from penstock_driver.rollouts.use_cases import RolloutCreation, RolloutDeletion, RolloutReading, RolloutUseCases
 from penstock_driver.rpc.rollout_service import RolloutServicer
 from penstock_driver.settings import DriverSettings
 from penstock_driver.store import event_log
@@ -329,6 +329,31 @@ async def test_an_attempt_that_a_draining_service_refuses_begins_elsewhere_uncou
     assert driver.sandboxes.calls.count("fork") <= runner.MOVES + 1
 
 
+@pytest.mark.requirement("R51", "R119")
+@pytest.mark.parametrize(("call", "has_room"), [("fork", True), ("create", True), ("fork", False)])
+async def test_a_full_sandbox_service_is_waited_for_only_while_no_other_has_room(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, call: str, has_room: bool
+) -> None:
+    """What a driver knows of a service's room may be two seconds old."""
+    monkeypatch.setattr(runner, "FIRST_PAUSE_S", 0.0)
+    placement = driver.manager._placement
+    one = placement.place
+    avoided: list[set[str]] = []
+
+    async def place(spec: RolloutSpec, avoid: Avoid) -> Place:
+        avoided.append(set(avoid.nodes))
+        chosen = await one(spec, avoid)
+        services = replace(chosen.services, forks=ThrottledForks(driver.sandboxes), has_room_elsewhere=lambda: has_room)
+        return replace(chosen, services=services, node=f"n{len(avoided)}", gate="g0")
+
+    monkeypatch.setattr(placement, "place", place)
+    driver.sandboxes.fail[call] = [ResourceExhausted("full", reason="SANDBOX_LIMIT", retry_after_s=0.001)]
+    record = await driver.start(replace(driver.spec(), max_attempts=1))
+    assert (await driver.outcome(record)).HasField("reward")
+    assert avoided == ([set(), {"n1"}] if has_room else [set()])
+    assert (await driver.manager.get(record.rollout_id)).attempts == 1
+
+
 @pytest.mark.requirement("R124")
 async def test_an_attempt_that_a_gate_full_of_captures_refuses_begins_elsewhere(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
@@ -393,10 +418,11 @@ async def test_a_rollout_is_cancelled_between_two_attempts(driver: Driver) -> No
     """It is not begun again, and the end is the cancellation."""
     driver.sandboxes.fail["start"] = [LOST] * 10
     record = await driver.start(replace(driver.spec(), max_attempts=10))
-    with driver.history.signal(record.rollout_id) as signal:
-        while not told(await driver.events(record.rollout_id), "attempt_failed"):
-            signal.clear()
-            await signal.wait()
+    signal = driver.history.signal(record.rollout_id)
+    seen = signal.number
+    while not told(await driver.events(record.rollout_id), "attempt_failed"):
+        await signal.wait(seen)
+        seen = signal.number
     ended = await driver.manager.cancel(record.rollout_id, "enough")
     outcome = ended.outcome or rollout_pb2.Outcome()
     assert outcome.failure.reason in ("CANCELLED", "INJECTED")
@@ -812,9 +838,10 @@ def _servicer(
     recordings = driver.opened.settings.state_dir / "recordings"
     room = BranchRoom(1 << 30, records, recordings, driver.manager.is_running)
     parents = Parents(records, specs, captures, recordings, room)
-    service = RolloutUseCases(
-        driver.manager, records, driver.history, driver.registry, preflight, specs, captures, home, parents
-    )
+    manager, deletion = driver.manager, RolloutDeletion(driver.manager, records, captures)
+    creation = RolloutCreation(manager, records, driver.registry, preflight, specs, home, parents, deletion)
+    reading = RolloutReading(manager, records, driver.history, captures)
+    service = RolloutUseCases(manager, records, creation, deletion, reading)
     return RolloutServicer(service, driver.manager, records, driver.history, Summaries(driver.journal), home)
 
 

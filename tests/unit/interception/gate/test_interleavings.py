@@ -282,7 +282,7 @@ async def test_a_call_that_cannot_be_written_fails_alone(tmp_path: Path, monkeyp
                 raise ValueError("no such text")
             return parse(dialect, body)
 
-        writer = CallWriter(read, gate.interceptor.gate.fail)
+        writer = CallWriter(read, gate.interceptor.fail)
         sent = [
             (call.call_id, call.view_truncated)
             for frame in frames_of(session.drain(), writer, View(messages=True))

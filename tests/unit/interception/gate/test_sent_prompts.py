@@ -30,7 +30,7 @@ class Trainer:
 
     def __init__(self, gate: OpenGate, resume: str = "") -> None:
         self.session: Session = gate.join(64, resume=resume, sent_prompts=SentPrompts(), view=VIEW)
-        self._writer = CallWriter(parse, gate.interceptor.gate.fail)
+        self._writer = CallWriter(parse, gate.interceptor.fail)
         self._kept: dict[str, OrderedDict[str, tuple[str, bytes]]] = {}
         self.omitted: dict[str, int] = {}
 

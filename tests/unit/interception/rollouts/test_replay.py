@@ -25,6 +25,7 @@ from penstock_interception.domain.calls import Answerer, CallState, PolicyBounds
 from penstock_interception.domain.host_tools import CallKey, HostTool
 from penstock_interception.domain.results import Accepted
 from penstock_interception.domain.state import Call, Rollout
+from penstock_interception.interceptor import INLINE_BYTES
 from penstock_interception.rollouts.trajectory import capture
 from penstock_interception.rpc import trajectory
 from penstock_interception.testing import OpenGate
@@ -443,6 +444,19 @@ async def test_a_call_that_no_recording_answers_needs_a_budget(tmp_path: Path) -
         call = await gate.ask(new, "another")
         await call.ended
         assert call.failure is not None and call.failure.reason == "BUDGET_EXHAUSTED"
+
+
+async def test_a_call_that_ends_before_its_prompt_is_made_costs_its_run_one_call(tmp_path: Path) -> None:
+    async with inner_gate(tmp_path) as gate:
+        first = await gate.open(run_id="run", run_budgets=RunBudgets(max_calls=3))
+        await answered(gate, first, ["task"], "A")
+        new = await again(gate, first)
+        gone, other = [await gate.ask(new, f"{text * INLINE_BYTES} in a thread") for text in "xy"]
+        gate.interceptor.gate.cancel(gone, "AGENT_GONE")
+        await eventually(lambda: other.plan is not None or other.state.terminal, "the last prompt is made")
+        assert (gone.plan, other.failure, other.state) == (None, None, CallState.QUEUED)
+        with pytest.raises(ResourceExhausted, match=r"run's budget max_calls"):
+            await gate.ask(await gate.open(request_id="q3", rollout_id="r3", run_id="run"), "another")
 
 
 async def test_a_call_that_ends_before_its_recorded_answer_gives_it_back(tmp_path: Path) -> None:

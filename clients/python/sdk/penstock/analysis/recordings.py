@@ -17,7 +17,7 @@ import orjson
 from penstock.analysis.export import Row, read_rows, sequences, turns
 from penstock.analysis.token_text import Pieces
 from penstock.client.connection import Penstock
-from penstock.client.errors import FailedPrecondition, InvalidArgument, PenstockError
+from penstock.client.errors import FailedPrecondition, InvalidArgument, NotFound, PenstockError
 from penstock.client.types.chat import Logprobs, TokenIds, VersionSpan
 from penstock.client.types.results import Outcome, Rollout, RolloutEvent
 from penstock.client.types.trajectories import Branch, Finding, RecordedToolCall, Reward
@@ -112,8 +112,14 @@ class Recording:
     pieces: Pieces | None = None
 
 
-async def of_rollout(ps: Penstock, rollout_id: str, *, bodies: bool = True) -> Recording:
+async def of_rollout(ps: Penstock, rollout_id: str, *, bodies: bool = True, calls_so_far: bool = False) -> Recording:
     """Reads a rollout from the services in its current state: a running one has no calls yet, only events.
+
+    Args:
+        ps: the services.
+        rollout_id: which.
+        bodies: whether calls have the agent's requests.
+        calls_so_far: whether a running one has the calls that the gate of this connection has recorded until now.
 
     Raises:
         NotFound: `ROLLOUT_UNKNOWN`.
@@ -147,7 +153,12 @@ async def of_rollout(ps: Penstock, rollout_id: str, *, bodies: bool = True) -> R
     try:
         trajectory = await ps.rollouts.trajectory(rollout_id, bodies=bodies)
     except FailedPrecondition:  # it runs, or it ended before the gate was opened
-        return Recording(**common)
+        if not calls_so_far or info.outcome is not None:
+            return Recording(**common)
+        try:
+            trajectory = await ps.gate.capture(rollout_id, bodies=bodies)
+        except NotFound:  # of another gate, or not opened yet
+            return Recording(**common)
     rows = list(sequences(trajectory))
     return Recording(
         **common,

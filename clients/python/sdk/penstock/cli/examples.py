@@ -144,6 +144,10 @@ EXAMPLES: Final[Mapping[str, Sequence[str]]] = {
         "penstock gap rows.jsonl --max-kl 0.01",
     ),
     "conformance": ("penstock conformance --model MODEL",),
+    "mcp": (
+        "penstock mcp",
+        "penstock mcp --files runs --files tasks --allow-writes",
+    ),
     "completion": ("penstock completion bash",),
 }
 """By the words of the command; the empty one is the program."""

@@ -32,6 +32,7 @@ from penstock.cli.commands import (
     watch,
 )
 from penstock.cli.commands.assay import scan
+from penstock.cli.commands.assistant import command as assistant
 from penstock.cli.commands.doctor import command as doctor
 from penstock.cli.commands.evals import command as evals
 from penstock.cli.commands.grades import bias, regrade, rewards
@@ -143,6 +144,7 @@ _add(verify.verify)
 app.command(name="scan", short_help="Search the tool calls of trajectories for cheating.")(scan.scan_)
 _add(logprob_diff.gap)
 _add(conformance.conformance)
+_add(assistant.mcp)
 _add(completion)
 add_examples(app)
 

@@ -8,13 +8,13 @@ Invariants: read-only in every sandbox; a copy is filled once, for all callers, 
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import os
 import tarfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from penstock_chassis.aio.single_flight import SingleFlight
 from penstock_sandbox.backends.docker.cleanup.reaper import Owner, Reaper
 from penstock_sandbox.backends.docker.engine.daemon import Daemon
 from penstock_sandbox.backends.docker.engine.errors import Json
@@ -34,14 +34,15 @@ class Mounts:
         self._daemon = daemon
         self._owner = owner
         self._reaper = reaper
-        self._filled: dict[str, asyncio.Task[None]] = {}
+        self._fills: SingleFlight[str, None] = SingleFlight(finish=True)
+        self._volumes: set[str] = set()
+        """Those that exist, or may."""
         self.same_files = False
 
     async def aclose(self) -> None:
         """Removes the copies; no container may use them any more."""
-        for name, task in self._filled.items():
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+        await self._fills.aclose()
+        for name in self._volumes:
             await self._reaper.volume(name)
 
     async def of(self, toolboxes: Sequence[MountedToolbox], image: str) -> list[Json]:
@@ -61,13 +62,11 @@ class Mounts:
     async def made(self, key: str, target: str, image: str, archives: Archives) -> Json:
         """Returns the mount of a copy filled with ``archives`` (tars, one after another), once per ``key``."""
         name = f"penstock-{self._owner.run}-{key}"
-        task = self._filled.get(name)
-        if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
-            task = self._filled[name] = asyncio.create_task(self._fill(name, archives, image), name=f"fill-{name}")
-        await asyncio.shield(task)
+        await self._fills.get(name, lambda: self._fill(name, archives, image))
         return {"type": "volume", "source": name, "target": target, "read_only": True, "no_copy": True}
 
     async def _fill(self, name: str, archives: Archives, image: str) -> None:
+        self._volumes.add(name)
         await self._daemon.create_volume(name, self._owner.labels("toolbox"))
         settings: Json = {"image": image, "command": ["-"], "entrypoint": ["-"], "labels": self._owner.labels("making")}
         mount = {"type": "volume", "source": name, "target": _FILL, "no_copy": True}

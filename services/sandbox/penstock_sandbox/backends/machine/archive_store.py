@@ -12,13 +12,14 @@ import asyncio
 import hashlib
 import secrets
 import shutil
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from penstock_chassis.aio.single_flight import SingleFlight
+from penstock_chassis.aio.tasks import TaskOwner
 from penstock_chassis.errors import FailedPrecondition, PenstockError
 from penstock_sandbox.backends.machine.archive_transfer import Archive, capture
 from penstock_sandbox.backends.machine.bootstrap import PreparedMachine
@@ -52,8 +53,11 @@ class Archives:
         self._folder = folder
         self._layer_bytes = layer_bytes
         self._layers: dict[str, Archive] = {}
+        self._packing: SingleFlight[_Key, Archive] = SingleFlight(keep=0, finish=True)
+        self._threads = TaskOwner()
         # Least recently used first.
-        self._packed: OrderedDict[_Key, _Packed] = OrderedDict()
+        self._packed: OrderedDict[_Key, Archive] = OrderedDict()
+        self._users: Counter[_Key] = Counter()
 
     def open(self) -> None:
         """Removes what an earlier run left."""
@@ -62,7 +66,7 @@ class Archives:
 
     async def aclose(self) -> None:
         """Removes everything."""
-        await asyncio.gather(*(packed.made for packed in self._packed.values()), return_exceptions=True)
+        await self._packing.aclose()
         await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
 
     # Layers ------------------------------------------------------------------------------------------------------
@@ -123,30 +127,28 @@ class Archives:
             yield []
             return
         key = tuple(sorted((target, str(source)) for target, source in folders(toolboxes).items()))
-        packed = self._packed.get(key)
-        if packed is None or (packed.made.done() and packed.made.exception() is not None):
-            target = self._folder / f"toolboxes-{secrets.token_hex(8)}"
-            packed = self._packed[key] = _Packed(asyncio.create_task(asyncio.to_thread(_pack, toolboxes, target)))
-        self._packed.move_to_end(key)
-        packed.users += 1
+        self._users[key] += 1  # first: one that is packed meanwhile is not trimmed
         try:
-            yield [await asyncio.shield(packed.made)]
+            packed = self._packed.get(key) or await self._packing.get(key, lambda: self._make(key, toolboxes))
+            self._packed.move_to_end(key)
+            yield [packed]
         finally:
-            packed.users -= 1
+            self._users[key] -= 1
+            if not self._users[key]:
+                del self._users[key]
             self._trim()
 
+    async def _make(self, key: _Key, toolboxes: Sequence[MountedToolbox]) -> Archive:
+        target = self._folder / f"toolboxes-{secrets.token_hex(8)}"
+        # The thread cannot be stopped, so nothing is removed before its end.
+        packed = await self._threads.finish(asyncio.to_thread(_pack, toolboxes, target))
+        self._packed[key] = packed
+        return packed
+
     def _trim(self) -> None:
-        unused = [key for key, packed in self._packed.items() if not packed.users and packed.made.done()]
+        unused = [key for key in self._packed if key not in self._users]
         for key in unused[: max(0, len(unused) - _UNUSED_KEPT)]:
-            made = self._packed.pop(key).made
-            if made.exception() is None:
-                made.result().path.unlink(missing_ok=True)
-
-
-@dataclass(slots=True)
-class _Packed:
-    made: asyncio.Task[Archive]
-    users: int = 0
+            self._packed.pop(key).path.unlink(missing_ok=True)
 
 
 def _pack(toolboxes: Sequence[MountedToolbox], target: Path) -> Archive:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from enum import StrEnum
+from operator import attrgetter
 from statistics import fmean
 from typing import Final
 
@@ -11,11 +12,8 @@ from penstock.cli.views.reward_curve import Point
 from penstock.client.types.results import RolloutSummary
 from penstock.evaluation.statistics import bounded_mean
 
-STEP_LABEL: Final = "step"
-"""Label of a rollout with the number of its training step."""
 _WINDOW: Final = 8
 """Number of rollouts without a group that form one point."""
-_DIGITS: Final = 9
 _LONG_AGO: Final = datetime.min.replace(tzinfo=UTC)
 
 
@@ -43,7 +41,7 @@ def points(
             rollout has is drawn by group, too.
     """
     over = [item for item in rollouts if item.reward is not None]
-    for kind, value in ((By.STEP, _step), (By.VERSION, _version)):
+    for kind, value in ((By.STEP, attrgetter("step")), (By.VERSION, attrgetter("min_version"))):
         if by in (None, kind):
             found = _numbered(over, value)
             if len(found) >= (2 if by is None else 1):
@@ -56,16 +54,6 @@ def points(
     rewards = [item.reward.value for item in over if item.reward is not None]
     of = counted(len(rewards), "rollout")
     return list(_windows(rewards)), f"{of} in the order in which they ended; mean and range of {_WINDOW} together"
-
-
-def _step(item: RolloutSummary) -> int | None:
-    text = item.labels.get(STEP_LABEL, "")
-    return int(text) if text.isascii() and text.isdigit() and len(text) <= _DIGITS else None
-
-
-def _version(item: RolloutSummary) -> int | None:
-    """The version that it began with."""
-    return item.min_version
 
 
 def _numbered(

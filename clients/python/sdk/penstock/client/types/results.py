@@ -9,6 +9,10 @@ from penstock.client.errors import PenstockError
 from penstock.client.types.trajectories import BranchPoint, Call, Reward, Trajectory
 from penstock.values import OpenEnum
 
+_STEP_LABEL: Final = "step"
+"""Label of a rollout with the number of its training step."""
+_STEP_DIGITS: Final = 9
+
 
 class Phase(OpenEnum):
     """A rollout's phase; ENDED is terminal."""
@@ -293,6 +297,14 @@ class RolloutSummary:
     def ended(self) -> bool:
         """Whether it has ended."""
         return self.phase is Phase.ENDED
+
+    @property
+    def step(self) -> int | None:
+        """The number of its training step, from its label `step`; None without one, or if that is no number of at most
+        nine digits.
+        """
+        text = self.labels.get(_STEP_LABEL, "")
+        return int(text) if text.isascii() and text.isdigit() and len(text) <= _STEP_DIGITS else None
 
 
 @dataclass(frozen=True, slots=True)
