@@ -147,7 +147,7 @@ dist: $(DEV_STAMP) $(TS_STAMP) $(PAGE) $(GO_STAMP) ## build all that is publishe
 	@$(BIN)/python -m tools.dist dist
 
 .PHONY: dist-check
-dist-check: dist ## install dist/ in a fresh environment; the demo's first steps are those of the checkout
+dist-check: dist ## install dist/ as docs/install.md says; the demo's first steps are those of the checkout
 	@$(BIN)/python -m tools.dist_check dist
 
 .PHONY: images

@@ -1,8 +1,9 @@
 """What takes too long for the suite, on what `make dist` built: `make dist-check`.
 
-    python -m tools.dist_check [FOLDER]        default: dist; some five minutes on two cores
+    python -m tools.dist_check [FOLDER]        default: dist; some ten minutes on two cores
 
 - Each source archive, and a clone of the repository, build their wheels with pip alone: no Node.js on PATH.
+- The commands of docs/install.md do what that page says (tools/install_check.py).
 - From the wheels `penstock demo` makes the same first steps as the checkout does, figure by figure.
 """
 
@@ -15,6 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from tools import install_check
 from tools.names import ROOT
 
 STEPS: Final = 3
@@ -27,6 +29,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         _builds(dist, folder)
+        (folder / "installs").mkdir()
+        install_check.check(dist, folder / "installs")
         _trains(dist, folder)
 
 

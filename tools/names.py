@@ -67,7 +67,7 @@ NAMES: Final = (
             rf'(?:(?<=^name = ")|(?<=version\(")){old}(?={_PART}")',
             rf"""(?<=["'`]){old}(?={_PART}(?:\\?\[(?:{_EXTRAS}|\{{)|==\d))""",
             rf"(?:(?<=version\(f\")|(?<=pip install ')|(?<=--upgrade )){old}(?=-\{{)",
-            rf'(?:(?<=pip install trl )|(?<=DISTRIBUTIONS: Final = ")){old}',
+            rf'(?<=DISTRIBUTIONS: Final = "){old}',
         ),
     ),
     Name("npm", "clients/typescript/package.json", r'^  "name": "(.+)",$', lambda old: (rf"(?<![\w/-]){old}\b",)),

@@ -2,10 +2,10 @@
 
     python -m docs.site.assemble DIRECTORY
 
-In it are the pages of docs/ under their own paths (README.md as the first page), the protocol reference, and whatever
-else of the repository they link to, below source/: so every link of a page leads somewhere on the site itself, and
-nothing needs a network or a forge. The pages are written for forges; what MkDocs' Markdown wants otherwise (empty lines
-around lists, tables and fences, one word behind a fence) is put right here.
+In it are the pages of docs/ under their own paths (README.md as the first page), the references of the protocol and of
+the Python client, and whatever else of the repository they link to, below source/: so every link of a page leads
+somewhere on the site itself, and nothing needs a network or a forge. The pages are written for forges; what MkDocs'
+Markdown wants otherwise (empty lines around lists, tables and fences, one word behind a fence) is put right here.
 
 Invariants: the directory is made anew each time; a link that leads nowhere in the repository is an error.
 """
@@ -20,8 +20,9 @@ from pathlib import Path, PurePosixPath
 from posixpath import normpath
 
 import grpc
-from docs.site import protocol
+from docs.site import pictures, protocol, python_api
 from docs.site.descriptors import ROOT
+from docs.site.drawings import DRAWINGS
 
 from tools.names import names
 
@@ -33,7 +34,27 @@ _TITLE = re.compile(r"^# (.*)$", re.MULTILINE)
 _REASON = re.compile(r"\b[A-Z][A-Z0-9_]+\b")
 _LANGUAGES = {".py": "python", ".yaml": "yaml", ".yml": "yaml", ".json": "json", ".toml": "toml", ".proto": "protobuf"}
 _CODES = {code.name for code in grpc.StatusCode}
-_HIDDEN = "---\nsearch:\n  exclude: true\n---\n\n"
+_DRAWING = re.compile(r"^!\[([^\]\n]*)\]\(\S*?([\w-]+)\.svg\)$", re.MULTILINE)
+_BUTTON = re.compile(r"\*\*(\[[^\]\n]+\]\([^)\s]+\))\*\*")
+_FIRST = "docs/README.md"
+_CLIENT = python_api.SDK / "penstock/client"
+_BOOSTS = {
+    "index.md": 0.5,  # it names every page
+    "concepts.md": 4,
+    "install.md": 3,
+    "glossary.md": 2,
+    "faq.md": 1.5,
+    "troubleshooting.md": 1.5,
+    "errors.md": 3,
+    "guides/first-rollout.md": 4,
+    "guides/": 2,
+    "decisions/": 0.05,
+    "reference/": 0.3,
+    "source/": 0.1,
+    "requirements.md": 0.2,
+    "benchmarks.md": 0.5,
+}
+"""How much more than others the search finds pages, by the beginning of their path: first those for a newcomer."""
 _REPOSITORY = f"{names()['repository']}/blob/main/"
 _ASSETS = {".css", ".js", ".png", ".svg", ".yaml", ".json"}
 """What stands in docs/ beside its pages and goes to the site as it is."""
@@ -52,7 +73,10 @@ def assemble(target: Path) -> None:
             pages.want(path)
     pages.write_all()
     for name, text in protocol.pages(reasons()).items():
-        _write(target / "reference" / name, text)
+        _write(target / "reference" / name, _head(PurePosixPath("reference", name)) + text)
+    for name, text in python_api.pages().items():
+        _write(target / "reference" / "python" / name, _head(PurePosixPath("reference", name)) + text)
+    _write(target / "site" / "pictures.css", pictures.css())
     if pages.broken:
         sys.exit("links that lead nowhere:\n  " + "\n  ".join(pages.broken))
 
@@ -83,7 +107,8 @@ def prepared(text: str, retarget: Callable[[str], str]) -> str:
                 lines.append("")
             parts = _CODE.split(line)
             for index in range(0, len(parts), 2):
-                parts[index] = _TARGET.sub(lambda match: match[1] + retarget(match[2]), parts[index])
+                part = _TARGET.sub(lambda match: match[1] + retarget(match[2]), parts[index])
+                parts[index] = part.replace("[][]", r"\[\]\[\]")  # a type, no reference to a heading
             lines.append("".join(parts))
     return "\n".join(lines) + "\n"
 
@@ -113,26 +138,29 @@ class _Pages:
         while written < len(self._wanted):
             path = list(self._wanted)[written]
             written += 1
-            if not path.is_relative_to(ROOT / "protos"):  # those have a reference of their own
+            if not path.is_relative_to(ROOT / "protos") and path != _CLIENT:  # those have references of their own
                 self._write(path)
 
     def _write(self, path: Path) -> None:
         place = self._target / _place(path)
         if path.is_dir():
-            _write(place, prepared(_listing(path), self._retarget(path / "README.md")))
+            head = _head(_place(path), hidden=not path.is_relative_to(ROOT / "docs"))
+            _write(place, head + prepared(_listing(path), self._retarget(path / "README.md")))
         elif path.suffix == ".md":
             text = path.read_text(encoding="utf-8")
             if path == ROOT / "docs/errors.md":
                 text = _with_anchors(text)
-            hidden = "" if path.is_relative_to(ROOT / "docs") else _HIDDEN
-            _write(place, hidden + prepared(text, self._retarget(path)))
+            if path == ROOT / _FIRST:
+                text = _with_buttons(text)
+            head = _head(_place(path), hidden=not path.is_relative_to(ROOT / "docs"))
+            _write(place, head + _with_drawings(prepared(text, self._retarget(path))))
         elif place.suffix != ".md":
             place.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, place)
         elif path.suffix == ".ipynb":
             _write(place, prepared(_notebook(path), self._retarget(path)))
         else:
-            _write(place, _HIDDEN + _source(path))
+            _write(place, _head(_place(path), hidden=True) + _source(path))
 
     def _retarget(self, page: Path) -> Callable[[str], str]:
         """From a link as it stands in `page` to the same on the site."""
@@ -166,7 +194,9 @@ def _place(path: Path) -> PurePosixPath:
         return PurePosixPath(
             "reference", protocol.page_of(".".join(place.parts[1:3])) if len(place.parts) > 2 else "index.md"
         )
-    if place == PurePosixPath("docs/README.md"):
+    if path == _CLIENT:
+        return PurePosixPath("reference/python/index.md")
+    if place == PurePosixPath(_FIRST):
         return PurePosixPath("index.md")
     if path.is_dir():
         place /= "index.md"
@@ -217,6 +247,29 @@ def _with_anchors(errors: str) -> str:
         anchors = "".join(f'<a id="{reason}"></a>' for reason in fresh)
         lines.append(line.replace("| ", f"| {anchors}", 1) if fresh else line)
     return "\n".join(lines) + "\n"
+
+
+def _head(place: PurePosixPath, *, hidden: bool = False) -> str:
+    """What stands before a page's text: whether and how well the search finds it; the first page has no columns."""
+    boost = next((boost for start, boost in _BOOSTS.items() if place.as_posix().startswith(start)), 1)
+    search = "{exclude: true}" if hidden else f"{{boost: {boost}}}"
+    columns = "hide: [navigation, toc]\n" if place.as_posix() == "index.md" else ""
+    return f"---\n{columns}search: {search}\n---\n\n"
+
+
+def _with_drawings(page: str) -> str:
+    """A page with our drawings inside of it, where they follow the page's theme; the search leaves out their words."""
+
+    def inside(match: re.Match[str]) -> str:
+        draw = DRAWINGS.get(match[2])
+        return f"<figure data-search-exclude>{draw().inside()}</figure>" if draw else match[0]
+
+    return _DRAWING.sub(inside, page)
+
+
+def _with_buttons(page: str) -> str:
+    """The first page with each link in bold by itself as a button."""
+    return _BUTTON.sub(r"\1{ .md-button .md-button--primary }", page)
 
 
 def _write(path: Path, text: str) -> None:

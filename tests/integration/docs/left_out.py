@@ -37,15 +37,22 @@ PROGRAMS: Final[Mapping[str, str]] = {
     "penstock-inference": "likewise",
     "penstock-interception": "likewise",
     "penstock-sandbox": "likewise",
+    "client/bin/python": "of the environment that the page makes: `make dist-check` runs the page",
+    "client/bin/pip": "likewise",
+    "local/bin/penstock": "likewise",
+    "local/bin/pip": "likewise",
     "pip": "installs",
+    "pipx": "asks the package index; `make dist-check` runs it",
     "protoc": "a package that the reader installs; tests/integration/ruby runs the guide's command",
     "pytest": "a test suite",
+    "python3": "makes an environment; `make dist-check` runs it",
     "python": "the trainer of examples/trl wants torch: `make test-trl`; json.tool reads what a command printed: "
     "tests/unit/cli/test_cli.py",
     "ruby": "runs a trainer; tests/integration/ruby runs it",
     "source": "of the reader's shell",
     "systemctl": "changes the machine",
     "uv": "asks the package index",
+    "uvx": "likewise; `make dist-check` runs it",
 }
 """Programs whose commands are not run."""
 
@@ -90,6 +97,7 @@ COMMANDS: Final[Mapping[str, str]] = {
 """Commands of `penstock` that are not run, by how they begin."""
 
 BLOCKS: Final[Mapping[str, str]] = {
+    "# token ids, loss mask, logprobs, versions": "the program of README.md, which is run",
     "Assays.load(": "wants the lines of an assay; tests/integration/evaluation/test_assay.py makes and loads them",
     'select(classes=["survive"])': "tens of rollouts on Docker; tests/security/test_redteam.py runs every attack",
     "GenericEnvClient(base_url=ADDRESS": "the `openenv` package has its own environment: tests/integration/openenv",

@@ -29,6 +29,7 @@ from penstock.client import Completion, Inference, Mode, Penstock, Sampling, Tas
 from penstock.client.transport.endpoints import CONNECTION_FILE, write_connection
 from penstock.client.types.trajectories import Trajectory
 from penstock.local.stack import LocalStack
+from penstock.tasks.scaffold import files
 from penstock_codec.chat import Message, Tool
 from penstock_inference.testing import random_config, random_tensors, write_model
 
@@ -165,6 +166,21 @@ def _write_task_set(stage: Path) -> None:
         (stage / f"tasks/{name}.yaml").write_text(text, encoding="utf-8")
 
 
+def _write_own(stage: Path, page: str) -> None:
+    """What a reader of the page has saved: the agent and the task."""
+    (stage / "fixer.yaml").write_text(block(page, "yaml agent"), encoding="utf-8")
+    (stage / "train.yaml").write_text(block(page, "yaml task"), encoding="utf-8")
+
+
+def _write_repository(folder: Path) -> None:
+    """The repository of a task that `penstock tasks new` wrote."""
+    for name, text in files().items():
+        if name.startswith("repository/"):
+            place = folder / name
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_text(text, encoding="utf-8")
+
+
 async def _evaluate(stand: Stand, stage: Path) -> None:
     """An evaluation that was made before, to compare with."""
     words = ["eval", "run", "tasks", "--agent", "shell", "--upstream", stand.endpoint, "--model", "some-model"]
@@ -183,6 +199,8 @@ async def prepare(stand: Stand, page: str) -> None:
     match page:
         case "docs/guides/tasks.md":
             _write_tasks(stage)
+        case "docs/guides/own-repository.md":
+            _write_own(stage, page)
         case "docs/guides/eval.md":
             _write_task_set(stage)
             await _evaluate(stand, stage)
@@ -237,6 +255,10 @@ async def names(stand: Stand, page: str) -> AsyncIterator[dict[str, Any]]:
                 found["rollout"] = await stand.ps.rollouts.create(
                     Task.load(stage / "sum.yaml"), "shell", mode="transparent_proxy", source=Inference(),
                 )  # fmt: skip
+            case "docs/guides/own-repository.md":
+                _write_own(stage, page)
+                _write_repository(stage / "repair-slug")
+                await stand.ps.agents.register(stage / "fixer.yaml")
             case "docs/guides/trainers.md":
                 results = await _results(stand, "trainers")
                 tokenizer, made = SimpleNamespace(pad_token_id=0), SimpleNamespace(from_dict=dict)

@@ -180,6 +180,7 @@ def test_a_file_that_a_page_shows_is_read_by_its_own_parser(block: Block, stand:
     for name in ("check.py", "check.sh", "mine.sh"):
         (stage / name).write_text("#!/bin/sh\n", encoding="utf-8")
     (stage / "repository").mkdir(exist_ok=True)
+    (stage / "repair-slug/repository").mkdir(parents=True, exist_ok=True)
     (stage / "requirements.txt").write_text(files()["requirements.txt"], encoding="utf-8")
     (stage / "package-lock.json").write_text(NPM_LOCK, encoding="utf-8")
     file = stage / "file.yaml"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -10,8 +11,11 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
-from docs.site import assemble, descriptors, protocol
+from docs.site import assemble, descriptors, protocol, python_api
 from tests.unit.docs.pages import ROOT
+
+from clients import nodejs
+from penstock import client
 
 BUILT = ROOT / "build/site/html"
 MKDOCS = ROOT / ".venv-docs/bin/mkdocs"
@@ -91,3 +95,55 @@ def test_the_search_needs_no_server(site: Path) -> None:
     """The index is a script that a page from a disk may load, and browsers' missing workers are made up for."""
     assert (site / "search/search_index.js").read_text(encoding="utf-8").startswith("var __index = ")
     assert "iframe-worker.js" in (site / "index.html").read_text(encoding="utf-8")
+
+
+FOUND = {
+    "branch": "guides/branches.html",
+    "what is a branch": "guides/branches.html",
+    "pip install": "install.html",
+    "uvx": "install.html#try-it",
+    "pytest": "guides/pytest.html",
+    "policy version": "concepts.html#policy-version",
+    "CAPABILITY_MISSING": "errors.html#sandbox-service",
+}
+"""What readers look for, and a page that is among the first two that the search finds."""
+
+
+def test_the_search_finds_first_where_a_word_is_explained(site: Path) -> None:
+    """The site's own search, run in Node.js on its own index."""
+    argv = ["node", "docs/site/query.mjs", str(site), *FOUND]
+    done = subprocess.run(
+        argv, cwd=ROOT, env=nodejs.environment(), capture_output=True, text=True, timeout=120, check=True
+    )
+    answers = [[found["page"] for found in json.loads(line)] for line in done.stdout.splitlines()]
+    for (query, page), pages in zip(FOUND.items(), answers, strict=True):
+        assert page in pages[:2], (query, pages[:5])
+
+
+@pytest.mark.requirement("R27")
+def test_python_reference_has_every_name_of_the_client_once() -> None:
+    """With the classes that `connect()` gives, which are not imported by their names."""
+    pages = python_api.pages()
+    listed = [
+        line.removeprefix("::: ") for text in pages.values() for line in text.splitlines() if line.startswith(":::")
+    ]
+    assert len(listed) == len(set(listed))
+    names = [full.rsplit(".", 1)[1] for full in listed]
+    assert set(client.__all__) <= set(names)
+    assert {"RolloutsClient", "GroupsClient", "SandboxesClient", "GateClient", "InferenceClient"} <= set(names)
+    assert set(pages) - {"index.md"} == set(python_api.PAGES)
+
+
+def test_a_built_page_of_the_reference_has_signatures_and_texts(site: Path) -> None:
+    """mkdocstrings read the sources, by which a reader sees arguments and errors."""
+    page = (site / "reference/python/rollouts.html").read_text(encoding="utf-8")
+    assert 'id="penstock.client.rollouts.client.GroupsClient.create"' in page
+    assert "straggler_grace" in page
+
+
+def test_drawings_stand_inside_of_pages_and_their_words_are_not_searched(site: Path) -> None:
+    """So that they follow the page's theme, and not that of the system."""
+    page = (site / "concepts.html").read_text(encoding="utf-8")
+    assert page.count('<svg xmlns="http://www.w3.org/2000/svg" class="picture"') == 9
+    assert ".picture{" in (site / "site/pictures.css").read_text(encoding="utf-8")
+    assert "sandboxes, as many as you want" not in (site / "search/search_index.json").read_text(encoding="utf-8")

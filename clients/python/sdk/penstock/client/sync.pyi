@@ -234,7 +234,7 @@ class RolloutsClient:
                 the parent's seed: an engine that follows it gives all of them the same answers.
 
         Raises:
-            As `ps.rollouts.create`, and:
+            PenstockError: as `ps.rollouts.create`, and:
             NotFound: `ROLLOUT_UNKNOWN`; `CALL_UNKNOWN`.
             FailedPrecondition: `CALL_UNANSWERED`: that call has no answer; `TRAJECTORY_ABSENT`: the parent's gate has
                 forgotten it; `SPEC_FORGOTTEN`: its driver keeps its spec no more.
@@ -380,7 +380,7 @@ class GroupsClient:
             **options: see `RolloutOptions`.
 
         Raises:
-            As `ps.rollouts.create`.
+            PenstockError: as `ps.rollouts.create`.
         """
     def attach(self, group_id: str) -> GroupHandle:
         """Returns a handle of a group that was started elsewhere. Raises NotFound `GROUP_UNKNOWN`."""
@@ -1292,7 +1292,8 @@ class RolloutStream:
         Asking for the next batch says that the last one is trained, unless versions are announced.
 
         Raises:
-            As `ps.groups.create`, after which nothing more is started; and what the iterator of tasks raises.
+            PenstockError: as `ps.groups.create`, after which nothing more is started.
+            Exception: what the iterator of tasks raises.
         """
 
 class SandboxHandle:

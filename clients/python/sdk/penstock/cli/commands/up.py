@@ -26,7 +26,7 @@ from penstock.cli.connections.model_sources import (
     demo_package,
     is_url,
     model_choice,
-    small_model,
+    unnamed_model,
 )
 from penstock.cli.connections.options import StateDir
 from penstock.cli.terminal.console import OK, TERMINATED, clean, columns, emit, err, out, run, usage_error
@@ -117,8 +117,9 @@ def up(
 ) -> None:
     """Start all services on this machine or a cluster, and keep them running until Ctrl-C or the end of a command.
 
-    Without a model of yours or an upstream they serve the small one of penstock[local], where that is installed. A
-    command after -- finds the services by PENSTOCK_CONNECTION, and its exit code is returned.
+    Without a model of yours or an upstream they serve the small one of penstock[local], where that is installed; with
+    --engine none its tokenizer. A command after -- finds the services by PENSTOCK_CONNECTION, and its exit code is
+    returned.
     """
     keys = dict(_pair(item, "--api-key-env") for item in api_key_env or [])
     endpoints = {
@@ -135,9 +136,9 @@ def up(
     here = on != "kubernetes"
     if not here and (model_dir is not None or script is not None or engine != "numpy"):
         usage_error("--model-dir, --engine and --script: on Kubernetes the model and its engine stand in --values FILE")
-    small = here and model_dir is None and engine == "numpy" and script is None and not endpoints
+    unnamed = unnamed_model(engine, scripted=script is not None, upstreams=bool(endpoints)) if here else None
     choice = replace(
-        model_choice(small_model() if small else model_dir, engine, script, endpoints),
+        model_choice(model_dir or unnamed, engine, script, endpoints),
         engine_options=dict(_pair(item, "--engine-option") for item in engine_option or []),
         engine_key=api_key(engine_key_env, "--engine-key-env"),
         settings=_settings(settings or []),
@@ -166,7 +167,7 @@ def up(
         if (free_ports or not local) and dashboard_port == DEFAULT_DASHBOARD_PORT
         else dashboard_port
     )
-    package = demo_package() if small and choice.given else None
+    package = demo_package() if model_dir is None and unnamed is not None and engine != "none" else None
     example = "FILE" if package is None else str(package / "task.yaml")
     try:
         stack = launched(on, own, options)

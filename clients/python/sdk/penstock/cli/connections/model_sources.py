@@ -39,6 +39,15 @@ def small_model() -> Path | None:
     return package / "model" if package is not None and (package / "model" / "config.json").is_file() else None
 
 
+def unnamed_model(engine: str, *, scripted: bool, upstreams: bool) -> Path | None:
+    """Returns the model directory of `penstock up` without `--model-dir`: the small model's, or None.
+
+    With the engine `none` only its tokenizer is used. Where a script or an endpoint answers there is none.
+    """
+    small = not scripted and (engine == "none" or (engine == "numpy" and not upstreams))
+    return small_model() if small else None
+
+
 def answerer(upstream: str | None, model: str, api_key_env: str | None) -> Upstream | None:
     """Returns the upstream of the options; None = the inference service. Invalid options end the program."""
     if upstream is None:

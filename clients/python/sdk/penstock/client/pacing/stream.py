@@ -168,7 +168,8 @@ class RolloutStream:
         Asking for the next batch says that the last one is trained, unless versions are announced.
 
         Raises:
-            As `ps.groups.create`, after which nothing more is started; and what the iterator of tasks raises.
+            PenstockError: as `ps.groups.create`, after which nothing more is started.
+            Exception: what the iterator of tasks raises.
         """
         while self._is_open:
             if not self._groups:  # of a bound of 0 the next batch is of this version, or there is none

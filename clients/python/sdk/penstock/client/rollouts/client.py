@@ -237,7 +237,7 @@ class RolloutsClient:
                 the parent's seed: an engine that follows it gives all of them the same answers.
 
         Raises:
-            As `ps.rollouts.create`, and:
+            PenstockError: as `ps.rollouts.create`, and:
             NotFound: `ROLLOUT_UNKNOWN`; `CALL_UNKNOWN`.
             FailedPrecondition: `CALL_UNANSWERED`: that call has no answer; `TRAJECTORY_ABSENT`: the parent's gate has
                 forgotten it; `SPEC_FORGOTTEN`: its driver keeps its spec no more.
@@ -491,7 +491,7 @@ class GroupsClient:
             **options: see `RolloutOptions`.
 
         Raises:
-            As `ps.rollouts.create`.
+            PenstockError: as `ps.rollouts.create`.
         """
         request = pb.CreateGroupRequest(
             request_id=secrets.token_hex(16),

@@ -147,7 +147,7 @@ class TerminusSessionFactory:
 
         Raises:
             InvalidArgument: `TERMINUS_TASK`, it is none of these, or requires something that does not exist.
-            As `ps.terminals.open`.
+            PenstockError: as `ps.terminals.open`.
         """
         if seed is not None:
             raise InvalidArgument("seed: a terminal episode has no random choices: use None", reason="TERMINUS_TASK")
