@@ -66,7 +66,9 @@ from penstock_driver.rpc.rollout_service import RolloutServicer
 from penstock_driver.rpc.terminal_service import TerminalServicer
 from penstock_driver.settings import DriverSettings
 from penstock_driver.status import ExportHealth, Health
+from penstock_driver.store import annotations as annotation_rows
 from penstock_driver.store import end_states, exports, records, summaries
+from penstock_driver.store.annotations import Annotations
 from penstock_driver.store.end_states import Bounds, EndStates
 from penstock_driver.store.event_log import EventLog
 from penstock_driver.store.exports import ExportQueue
@@ -87,6 +89,7 @@ MIGRATIONS: Final = (
     records.MIGRATION_BRANCHES,
     records.MIGRATION_KEPT_SPECS,
     end_states.MIGRATION,
+    annotation_rows.MIGRATION,
 )
 EXPORT_THREADS: Final = 2
 CARRIED: Final = "carried"
@@ -207,13 +210,20 @@ async def wired(
     specs = SealedSpecs(seal, agents)
     event_log = EventLog(journal, exports=destination is not None, kept_spec_bytes=settings.kept_spec_bytes)
     terminal_rows = TerminalRecords(journal, seal)
-    queue = ExportQueue(journal)
+    queue, judged = ExportQueue(journal), Annotations(journal)
     try:
         instance_id, preflight = await driver_records.instance_id(new_id("d")), Preflight(sandboxes, gate)
         exporter = None
         if destination is not None:
             exporter = await _exporter(
-                destination, queue, driver_records, event_log, gate, settings, f"{home.name}-{instance_id[:_SHORT]}"
+                destination,
+                queue,
+                driver_records,
+                event_log,
+                gate,
+                judged,
+                settings,
+                f"{home.name}-{instance_id[:_SHORT]}",
             )
 
         def ended(rollout_id: str) -> None:
@@ -235,6 +245,7 @@ async def wired(
             agents,
             states,
             placement,
+            gate,
             instance_id=instance_id,
             most=settings.max_regrades,
         )
@@ -278,6 +289,7 @@ async def wired(
             gate,
             home,
             parents,
+            judged,
             exporter,
             regrader,
             states,
@@ -310,6 +322,7 @@ async def _exporter(
     driver_records: Records,
     event_log: EventLog,
     captures: Captures,
+    judged: Annotations,
     settings: DriverSettings,
     name: str,
 ) -> Exporter:
@@ -322,6 +335,7 @@ async def _exporter(
         driver_records,
         event_log,
         captures,
+        judged,
         destination,
         driver=name,
         spool=settings.state_dir / "exports",

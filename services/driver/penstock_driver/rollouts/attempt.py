@@ -41,6 +41,7 @@ from penstock_driver.domain.failures import (
     is_of_a_sandbox_at_work,
 )
 from penstock_driver.domain.ports import (
+    CallEnded,
     CommandReport,
     Exit,
     ExitReason,
@@ -78,6 +79,7 @@ from penstock_driver.rollouts.context import AttemptResult, AttemptSpec, Cancell
 from penstock_driver.rollouts.held_agent import HeldAgent
 from penstock_driver.rollouts.recorder import RolloutRecorder
 from penstock_driver.rollouts.recording import RecordingFile
+from penstock_driver.trajectories.turn_rewards import with_call_ids
 from penstock_driver.workdir.capture import WorkdirCapture
 
 NAMELESS_MODEL: Final = "model"
@@ -519,12 +521,20 @@ class Attempt:
                 await self._recorder.reach(Stage.GRADING)
             async with asyncio.timeout(self._spec.limits.verify_s):
                 reward = await grader.grade(sandbox, self._recorder.append)
+            if reward.turns:
+                reward = with_call_ids(reward, [ended.call for ended in await self._ended_calls()])
         except TimeoutError:
             message = f"the verifier took longer than {self._spec.limits.verify_s:g} s"
             raise failed(Cause.VERIFIER, "VERIFIER_TIMED_OUT", message, self._phase) from None
         finally:
             self._outcome = replace(self._outcome, grading=grader.grading)
         self._outcome = replace(self._outcome, reward=reward)
+
+    async def _ended_calls(self) -> Sequence[CallEnded]:
+        """What the gate knows of the calls of this attempt that have ended."""
+        return await self._of_gate(
+            patiently(lambda: self._gate.ended_calls(self._id), full_s=CLEAN_UP_S, absent_s=CLEAN_UP_S)
+        )
 
     async def _move_to_fresh_fork(
         self, grader: Grader, sandbox: SandboxFacts | None, prepared: PreparedEnvironment

@@ -23,7 +23,6 @@ from penstock_driver.domain.records import Filter, GroupPlan, GroupRecord, Recor
 from penstock_driver.domain.rollout import FIRST_GRADE, RolloutSpec
 from penstock_driver.domain.validation import Violations, check_chosen_id, check_group, check_seeds
 from penstock_driver.exports.exporter import Exporter
-from penstock_driver.exports.trajectories import fragments
 from penstock_driver.rollouts.adoption import SealedSpecs
 from penstock_driver.rollouts.branch_room import Recorded
 from penstock_driver.rollouts.branching import BranchOrder, Parents
@@ -31,9 +30,12 @@ from penstock_driver.rollouts.manager import RolloutManager, end_not_recorded
 from penstock_driver.rollouts.preflight import Preflight
 from penstock_driver.rollouts.recording import RecordingFile
 from penstock_driver.rollouts.regrading import Regrader
+from penstock_driver.store.annotations import Annotations
 from penstock_driver.store.end_states import EndStates, gone
 from penstock_driver.store.event_log import EventLog
 from penstock_driver.store.records import Records
+from penstock_driver.trajectories.annotating import Annotator
+from penstock_driver.trajectories.reading import fragments
 from penstock_driver.wire.specs import effective_spec, rollout_spec, with_locks
 from penstock_driver.wire.to_proto import add_driver_fields
 
@@ -57,10 +59,13 @@ class RolloutUseCases:
         captures: Captures,
         home: Home,
         parents: Parents,
+        annotations: Annotations,
         exporter: Exporter | None = None,
         regrader: Regrader | None = None,
         end_states: EndStates | None = None,
     ) -> None:
+        self._annotations = annotations
+        self._annotator = Annotator(annotations, captures)
         self._regrader = regrader
         self._end_states = end_states
         self._parents = parents
@@ -267,13 +272,22 @@ class RolloutUseCases:
 
     async def regrade(self, rollout_id: str, verifier: rollout_pb2.Verifier | None, name: str) -> rollout_pb2.Grade:
         """Grade an ended rollout again. Raises as `Regrader.regrade`, and FailedPrecondition (ROLLOUT_RUNNING)."""
-        record = await self._records.get(rollout_id)
-        if self._manager.is_running(rollout_id):
-            raise FailedPrecondition("the rollout has not ended: wait for it", reason="ROLLOUT_RUNNING")
+        record = await self._ended(rollout_id)
         if self._regrader is None:
             raise gone(rollout_id, "this driver keeps none")
         with self._manager.room(record.namespace, 0):  # none while it drains
             return await self._regrader.regrade(record, verifier, name)
+
+    async def annotate(self, rollout_id: str, annotations: Sequence[trajectory_pb2.Annotation]) -> None:
+        """Annotate an ended rollout. Raises as `Annotator.annotate`, and FailedPrecondition (ROLLOUT_RUNNING)."""
+        await self._annotator.annotate(await self._ended(rollout_id), annotations)
+
+    async def _ended(self, rollout_id: str) -> Record:
+        """An ended rollout. NotFound (ROLLOUT_UNKNOWN); FailedPrecondition (ROLLOUT_RUNNING)."""
+        record = await self._records.get(rollout_id)
+        if self._manager.is_running(rollout_id):
+            raise FailedPrecondition("the rollout has not ended: wait for it", reason="ROLLOUT_RUNNING")
+        return record
 
     # Reading ----------------------------------------------------------------------------------------------------------
 
@@ -337,9 +351,7 @@ class RolloutUseCases:
 
         NotFound (GRADE_UNKNOWN); FailedPrecondition (ROLLOUT_RUNNING, TRAJECTORY_ABSENT).
         """
-        record = await self._records.get(rollout_id)
-        if self._manager.is_running(rollout_id):
-            raise FailedPrecondition("the rollout has not ended: wait for it", reason="ROLLOUT_RUNNING")
+        record = await self._ended(rollout_id)
         if grade not in ("", FIRST_GRADE, *(one.name for one in record.grades)):
             names = ", ".join([FIRST_GRADE, *(one.name for one in record.grades)])
             message = f"{rollout_id} has no grade {grade}; it has: {names}. `penstock regrade` makes further ones"
@@ -372,7 +384,14 @@ class RolloutUseCases:
     def _trajectory(
         self, record: Record, *, include_bodies: bool, include_top: bool, grade: str
     ) -> AsyncIterator[trajectory_pb2.Trajectory]:
-        return fragments(self._captures, record, include_bodies=include_bodies, include_top=include_top, grade=grade)
+        return fragments(
+            self._captures,
+            self._annotations,
+            record,
+            include_bodies=include_bodies,
+            include_top=include_top,
+            grade=grade,
+        )
 
 
 async def _within(signal: asyncio.Event, seconds: float) -> bool:

@@ -23,7 +23,7 @@ from penstock_driver.store.summaries import Summaries
 from penstock_driver.wire.converters import page_token
 from penstock_driver.wire.to_proto import group_to_proto, listed_to_proto, rollout_to_proto
 
-FEATURES: Final = ("rollouts.pause",)
+FEATURES: Final = ("rollouts.pause", "annotations", "turn_rewards")
 WAIT_SHARE: Final = 0.8
 HOLD_S: Final = 45.0
 """How long at most a pause, or its end, is waited for."""
@@ -255,6 +255,13 @@ class RolloutServicer(rollout_service_pb2_grpc.RolloutServiceServicer):
                         trajectory.ClearField(name)
                 yield rollout_service_pb2.GetTrajectoryResponse(trajectory=trajectory)
 
+    async def AnnotateTrajectory(  # noqa: N802
+        self, request: rollout_service_pb2.AnnotateTrajectoryRequest, context: Any
+    ) -> rollout_service_pb2.AnnotateTrajectoryResponse:
+        """Returns when they are on disk."""
+        await self._service.annotate(request.rollout_id, request.annotations)
+        return rollout_service_pb2.AnnotateTrajectoryResponse()
+
     async def ExportTrajectories(  # noqa: N802
         self, request: rollout_service_pb2.ExportTrajectoriesRequest, context: Any
     ) -> AsyncIterator[rollout_service_pb2.ExportTrajectoriesResponse]:
@@ -282,7 +289,7 @@ def owned(records: Records) -> Mapping[str, Owned]:
     group = Owned(("group_id",), records.namespace_of_group)
     of_rollouts = (
         *("GetRollout", "WatchRollout", "WaitRollout", "CancelRollout", "PauseRollout", "ResumeRollout"),
-        *("BranchRollout", "RegradeRollout", "DeleteRollout", "GetTrajectory"),
+        *("BranchRollout", "RegradeRollout", "DeleteRollout", "GetTrajectory", "AnnotateTrajectory"),
     )
     of_groups = ("GetGroup", "WatchGroup", "WaitGroup", "CancelGroup", "PauseGroup", "ResumeGroup", "DeleteGroup")
     return {

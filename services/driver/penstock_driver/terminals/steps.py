@@ -100,12 +100,16 @@ class TerminalSteps:
         limit = spec.limits.verify_s
         try:
             async with asyncio.timeout(limit):
-                return await verify(
+                reward = await verify(
                     self._sandboxes, place.sandbox_id, place.workdir, with_answer(verifier, text), report
                 )
         except TimeoutError:
             message = f"the verifier took longer than {limit:g} s"
             raise failed(Cause.VERIFIER, "VERIFIER_TIMED_OUT", message, Phase.VERIFYING) from None
+        if reward.turns:
+            message = "turns: a terminal episode has steps and no calls of a model"
+            raise failed(Cause.VERIFIER, "REWARD_INVALID", message, Phase.VERIFYING)
+        return reward
 
     async def _check_system(self, spec: TerminalSpec, place: PlaceRecord) -> None:
         """Check the system as for a rollout graded in place, if the backend reports changes."""

@@ -60,6 +60,7 @@ class World:
             self.driver.registry,
             self.states,
             one_place(self.driver.sandboxes, self.driver.gate, opened.settings),
+            self.driver.gate,
             instance_id=opened.parts.instance_id,
             most=most,
         )

@@ -172,6 +172,7 @@ from penstock.client.types.sandboxes import (
 )
 from penstock.client.types.toolboxes import PythonTarget, Runtime, Toolbox, ToolboxFile, ToolboxSpec
 from penstock.client.types.trajectories import (
+    Annotation,
     Branch,
     BranchPoint,
     Call,
@@ -181,6 +182,7 @@ from penstock.client.types.trajectories import (
     Reward,
     Sample,
     Trajectory,
+    TurnReward,
     TurnSpan,
 )
 
@@ -195,6 +197,7 @@ __all__ = [
     "Allowlist",
     "AlreadyDelivered",
     "AlreadyExists",
+    "Annotation",
     "ArtifactCollected",
     "Assays",
     "AttemptFailed",
@@ -361,6 +364,7 @@ __all__ = [
     "ToolboxSpec",
     "Trajectory",
     "Trouble",
+    "TurnReward",
     "TurnSpan",
     "Unauthenticated",
     "Unavailable",
