@@ -22,7 +22,7 @@ _MAX_FILE_BYTES: Final = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
-class _Line:
+class Line:
     """An annotation, and the call that it is about: its id, or its index until the trajectory was read."""
 
     annotation: Annotation
@@ -58,7 +58,7 @@ def annotate(
             row["call"] = int(call) if call.isdecimal() else call
         lines = [_line(row, "the command line", name, author)]
     else:
-        lines = list(_lines(file, name, author))
+        lines = list(read_lines(file, name, author))
     if not lines:
         usage_error(f"--file: {file} has no annotation")
 
@@ -75,7 +75,7 @@ def annotate(
     run(work())
 
 
-def _lines(file: Path, name: str, author: str) -> Iterator[_Line]:
+def read_lines(file: Path, name: str, author: str) -> Iterator[Line]:
     """Yields a file's annotations. One that cannot be read ends the program."""
     try:
         if file.stat().st_size > _MAX_FILE_BYTES:
@@ -96,7 +96,7 @@ def _lines(file: Path, name: str, author: str) -> Iterator[_Line]:
         yield _line(row, where, name, author)
 
 
-def _line(row: dict[str, Any], where: str, name: str, author: str) -> _Line:
+def _line(row: dict[str, Any], where: str, name: str, author: str) -> Line:
     if unknown := sorted(set(row) - set(_KEYS)):
         usage_error(f"{where}: unknown {', '.join(unknown)}; there are {', '.join(_KEYS)}")
     named = {"name": row.get("name", name), "author": row.get("author", author)}
@@ -124,14 +124,14 @@ def _line(row: dict[str, Any], where: str, name: str, author: str) -> _Line:
         details=details or {},
         chain_sha256=chain,
     )
-    return _Line(annotation, call)
+    return Line(annotation, call)
 
 
 def _is(value: object, *kinds: type) -> bool:
     return isinstance(value, kinds) and not isinstance(value, bool)
 
 
-async def _with_ids(ps: Penstock, rollout_id: str, lines: list[_Line]) -> list[Annotation]:
+async def _with_ids(ps: Penstock, rollout_id: str, lines: list[Line]) -> list[Annotation]:
     """Returns the annotations, whose calls have their ids. Raises NotFound `CALL_UNKNOWN`."""
     ids: dict[int, str] = {}
     if any(isinstance(line.call, int) for line in lines):
