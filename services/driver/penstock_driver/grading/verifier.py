@@ -384,5 +384,10 @@ def _absolute(workdir: str, path: str) -> str:
     return path if path.startswith("/") else f"{workdir}/{path}"
 
 
+def invalid_reward(message: str) -> RolloutFailed:
+    """The failure of a verifier whose reward file cannot be right (REWARD_INVALID)."""
+    return _failure("REWARD_INVALID", message)
+
+
 def _failure(reason: str, message: str) -> RolloutFailed:
     return failed(Cause.VERIFIER, reason, message, Phase.VERIFYING)

@@ -27,6 +27,8 @@ FEATURES: Final = ("rollouts.pause", "annotations", "turn_rewards")
 WAIT_SHARE: Final = 0.8
 HOLD_S: Final = 45.0
 """How long at most a pause, or its end, is waited for."""
+PAGE_BYTES: Final = 16 << 20
+"""The most of a page of rollouts, but for a single larger one: verifiers may reward each token."""
 _PAUSE_S: Final = (1.0, 86_400.0)
 SERVICE: Final = "penstock.driver.v1.RolloutService"
 
@@ -70,14 +72,17 @@ class RolloutServicer(rollout_service_pb2_grpc.RolloutServiceServicer):
     async def ListRollouts(  # noqa: N802
         self, request: rollout_service_pb2.ListRolloutsRequest, context: Any
     ) -> rollout_service_pb2.ListRolloutsResponse:
-        """Newest first."""
-        records, more = await self._records.list(
-            _filter(request.filter), page_token(request.page_token), page_size(request.page_size)
-        )
-        return rollout_service_pb2.ListRolloutsResponse(
-            rollouts=[listed_to_proto(self._manager.current(record)) for record in records],
-            next_page_token=str(more) if more else "",
-        )
+        """Newest first. A page of rollouts with long rewards is shorter than was asked for."""
+        matching, before, limit = _filter(request.filter), page_token(request.page_token), page_size(request.page_size)
+        while True:
+            records, more = await self._records.list(matching, before, limit)
+            answer = rollout_service_pb2.ListRolloutsResponse(
+                rollouts=[listed_to_proto(self._manager.current(record)) for record in records],
+                next_page_token=str(more) if more else "",
+            )
+            if limit == 1 or answer.ByteSize() <= PAGE_BYTES:
+                return answer
+            limit = max(1, limit // 4)
 
     async def WatchRollout(  # noqa: N802
         self, request: rollout_service_pb2.WatchRolloutRequest, context: Any

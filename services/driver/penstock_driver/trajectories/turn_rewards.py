@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Final
 
 from penstock.trajectory.v1 import trajectory_pb2
-from penstock_driver.domain.rollout import Cause, Phase, Reward, RolloutFailed, TurnReward, failed
+from penstock_driver.domain.rollout import Reward, TurnReward
+from penstock_driver.grading.verifier import invalid_reward
 
 _FLOAT_BYTES: Final = 4
 
@@ -26,10 +27,12 @@ def with_call_ids(reward: Reward, calls: Iterable[trajectory_pb2.Call]) -> Rewar
         call = answered.get(turn.call_index)
         if call is None:
             have = ", ".join(map(str, sorted(answered)[:16])) or "none"
-            raise _invalid(f"call {turn.call_index} of the rollout has no answer; these have one: {have}")
+            raise invalid_reward(f"turns: call {turn.call_index} of the rollout has no answer; these have one: {have}")
         count, given = call.completion.span.count, len(turn.token_values) // _FLOAT_BYTES
         if given not in (0, count):
-            raise _invalid(f"call {turn.call_index} sampled {count} tokens, and tokens has {given} numbers")
+            raise invalid_reward(
+                f"turns: call {turn.call_index} sampled {count} tokens, and tokens has {given} numbers"
+            )
         return replace(turn, call_id=call.call_id)
 
     ordered = sorted(reward.turns, key=lambda turn: turn.call_index)
@@ -55,7 +58,3 @@ def add_to_samples(fragment: trajectory_pb2.Trajectory, reward: trajectory_pb2.R
                 # A sample may have the first of the call's tokens only (PARTIAL).
                 tokens[start : start + size] = turn.token_values[:size]
         sample.token_rewards = bytes(tokens)
-
-
-def _invalid(message: str) -> RolloutFailed:
-    return failed(Cause.VERIFIER, "REWARD_INVALID", f"turns: {message}", Phase.VERIFYING)

@@ -92,6 +92,7 @@ from penstock_driver.rollouts.use_cases import RolloutUseCases
 from penstock_driver.rpc.rollout_service import RolloutServicer
 from penstock_driver.settings import DriverSettings
 from penstock_driver.store import event_log
+from penstock_driver.store.annotations import Annotations
 from penstock_driver.store.records import Records
 from penstock_driver.store.summaries import Summaries
 from penstock_driver.wire.to_proto import decode_event, event_to_proto
@@ -813,8 +814,9 @@ def _servicer(
     room = BranchRoom(1 << 30, records, recordings, driver.manager.is_running)
     parents = Parents(records, specs, captures, recordings, room)
     service = RolloutUseCases(
-        driver.manager, records, driver.history, driver.registry, preflight, specs, captures, home, parents
-    )
+        driver.manager, records, driver.history, driver.registry, preflight, specs, captures, home, parents,
+        Annotations(driver.journal),
+    )  # fmt: skip
     return RolloutServicer(service, driver.manager, records, driver.history, Summaries(driver.journal), home)
 
 

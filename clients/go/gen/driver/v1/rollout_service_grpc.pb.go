@@ -65,7 +65,7 @@ type RolloutServiceClient interface {
 	// GetRollout returns a rollout.
 	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
 	GetRollout(ctx context.Context, in *GetRolloutRequest, opts ...grpc.CallOption) (*GetRolloutResponse, error)
-	// ListRollouts lists rollouts, newest first.
+	// ListRollouts lists rollouts, newest first. A page may be shorter than was asked for: at most 16 MiB, but for one rollout.
 	ListRollouts(ctx context.Context, in *ListRolloutsRequest, opts ...grpc.CallOption) (*ListRolloutsResponse, error)
 	// WatchRollout streams a rollout's events after a sequence number, past ones first, and ends after `ended`.
 	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN), UNAVAILABLE (DRIVER_STOPPING: ask its next process).
@@ -652,7 +652,7 @@ type RolloutServiceServer interface {
 	// GetRollout returns a rollout.
 	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
 	GetRollout(context.Context, *GetRolloutRequest) (*GetRolloutResponse, error)
-	// ListRollouts lists rollouts, newest first.
+	// ListRollouts lists rollouts, newest first. A page may be shorter than was asked for: at most 16 MiB, but for one rollout.
 	ListRollouts(context.Context, *ListRolloutsRequest) (*ListRolloutsResponse, error)
 	// WatchRollout streams a rollout's events after a sequence number, past ones first, and ends after `ended`.
 	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN), UNAVAILABLE (DRIVER_STOPPING: ask its next process).

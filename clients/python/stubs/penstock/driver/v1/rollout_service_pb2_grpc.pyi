@@ -55,7 +55,7 @@ class RolloutServiceStub:
     Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
     """
     ListRollouts: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.ListRolloutsRequest, _rollout_service_pb2.ListRolloutsResponse]
-    """ListRollouts lists rollouts, newest first."""
+    """ListRollouts lists rollouts, newest first. A page may be shorter than was asked for: at most 16 MiB, but for one rollout."""
     WatchRollout: _grpc.UnaryStreamMultiCallable[_rollout_service_pb2.WatchRolloutRequest, _rollout_service_pb2.WatchRolloutResponse]
     """WatchRollout streams a rollout's events after a sequence number, past ones first, and ends after `ended`.
     Errors: NOT_FOUND (ROLLOUT_UNKNOWN), UNAVAILABLE (DRIVER_STOPPING: ask its next process).
@@ -232,7 +232,7 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
     """
     ListRollouts: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.ListRolloutsRequest, _rollout_service_pb2.ListRolloutsResponse]  # type: ignore[assignment]
-    """ListRollouts lists rollouts, newest first."""
+    """ListRollouts lists rollouts, newest first. A page may be shorter than was asked for: at most 16 MiB, but for one rollout."""
     WatchRollout: _aio.UnaryStreamMultiCallable[_rollout_service_pb2.WatchRolloutRequest, _rollout_service_pb2.WatchRolloutResponse]  # type: ignore[assignment]
     """WatchRollout streams a rollout's events after a sequence number, past ones first, and ends after `ended`.
     Errors: NOT_FOUND (ROLLOUT_UNKNOWN), UNAVAILABLE (DRIVER_STOPPING: ask its next process).
@@ -424,7 +424,7 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_service_pb2.ListRolloutsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_service_pb2.ListRolloutsResponse, _abc.Awaitable[_rollout_service_pb2.ListRolloutsResponse]]:
-        """ListRollouts lists rollouts, newest first."""
+        """ListRollouts lists rollouts, newest first. A page may be shorter than was asked for: at most 16 MiB, but for one rollout."""
 
     @_abc_1.abstractmethod
     def WatchRollout(

@@ -1621,7 +1621,7 @@ export const RolloutService: GenService<{
     output: typeof GetRolloutResponseSchema;
   },
   /**
-   * ListRollouts lists rollouts, newest first.
+   * ListRollouts lists rollouts, newest first. A page may be shorter than was asked for: at most 16 MiB, but for one rollout.
    *
    * @generated from rpc penstock.driver.v1.RolloutService.ListRollouts
    */

@@ -138,7 +138,7 @@ async def test_what_cannot_be_annotated_is_refused(ps: Penstock) -> None:
     with pytest.raises(InvalidArgument, match=r"annotations\[0\].chain_sha256: is that of another trajectory"):
         await handle.annotate(replace(judged, chain_sha256=bytes(32)))
     with pytest.raises(InvalidArgument, match="token_values must be"):
-        await handle.annotate(replace(judged, token_values=["high"]))
+        await handle.annotate(replace(judged, token_values=["high"]))  # type: ignore[arg-type]
     assert not (await handle.trajectory(samples_only=True)).annotations
     waiting = await ps.rollouts.create(TASK, "shell", run_id="nobody-answers")
     with pytest.raises(FailedPrecondition) as runs:
