@@ -56,11 +56,8 @@ class Known:
 
 
 def digest_of(annotation: trajectory_pb2.Annotation) -> bytes:
-    """SHA-256 of the content, without the time."""
-    content = trajectory_pb2.Annotation()
-    content.CopyFrom(annotation)
-    content.ClearField("create_time")
-    return hashlib.sha256(content.SerializeToString(deterministic=True)).digest()
+    """SHA-256 of one that has no time yet."""
+    return hashlib.sha256(annotation.SerializeToString(deterministic=True)).digest()
 
 
 class Annotations:
@@ -75,12 +72,12 @@ class Annotations:
         rows = await self._journal.read(sql, (rollout_id,))
         return {Key(*row[:3]): Known(row["size"], row["digest"]) for row in rows}
 
-    async def put(self, record: Record, annotations: Sequence[trajectory_pb2.Annotation]) -> None:
-        """Record all of them. NotFound (ROLLOUT_UNKNOWN): the ended rollout was deleted meanwhile."""
+    async def put(self, record: Record, annotations: Mapping[bytes, trajectory_pb2.Annotation]) -> None:
+        """Record all of them, by their digests. NotFound (ROLLOUT_UNKNOWN): the ended rollout was deleted meanwhile."""
         statements = []
-        for one in annotations:
+        for digest, one in annotations.items():
             payload = one.SerializeToString()
-            of_row = (record.rollout_id, *Key.of(one), len(payload), digest_of(one), payload)
+            of_row = (record.rollout_id, *Key.of(one), len(payload), digest, payload)
             statements.append((_PUT, (*of_row, record.rollout_id, record.create_time)))
         if 0 in await self._journal.write(statements):
             raise NotFound(f"there is no rollout {record.rollout_id} any more", reason="ROLLOUT_UNKNOWN")

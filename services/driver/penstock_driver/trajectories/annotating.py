@@ -31,8 +31,11 @@ MAX_NAME: Final = 128
 MAX_DETAILS_BYTES: Final = 64 << 10
 MOST_ASKED: Final = 64
 """Requests at once, each with its annotations in memory."""
+_LONGEST: Final = 8
+"""How many times longer a Struct may be than the same as JSON: a digit and a comma are eleven bytes."""
 _READINGS: Final = 8
 """Requests that read their trajectory at once."""
+_SMALL_BYTES: Final = 256 << 10
 _FLOAT_BYTES: Final = 4
 _EXPONENT: Final = bytes(255 if byte & 0x7F == 0x7F else 0 for byte in range(256))
 _ITS_LAST_BIT: Final = bytes(255 if byte & 0x80 else 0 for byte in range(256))
@@ -55,36 +58,46 @@ class Annotator:
         InvalidArgument (FIELD_INVALID); NotFound (CALL_UNKNOWN; ROLLOUT_UNKNOWN: it was deleted meanwhile);
         FailedPrecondition (TRAJECTORY_ABSENT); ResourceExhausted (ANNOTATION_LIMIT).
         """
-        _check(given)
         if self._asked >= MOST_ASKED:
             message = f"{self._asked} requests for annotations are not answered yet: try again later"
             raise ResourceExhausted(message, reason="ANNOTATION_LIMIT", retry_after_s=1.0)
         self._asked += 1
         try:
+            # Half a million numbers of details take a second to check, in which all rollouts would wait.
+            if sum(one.ByteSize() for one in given) <= _SMALL_BYTES:
+                digests = _checked(given)
+            else:
+                digests = await asyncio.to_thread(_checked, given)
             async with self._reading:
                 _check_against(await without_tokens(self._captures, record), given)
             async with self._adding:
-                await self._add(record, given)
+                await self._add(record, given, digests)
         finally:
             self._asked -= 1
 
-    async def _add(self, record: Record, given: Sequence[trajectory_pb2.Annotation]) -> None:
+    async def _add(self, record: Record, given: Sequence[trajectory_pb2.Annotation], digests: Sequence[bytes]) -> None:
         known = await self._annotations.known(record.rollout_id)
-        now, added = times.timestamp(time.time()), list[trajectory_pb2.Annotation]()
+        now, added = times.timestamp(time.time()), dict[bytes, trajectory_pb2.Annotation]()
         sizes = {key: one.size for key, one in known.items()}
-        for one in given:
+        for one, digest in zip(given, digests, strict=True):
             key = Key.of(one)
-            if key in known and known[key].digest == digest_of(one):
+            if key in known and known[key].digest == digest:
                 continue
             made = trajectory_pb2.Annotation()
             made.CopyFrom(one)
             made.create_time.CopyFrom(now)
             sizes[key] = made.ByteSize()
-            added.append(made)
+            added[digest] = made
         if not added:
             return
         _check_room(sizes)
         await self._annotations.put(record, added)
+
+
+def _checked(given: Sequence[trajectory_pb2.Annotation]) -> Sequence[bytes]:
+    """Their digests. Raises as `_check`."""
+    _check(given)
+    return [digest_of(one) for one in given]
 
 
 def _check(given: Sequence[trajectory_pb2.Annotation]) -> None:
@@ -124,6 +137,9 @@ def _check_token_values(one: trajectory_pb2.Annotation, where: str, found: Viola
 
 
 def _check_details(one: trajectory_pb2.Annotation, where: str, found: Violations) -> None:
+    if one.details.ByteSize() > _LONGEST * MAX_DETAILS_BYTES:
+        found.add(f"{where}.details", f"at most {MAX_DETAILS_BYTES} bytes as JSON")
+        return
     before = len(found.found)
     check_nesting(one.details, f"{where}.details", found)
     if len(found.found) > before:

@@ -129,6 +129,7 @@ INVALID: Final = [
     (one(call_id="c0", token_values=floats(1)), "token_values"),
     (one(call_id="c1", token_values=floats(1)), "token_values"),
     (one(details={"a": "x" * MAX_DETAILS_BYTES}), "details"),
+    (one(details={"a": [0] * MAX_DETAILS_BYTES}), "details"),
     (one(details={"a": math.nan}), "details"),
     (nested(25), "details"),
     (one(chain_sha256=b"x" * 32), "chain_sha256"),
