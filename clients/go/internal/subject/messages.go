@@ -14,6 +14,7 @@ import (
 	driverv1 "penstock.example/penstock/gen/driver/v1"
 	interceptionv1 "penstock.example/penstock/gen/interception/v1"
 	sandboxv1 "penstock.example/penstock/gen/sandbox/v1"
+	trajectoryv1 "penstock.example/penstock/gen/trajectory/v1"
 )
 
 // spec is a rollout's, as cases write it.
@@ -131,6 +132,22 @@ func observedResult(result *penstock.Result) object {
 		samples = append(samples, observedSample(sample))
 	}
 	told["samples"] = samples
+	annotations := []object{}
+	for _, one := range result.Trajectory.GetAnnotations() {
+		annotations = append(annotations, observedAnnotation(one))
+	}
+	told["annotations"] = annotations
+	return told
+}
+
+func observedAnnotation(one *trajectoryv1.Annotation) object {
+	told := object{
+		"name": one.GetName(), "author": one.GetAuthor(), "call_id": one.CallId, "value": one.Value,
+		"token_values": nil, "details": one.GetDetails().AsMap(),
+	}
+	if values := one.GetTokenValues(); len(values) > 0 {
+		told["token_values"] = hex.EncodeToString(penstock.EncodeLogprobs(penstock.Logprobs(values)))
+	}
 	return told
 }
 
@@ -148,7 +165,12 @@ func observedSample(sample penstock.Sample) object {
 	for _, item := range sample.Message.GetTurns() {
 		turns = append(turns, []any{item.GetCallId(), item.GetStart(), item.GetEnd(), item.GetUntrainedReason()})
 	}
+	rewards := []*float64{}
+	for _, item := range sample.Message.GetTurns() {
+		rewards = append(rewards, item.Reward)
+	}
 	told := object{
+		"turn_rewards": rewards, "token_rewards": nil,
 		"input_ids": hex.EncodeToString(penstock.EncodeTokenIDs(sample.InputIDs)),
 		"loss_mask": hex.EncodeToString(mask), "logprobs": nil, "versions": versions, "turns": turns,
 		"prompt_count": sample.Message.GetPromptCount(), "weight": sample.Message.GetWeight(),
@@ -157,6 +179,9 @@ func observedSample(sample penstock.Sample) object {
 	}
 	if sample.Logprobs != nil {
 		told["logprobs"] = hex.EncodeToString(penstock.EncodeLogprobs(sample.Logprobs))
+	}
+	if sample.TokenRewards != nil {
+		told["token_rewards"] = hex.EncodeToString(penstock.EncodeLogprobs(sample.TokenRewards))
 	}
 	if top := sample.Top; top != nil {
 		told["top"] = object{

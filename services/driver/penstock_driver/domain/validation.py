@@ -107,8 +107,8 @@ def check_rollout(spec: RolloutSpec, found: Violations) -> None:
     """Check a rollout's whole spec, but for its agent's options (`launch.check_choice`)."""
     where = "spec."
     _check_task(spec.task, where, found)
-    _check_nesting(spec.request.task.metadata, f"{where}task.metadata", found)
-    _check_nesting(spec.request.agent.options, f"{where}agent.options", found)
+    check_nesting(spec.request.task.metadata, f"{where}task.metadata", found)
+    check_nesting(spec.request.agent.options, f"{where}agent.options", found)
     for name in ("prepare", "setup", "agent", "verify"):
         _check_limit(getattr(spec.limits, f"{name}_s"), f"{where}limits.{name}", found)
     _check_labels(spec.labels, where, found)
@@ -410,7 +410,7 @@ def _check_packages(packages: Packages, where: str, found: Violations) -> None:
             found.add(f"{where}sandbox.packages.python", f"{package.name}: {package.marker} is not a condition")
 
 
-def _check_nesting(struct: Struct, field: str, found: Violations) -> None:
+def check_nesting(struct: Struct, field: str, found: Violations) -> None:
     """Check how deep a Struct's objects and lists nest, the Struct itself counted."""
     pending: list[tuple[Struct | ListValue, int]] = [(struct, 1)]
     while pending:

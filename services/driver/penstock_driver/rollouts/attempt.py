@@ -41,6 +41,7 @@ from penstock_driver.domain.failures import (
     is_of_a_sandbox_at_work,
 )
 from penstock_driver.domain.ports import (
+    CallEnded,
     CommandReport,
     Exit,
     ExitReason,
@@ -81,6 +82,7 @@ from penstock_driver.rollouts.context import AttemptResult, AttemptSpec, Cancell
 from penstock_driver.rollouts.held_agent import HeldAgent
 from penstock_driver.rollouts.recorder import RolloutRecorder
 from penstock_driver.rollouts.recording import RecordingFile
+from penstock_driver.trajectories.turn_rewards import with_call_ids
 from penstock_driver.workdir.capture import WorkdirCapture
 
 CLEAN_UP_S: Final = 60.0
@@ -526,6 +528,8 @@ class Attempt:
             async with asyncio.timeout(self._spec.limits.verify_s):
                 access = self._asked.access if self._asked else None
                 reward = await grader.grade(sandbox, self._recorder.append, access)
+            if reward.turns:
+                reward = with_call_ids(reward, [ended.call for ended in await self._ended_calls()])
         except RolloutFailed as error:
             if self._asked is None:
                 raise
@@ -536,6 +540,12 @@ class Attempt:
         finally:
             self._outcome = replace(self._outcome, grading=grader.grading)
         self._outcome = replace(self._outcome, reward=reward)
+
+    async def _ended_calls(self) -> Sequence[CallEnded]:
+        """What the gate knows of the calls of this attempt that have ended."""
+        return await self._of_gate(
+            patiently(lambda: self._gate.ended_calls(self._id), full_s=CLEAN_UP_S, absent_s=CLEAN_UP_S)
+        )
 
     async def _move_to_fresh_fork(
         self, grader: Grader, sandbox: SandboxFacts | None, prepared: PreparedEnvironment

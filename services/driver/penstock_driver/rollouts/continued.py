@@ -145,9 +145,7 @@ class ContinuedAttempt(Attempt):
 
     async def _record_missed_calls(self) -> None:
         """Record the calls that ended while no driver watched."""
-        for ended in await self._of_gate(
-            patiently(lambda: self._gate.ended_calls(self._id), full_s=CLEAN_UP_S, absent_s=CLEAN_UP_S)
-        ):
+        for ended in await self._ended_calls():
             self._recorder.append_call(CallFinished(ended.call, ended.spent))
 
     def _take_carried(self) -> None:

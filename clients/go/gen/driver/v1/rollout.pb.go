@@ -906,8 +906,11 @@ func (x *RewardRange) GetMax() float64 {
 
 // RewardFile reads the reward from a file that the commands write. The service creates it, empty, where the agent has no
 // access; its path is in the environment variable PENSTOCK_REWARD_FILE. Content: one number, or a JSON object {"reward":
-// NUMBER, "components": {NAME: NUMBER}}. Anything else is a failure of the verifier: an empty file, other or repeated
-// names, numbers that are not finite or not in their range, more than 64 KiB or 256 components.
+// NUMBER, "components": {NAME: NUMBER}, "turns": [TURN]}, where TURN is {"call": INDEX, "reward": NUMBER, "components": {NAME:
+// NUMBER}, "tokens": [NUMBER]}: the Call.index of a call that has an answer, each at most once, with at least one of its rewards;
+// "tokens" has a number for each token of that answer. Anything else is a failure of the verifier: an empty file, other or
+// repeated names, numbers that are not finite or not in their range, more than 64 KiB, 256 components or 1024 turns, and turns
+// of an answer that is not there. A terminal episode has no turns.
 type RewardFile struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	unknownFields protoimpl.UnknownFields
@@ -2514,7 +2517,7 @@ type RolloutSummary struct {
 	Attempts int32 `protobuf:"varint,11,opt,name=attempts,proto3" json:"attempts,omitempty"`
 	// See Outcome.failure. Unset = it runs, or completed.
 	Failure *Failure `protobuf:"bytes,12,opt,name=failure,proto3,oneof" json:"failure,omitempty"`
-	// See Outcome.reward.
+	// See Outcome.reward. Without turns.
 	Reward *v13.Reward `protobuf:"bytes,13,opt,name=reward,proto3,oneof" json:"reward,omitempty"`
 	Calls  *CallSums   `protobuf:"bytes,14,opt,name=calls,proto3" json:"calls,omitempty"`
 	// The namespace to which it belongs.

@@ -363,8 +363,11 @@ export const RewardRangeSchema: GenMessage<RewardRange> = /*@__PURE__*/
 /**
  * RewardFile reads the reward from a file that the commands write. The service creates it, empty, where the agent has no
  * access; its path is in the environment variable PENSTOCK_REWARD_FILE. Content: one number, or a JSON object {"reward":
- * NUMBER, "components": {NAME: NUMBER}}. Anything else is a failure of the verifier: an empty file, other or repeated
- * names, numbers that are not finite or not in their range, more than 64 KiB or 256 components.
+ * NUMBER, "components": {NAME: NUMBER}, "turns": [TURN]}, where TURN is {"call": INDEX, "reward": NUMBER, "components": {NAME:
+ * NUMBER}, "tokens": [NUMBER]}: the Call.index of a call that has an answer, each at most once, with at least one of its rewards;
+ * "tokens" has a number for each token of that answer. Anything else is a failure of the verifier: an empty file, other or
+ * repeated names, numbers that are not finite or not in their range, more than 64 KiB, 256 components or 1024 turns, and turns
+ * of an answer that is not there. A terminal episode has no turns.
  *
  * @generated from message penstock.driver.v1.RewardFile
  */
@@ -1471,7 +1474,7 @@ export type RolloutSummary = Message<"penstock.driver.v1.RolloutSummary"> & {
   failure?: Failure | undefined;
 
   /**
-   * See Outcome.reward.
+   * See Outcome.reward. Without turns.
    *
    * @generated from field: optional penstock.trajectory.v1.Reward reward = 13;
    */
