@@ -70,7 +70,7 @@ export function Curve({ points }: { points: readonly Point[] }) {
         <p class="muted num" aria-live="off">
           {current ? (
             <>
-              <span class="mono">{current.id}</span>: mean {reward(current.mean)}
+              <bdi>{current.name}</bdi>: mean {reward(current.mean)}
               {current.isGroup && `, ${reward(current.min)} to ${reward(current.max)}, spread ${reward(current.spread)}`}
               {current.version !== null && `, version ${current.version}`}
             </>
