@@ -70,7 +70,7 @@ async def test_read_only_token_is_recognised_and_a_wrong_one_replaced(
         alert = page.get_by_role("alert")
         await expect(alert).to_contain_text("The token is invalid for this service")
         assert (await alert.inner_text()).count("The token is invalid for this service") == 1
-        await expect(page.locator(".numbers dd").first).not_to_have_text(re.compile("[0-9]"))
+        await expect(page.locator(".figures dd").first).not_to_have_text(re.compile("[0-9]"))
         await expect(page.get_by_text("Nothing is known of any rollout yet.")).to_be_visible()
         await page.get_by_role("button", name="Token").click()
         await page.get_by_label("Token", exact=True).last.fill(OBSERVER_TOKEN)

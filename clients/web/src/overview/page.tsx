@@ -5,6 +5,7 @@ import { compact, reward } from "../lib/format";
 import { type Key, useKeys } from "../lib/keys";
 import { href } from "../lib/router";
 import { CancelSheet } from "../ui/cancel";
+import { Figure } from "../ui/figure";
 import { ViewsButton } from "../ui/views";
 import type { Row } from "./board";
 import { Curve } from "./curve";
@@ -117,7 +118,7 @@ function Numbers({ rows: all, isKnown, isStale }: { rows: readonly Row[]; isKnow
   const mean = rewards.length ? rewards.reduce((sum, value) => sum + value, 0) / rewards.length : null;
   const told = (value: string): string => (isKnown ? value : "–");
   return (
-    <dl class={isStale ? "numbers stale" : "numbers"}>
+    <dl class={isStale ? "figures stale" : "figures"}>
       <Figure name="Live" value={told(compact(live))} tone={live ? "busy" : ""} />
       <Figure name="Completed" value={told(compact(completed))} />
       <Figure name="Failed" value={told(compact(failed))} tone={failed ? "bad" : ""} />
@@ -126,15 +127,6 @@ function Numbers({ rows: all, isKnown, isStale }: { rows: readonly Row[]; isKnow
       <Figure name="Sampled tokens" value={told(compact(tokens))} />
       <Figure name="Policy version" value={version === null ? "–" : String(version)} />
     </dl>
-  );
-}
-
-function Figure({ name, value, tone = "" }: { name: string; value: string; tone?: string }) {
-  return (
-    <div class={`figure ${tone}`}>
-      <dt>{name}</dt>
-      <dd class="num">{value}</dd>
-    </div>
   );
 }
 
