@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +14,7 @@ from tests.support.endpoints.token_endpoint import unused_port
 from penstock.client.transport.endpoints import Endpoints
 from penstock.dashboard.serving import Place, serve
 from penstock.driver.v1 import rollout_pb2, rollout_service_pb2_grpc
-from penstock_chassis.journal import Journal
+from penstock_chassis.journal import Journal, Statement
 from penstock_driver.app import MIGRATIONS
 from penstock_driver.domain.records import Filter, Record, RequestKey, RolloutEnd
 from penstock_driver.domain.rollout import Outcome, Phase, PhaseChanged, Reward
@@ -35,8 +35,9 @@ class Driver(rollout_service_pb2_grpc.RolloutServiceServicer):
     server: Any = field(default=None)
 
     async def WatchRollouts(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
-        """As the driver's."""
-        async for message in watch_rows(self.rows, self.history, Filter(), request, heartbeat_s=3600):
+        """As the driver's, by run."""
+        matching = Filter(run_id=request.filter.run_id or None)
+        async for message in watch_rows(self.rows, self.history, matching, request, heartbeat_s=3600):
             yield message
 
     async def start(self, *, old: bool = False) -> None:
@@ -60,29 +61,17 @@ class Driver(rollout_service_pb2_grpc.RolloutServiceServicer):
 
 
 @asynccontextmanager
-async def many(place: Path, count: int) -> AsyncIterator[tuple[Driver, str]]:
-    """A driver with `count` rollouts that run, and its dashboard's address."""
+async def serving(
+    place: Path, records: Sequence[Record], updates: Sequence[Statement] = ()
+) -> AsyncIterator[tuple[Driver, str]]:
+    """A driver with these rollouts, changed by `updates` before anybody watches, and its dashboard's address."""
     async with AsyncExitStack() as opened:
         journal = await opened.enter_async_context(await Journal.open(place / "driver.db", MIGRATIONS))
         history = EventLog(journal)
         opened.push_async_callback(history.aclose)
-        records = [
-            Record(
-                rollout_id=f"row-{index:04d}",
-                group_id=None,
-                index=0,
-                run_id="big",
-                task_id="<img src=x onerror=alert(1)>" if index == 7 else f"task-{index % 10}",
-                agent="shell",
-                agent_sha256="",
-                labels={"shard": str(index % 4)},
-                spec=rollout_pb2.RolloutSpec(),
-                create_time=1_700_000_000.0 + index,
-                phase=Phase.RUNNING,
-            )
-            for index in range(count)
-        ]
         await Records(journal).create(RequestKey("q", "d"), records)
+        if updates:
+            await journal.write(updates)
         driver = Driver(Summaries(journal), history)  # type: ignore[abstract]  # one method is all that a page of rows needs
         await driver.start()
         opened.push_async_callback(driver.stop)
@@ -90,3 +79,26 @@ async def many(place: Path, count: int) -> AsyncIterator[tuple[Driver, str]]:
         endpoints = Endpoints(driver=at, sandbox=at, interception=at, inference="")
         shown = await opened.enter_async_context(serve(endpoints, Place(port=0)))
         yield driver, shown.address
+
+
+@asynccontextmanager
+async def many(place: Path, count: int) -> AsyncIterator[tuple[Driver, str]]:
+    """A driver with `count` rollouts that run, and its dashboard's address."""
+    records = [
+        Record(
+            rollout_id=f"row-{index:04d}",
+            group_id=None,
+            index=0,
+            run_id="big",
+            task_id="<img src=x onerror=alert(1)>" if index == 7 else f"task-{index % 10}",
+            agent="shell",
+            agent_sha256="",
+            labels={"shard": str(index % 4)},
+            spec=rollout_pb2.RolloutSpec(),
+            create_time=1_700_000_000.0 + index,
+            phase=Phase.RUNNING,
+        )
+        for index in range(count)
+    ]
+    async with serving(place, records) as opened:
+        yield opened

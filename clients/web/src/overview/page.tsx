@@ -15,7 +15,7 @@ import { Count, FeedNotices, FILTER_KEY, FilterField, setText, shown, text, useN
 import { curveOf, groupsOf } from "./groups";
 import { GroupList } from "./grouplist";
 import "./overview.css";
-import { cancelInTable, copyInTable, groupInTable, moveInTable, RolloutTable } from "./table";
+import { cancelInTable, copyInTable, groupInTable, moveInTable, RolloutTable, SortField } from "./table";
 
 const CURVE_POINTS = 200;
 const GROUPS_SHOWN = 8;
@@ -53,7 +53,7 @@ export default function Overview({ query }: { query: URLSearchParams }) {
           {newestGroups.value.length > 0 && <GroupList groups={newestGroups.value} />}
         </div>
       )}
-      <FilterBar />
+      <FilterBar query={query} />
       {newest.complete.value && !newest.rows.value.length ? (
         <Nothing />
       ) : (
@@ -70,7 +70,7 @@ function emptyWords(): string {
   return ["No rollout matches.", ...misread(text.value)].join(" ");
 }
 
-function FilterBar() {
+function FilterBar({ query }: { query: URLSearchParams }) {
   const without = (filter: string) => filter.replace(/(^|\s)state:\S*/g, " ").trim();
   return (
     <div class="filterbar" role="search">
@@ -91,6 +91,7 @@ function FilterBar() {
           );
         })}
       </div>
+      <SortField query={query} />
       <Count />
       <ViewsButton />
     </div>

@@ -155,6 +155,23 @@ export function RolloutTable({ rows: unsorted, query, waiting, empty }: Props) {
   );
 }
 
+/** The order, where the table has no heads: on a narrow screen. */
+export function SortField({ query }: { query: URLSearchParams }) {
+  const sorting = parseSorting(query.get("sort"), SORT_NAMES);
+  return (
+    <select class="field sortfield" aria-label="Order" value={sorting ? `${sorting.isDown ? "-" : ""}${sorting.by}` : ""} onChange={(event) => changeQuery({ sort: event.currentTarget.value })}>
+      <option value="">Newest first</option>
+      {COLUMNS.flatMap((name) =>
+        ["", "-"].map((sign) => (
+          <option key={sign + name} value={sign + name.toLowerCase()}>
+            {name} {sign ? "▾" : "▴"}
+          </option>
+        )),
+      )}
+    </select>
+  );
+}
+
 const COLUMNS = ["State", "Rollout", "Task", "Agent", "Version", "Calls", "Tokens", "Reward", "Time"];
 const NUMBERS = new Set(["Version", "Calls", "Tokens", "Reward", "Time"]);
 

@@ -79,7 +79,7 @@ export function Chart({ title, lines, format, axis, band, range, height, onOpen 
             height={height}
             role="img"
             tabIndex={0}
-            aria-label={`${title} by ${axis}, ${first} to ${last}: ${lines.map(({ name, points }) => `${name} ${ends(points, format)}`).join("; ")}. Arrow keys pick a point, Enter shows its rollouts.`}
+            aria-label={`${title}, ${first} to ${last}: ${lines.map(({ name, points }) => `${name} ${ends(points, format)}`).join("; ")}. Arrow keys pick a point, Enter shows its rollouts.`}
             onPointerMove={(event) => pick(event.clientX, event.currentTarget)}
             onPointerLeave={() => (picked.value = null)}
             onBlur={() => (picked.value = null)}
@@ -159,11 +159,13 @@ interface ReadingProps {
 function Reading({ axis, at, found, format, isNamed }: ReadingProps) {
   return (
     <>
-      {axis} {at}:{" "}
+      {axis} {at}:
       {found.map(({ line, point: { mean } }) => (
         <span key={line.name} class={`reading look-${line.look}`}>
-          {isNamed && <Swatch look={line.look} />} <strong>{format(mean.value)}</strong>
-          {mean.high > mean.low && ` (${format(mean.low)} to ${format(mean.high)})`}, n = {mean.count}{" "}
+          {" "}
+          {isNamed && <Swatch look={line.look} />}
+          <strong>{format(mean.value)}</strong>
+          {mean.high > mean.low && ` (${format(mean.low)} to ${format(mean.high)})`}, n = {mean.count}
         </span>
       ))}
     </>

@@ -126,6 +126,11 @@ describe("a line", () => {
     expect(width(smooth)).toBeLessThan(width(plain));
   });
 
+  test("of a rate is the mean of the rates of its points: the time between them is no throughput", () => {
+    const apart = [row({ end: 2000 }), row({ end: 61_000 })].map((one, x) => ({ x, rows: [one] }));
+    expect(lineOf(apart, measure("rate"), 2).map((point) => point.mean.value)).toEqual([60, 30.5]);
+  });
+
   test("leaves out points that have nothing of it", () => {
     expect(lineOf([{ x: 1, rows: [row()] }, { x: 2, rows: [row({ reward: 1, end: 2000 })] }], measure("reward"), 1).map((point) => point.x)).toEqual([2]);
   });

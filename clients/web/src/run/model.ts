@@ -175,6 +175,14 @@ export interface Measure {
   readonly of: (rows: readonly Row[]) => Estimate | null;
 }
 
+/** The mean of the values of some points: of what cannot be computed from their rollouts together. */
+function meanOf(found: readonly (Estimate | null)[]): Estimate | null {
+  const known = found.filter((one) => one !== null);
+  if (!known.length) return null;
+  const value = known.reduce((sum, one) => sum + one.value, 0) / known.length;
+  return { value, low: value, high: value, count: known.reduce((sum, one) => sum + one.count, 0) };
+}
+
 /** What a run is looked at by; the first is the reward. */
 export const MEASURES: readonly Measure[] = [
   { key: "reward", name: "Reward", band: "95 % interval of the mean, over tasks (Wilson)", of: meanReward },
@@ -220,12 +228,13 @@ export interface LinePoint {
  * A line through the points.
  *
  * @param window how many points count together, each with those before it: their rollouts are pooled, so that the band is the
- *   interval of what is drawn.
+ *   interval of what is drawn. What has no band is the mean of theirs: a rate over several steps would count the time between them.
  */
 export function lineOf(points: readonly RunPoint[], measure: Measure, window: number): LinePoint[] {
   return points.flatMap(({ x, rows }, index) => {
     const own = measure.of(rows);
-    const mean = window === 1 ? own : measure.of(points.slice(Math.max(0, index - window + 1), index + 1).flatMap((point) => point.rows));
+    const together = points.slice(Math.max(0, index - window + 1), index + 1);
+    const mean = window === 1 ? own : measure.band ? measure.of(together.flatMap((point) => point.rows)) : meanOf(together.map((point) => measure.of(point.rows)));
     return own && mean ? [{ x, mean, own: own.value, rows }] : [];
   });
 }

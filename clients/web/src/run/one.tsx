@@ -194,7 +194,7 @@ function Controls({ refs, query, axis, window }: { refs: readonly string[]; quer
     <div class="controls">
       <label>
         By
-        <select class="field" value={axis} onChange={(event) => changeQuery({ x: event.currentTarget.value })}>
+        <select class="field" aria-label="Points by" value={axis} onChange={(event) => changeQuery({ x: event.currentTarget.value })}>
           {AXES.map((one) => (
             <option key={one} value={one}>
               {AXIS_NAMES[one]}
@@ -204,7 +204,7 @@ function Controls({ refs, query, axis, window }: { refs: readonly string[]; quer
       </label>
       <label title="So many points are pooled, each with those before it; the band is the interval of what is drawn">
         Smooth
-        <select class="field" value={String(window)} onChange={(event) => changeQuery({ smooth: event.currentTarget.value === "1" ? "" : event.currentTarget.value })}>
+        <select class="field" aria-label="Points pooled" value={String(window)} onChange={(event) => changeQuery({ smooth: event.currentTarget.value === "1" ? "" : event.currentTarget.value })}>
           {WINDOWS.map((one) => (
             <option key={one} value={String(one)}>
               {one === 1 ? "no" : `${one} points`}

@@ -55,7 +55,7 @@ function All({ by, query }: { by: By; query: URLSearchParams }) {
           <div class="quick" role="group" aria-label="Rewards">
             {QUICK.map(([standing, name]) => (
               <button key={name} type="button" class="button quiet" aria-pressed={standing === asked} onClick={() => changeQuery({ rewards: standing, page: "" })}>
-                {name} <span class="muted num">{standing ? all.filter((slice) => slice.standing === standing).length : all.length}</span>
+                {name} <span class="muted num">({standing ? all.filter((slice) => slice.standing === standing).length : all.length})</span>
               </button>
             ))}
           </div>

@@ -42,7 +42,7 @@ export function Mean({ of, format = reward }: { of: Estimate | null; format?: (v
   if (!of) return <span class="muted">–</span>;
   return (
     <span title={`95 % interval, over ${of.count} rollouts`}>
-      <strong>{format(of.value)}</strong> <span class="muted">{intervalWords(of, format)}</span>
+      <strong>{format(of.value)}</strong> <span class="muted wide">{intervalWords(of, format)}</span>
     </span>
   );
 }

@@ -7,10 +7,11 @@ const of = { id: `r${hex}`, task: "fix-parser", agent: "codex", group: "", index
 
 describe("names", () => {
   test("are of task, agent and number where the id is random", () => {
-    expect(rolloutName(of)).toBe("fix-parser · codex · 9f2c");
-    expect(rolloutName({ ...of, id: `r${"0".repeat(32)}`, group: `g${hex}` })).toBe("fix-parser · codex · 9f2c #3");
+    expect(rolloutName(of)).toBe("fix-parser · 9f2c · codex");
+    expect(rolloutName({ ...of, id: `r${"0".repeat(32)}`, group: `g${hex}` })).toBe("fix-parser · 9f2c #3 · codex");
     expect(shortName({ ...of, group: `g${hex}` })).toBe("9f2c #3");
-    expect(groupName({ ...of, id: `g${hex}` })).toBe("fix-parser · codex · 9f2c");
+    expect(shortName({ id: `g.d0.${hex}-12` })).toBe("9f2c #12");
+    expect(groupName({ ...of, id: `g${hex}` })).toBe("fix-parser · 9f2c · codex");
     expect(shortName({ ...of, id: `g.d0.${hex}-3`, group: `g.d0.${hex}` })).toBe("9f2c #3");
     expect(shortName({ ...of, group: "step-7" })).toBe("step-7 #3");
   });
