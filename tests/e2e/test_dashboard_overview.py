@@ -55,7 +55,9 @@ async def test_form_starts_a_rollout_and_shows_its_reward(browser: Browser, addr
         await line.click()
         await expect(page).to_have_url(re.compile("#/rollouts/"))
         # The rollout's styles are not the table's, although the page has both by now.
-        await expect(page.get_by_role("heading", level=1)).to_contain_text("Rollout")
+        # Nobody chose its id: it has a name of its task, a number and its agent.
+        name = re.compile("^Rollout from-the-form · [0-9a-f]{4} · shell$")
+        await expect(page.get_by_role("heading", level=1)).to_have_text(name)
         await page.go_back()
         await expect(line.locator(".reward")).to_have_css("display", "block")
         await expect(line.locator(".tokens")).to_have_css("font-size", "14px")

@@ -64,8 +64,6 @@ async def test_run_is_read_by_step_and_leads_to_the_rollouts_of_a_step(browser: 
         await page.get_by_label("Points by").select_option("version")
         await expect(page.get_by_role("img", name=re.compile("^Reward by policy version"))).to_be_visible()
         await page.get_by_label("Points by").select_option("step")
-        await picture.focus()
-        await page.keyboard.press("ArrowRight")
         await page.keyboard.press("Enter")
         await expect(page.get_by_label("Filter the rollouts")).to_have_value("run:learns label:step=0")
         table = page.get_by_role("table", name="Rollouts")
