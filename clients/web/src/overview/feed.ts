@@ -16,8 +16,8 @@ export const MOST_ENDED = 10_000;
 /** A browser has six connections to one address, and a stream takes one: so many drivers are followed at once. */
 export const MOST_DRIVERS = 4;
 const LOOK_AGAIN_MS = 5000;
-/** Seconds between two messages of a stream that may send thousands of rows. */
-const LARGE_INTERVAL_S = 1n;
+/** Seconds between two messages of a stream of up to 10,000 rows, over which curves are computed each time. */
+const LARGE_INTERVAL_S = 3n;
 
 interface Source {
   readonly board: Board;

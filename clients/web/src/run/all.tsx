@@ -16,7 +16,8 @@ import "./run.css";
 export const MOST_RUNS = 4;
 
 const feed = new Feed(MOST_ENDED);
-const runs = computed(() => runsOf(feed.rows.value));
+/** Once all have come: figures over thousands of rows are not computed for each part of them. */
+const runs = computed(() => (feed.complete.value ? runsOf(feed.rows.value) : []));
 /** The refs of the runs that the page has seen, newest first. */
 export const knownRefs = computed(() => [...new Set([...runs.value.map((run) => run.ref), ...newest.rows.value.filter((row) => row.run).map(refOf)])]);
 /** The refs of those that are to be compared, in the order in which they were chosen. */
@@ -33,7 +34,7 @@ const COLUMNS: readonly Column<Run>[] = [
 export default function Runs({ query }: { query: URLSearchParams }) {
   useEffect(feed.watch, []);
   const known = chosen.value.filter((ref) => runs.value.some((run) => run.ref === ref));
-  const without = feed.rows.value.filter((row) => !row.run).length;
+  const without = feed.complete.value ? feed.rows.value.filter((row) => !row.run).length : 0;
   return (
     <div class="runs">
       <div class="title">

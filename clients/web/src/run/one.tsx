@@ -4,6 +4,7 @@ import { useEffect, useMemo } from "preact/hooks";
 import { compact, duration, reward } from "../lib/format";
 import { changeQuery, go, href, location_, type Params, queryOf } from "../lib/router";
 import { difference } from "../lib/estimate";
+import type { Row } from "../overview/board";
 import { Feed, followed, MOST_DRIVERS, MOST_ENDED } from "../overview/feed";
 import { oneLine } from "../rollout/safe";
 import { slicesOf } from "../tasks/model";
@@ -22,6 +23,7 @@ import "./run.css";
 
 /** Runs that the field offers. */
 const MOST_OFFERED = 100;
+const NONE: readonly Row[] = [];
 const WINDOWS = [1, 3, 5, 10, 25];
 const AXIS_NAMES: Readonly<Record<Axis, string>> = { step: "step", version: "policy version", group: "group" };
 const HEIGHTS = { first: 260, other: 170 };
@@ -61,19 +63,28 @@ function Shown({ refs, query }: { refs: readonly string[]; query: URLSearchParam
       for (const stop of stops) stop();
     };
   }, []);
-  const all = feeds.map((feed) => feed.rows.value);
-  const runs = useMemo(() => refs.map((ref, index) => runOf(ref, rowsOf(all[index] ?? [], ref))), all);
   const isKnown = feeds.every((feed) => feed.complete.value);
+  // Once all have come: curves of thousands of rows are not computed for each part of them.
+  const all = feeds.map((feed) => (isKnown ? feed.rows.value : NONE));
+  const runs = useMemo(() => refs.map((ref, index) => runOf(ref, rowsOf(all[index] ?? NONE, ref))), all);
   const asked = query.get("x");
   const axis = AXES.find((one) => one === asked) ?? usualAxis(runs.map((run) => run.rows));
   const window = WINDOWS.find((one) => String(one) === query.get("smooth")) ?? 1;
   const [first, second] = runs;
   if (!first) return null;
+  const notices = feeds.flatMap((feed, index) => feed.followings.value.map(({ driver, following }) => <FollowingNotice key={`${driver} ${refs[index]}`} following={following} />));
+  if (!isKnown)
+    return (
+      <>
+        {notices}
+        <p class="card empty">Reading the rollouts of {refs.map(runName).join(", ")}…</p>
+      </>
+    );
   return (
     <>
-      {feeds.flatMap((feed) => feed.followings.value.map(({ driver, following }) => <FollowingNotice key={`${driver} ${refs[feeds.indexOf(feed)]}`} following={following} />))}
+      {notices}
       <Title runs={runs} />
-      {isKnown && !first.rows.length && (
+      {!first.rows.length && (
         <p class="notice" role="status">
           <span>
             <strong>No rollout of run {runName(first.ref)} is known.</strong> It was deleted, its id is not complete, or it belongs to other services than these. <a href={href("/runs")}>All runs</a>
