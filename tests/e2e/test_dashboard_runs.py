@@ -63,6 +63,10 @@ async def test_run_is_read_by_step_and_leads_to_the_rollouts_of_a_step(browser: 
         await expect(section).to_contain_text(re.compile(r"step 0: 0[.0-9]* \(0[.0-9]* to 0[.0-9]*\), n = \d+"))
         await page.get_by_label("Points by").select_option("version")
         await expect(page.get_by_role("img", name=re.compile("^Reward by policy version"))).to_be_visible()
+        # What trainers reported to the engine is drawn beside it.
+        await expect(
+            page.get_by_role("img", name=re.compile("^Logprob gap by policy version, 0 to 3: "))
+        ).to_be_visible()
         await page.get_by_label("Points by").select_option("step")
         await page.keyboard.press("Enter")
         await expect(page.get_by_label("Filter the rollouts")).to_have_value("run:learns label:step=0")
@@ -101,7 +105,15 @@ async def test_tasks_show_what_is_never_solved_and_a_view_is_kept(browser: Brows
 
 async def test_runs_and_tasks_fit_a_phone(browser: Browser, learned: str) -> None:
     """In the dark, on 360 pixels, nothing is wider than the page."""
-    for route in ("/runs", "/runs/learns", "/runs/learns?with=slower", "/tasks", "/tasks/never-solved", "/agents"):
-        async with looking(browser, learned, "any", route, width=360, height=720, scheme="dark") as page:
+    async with looking(browser, learned, "any", "/runs", width=360, height=720, scheme="dark") as page:
+        for route, heading in (
+            ("/runs", "Runs"),
+            ("/runs/learns", "Run learns"),
+            ("/runs/learns?with=slower", "2 runs"),
+            ("/tasks/never-solved", "Task never-solved"),
+            ("/agents", "Agents"),
+        ):
+            await page.goto(f"{learned}#{route}")
+            await expect(page.get_by_role("heading", level=1)).to_have_text(heading)
             await expect(page.locator("tbody tr").first).to_be_visible()
             assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth"), route

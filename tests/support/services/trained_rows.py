@@ -7,9 +7,10 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from tests.support.services.many_rows import Driver, serving
+from tests.support.services.many_rows import Driver, Engine, serving
 
 from penstock.driver.v1 import rollout_pb2
+from penstock.inference.v1 import inference_service_pb2
 from penstock_chassis.journal import Statement
 from penstock_driver.domain.records import Record
 from penstock_driver.domain.rollout import Cause, Failure, Outcome, Phase, Reward
@@ -43,7 +44,12 @@ async def trained(place: Path, runs: Mapping[str, float], steps: int) -> AsyncIt
                     updates.append(
                         _ended(record, seconds, outcome, step, calls=drawn.randint(2, 9 - 4 * step // steps))
                     )
-    async with serving(place, records, updates) as opened:
+    gaps = [
+        inference_service_pb2.LogprobGap(policy_version=version, tokens=5000, mean_abs=4e-7 * (1 + version % 3))
+        for version in range(steps)
+    ]
+    engine = Engine(gaps)  # type: ignore[abstract]
+    async with serving(place, records, updates, engine) as opened:
         yield opened
 
 

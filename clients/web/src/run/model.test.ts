@@ -6,6 +6,7 @@ import { describe, expect, test } from "vitest";
 
 import { type Row, rowOf } from "../overview/board";
 import { comparedTasks } from "./comparison";
+import { gapPoints } from "./gaps";
 import { filterOf, lineOf, MEASURES, MOST_POINTS, parseRef, pointsOf, refOf, rowsOf, runsOf, usualAxis } from "./model";
 
 let count = 0;
@@ -155,4 +156,13 @@ describe("a line", () => {
       }),
     );
   });
+});
+
+test("gaps are those of the runs' versions, oldest first", () => {
+  const gap = (version: number, meanAbs: number) => ({ policyVersion: BigInt(version), tokens: 10n, meanAbs });
+  expect(gapPoints([gap(3, 0.3), gap(1, 0.1), gap(2, 0.2)], [2, 7]).map(({ x, own, mean }) => [x, own, mean.count])).toEqual([
+    [2, 0.2, 10],
+    [3, 0.3, 10],
+  ]);
+  expect(gapPoints([gap(1, 0.1)], null)).toEqual([]);
 });

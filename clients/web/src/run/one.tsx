@@ -17,6 +17,7 @@ import { ViewsButton } from "../ui/views";
 import { Chart, type Line, Swatch } from "./chart";
 import { Ago, rate, RUN_COLUMNS, runName } from "./columns";
 import { type ComparedTask, comparedTasks } from "./comparison";
+import { gapPoints, useGaps } from "./gaps";
 import { AXES, type Axis, filterOf, lineOf, type LinePoint, type Measure, MEASURES, parseRef, pointsOf, type Run, rowsOf, runOf, usualAxis } from "./model";
 import { knownRefs, MOST_RUNS, placeOf } from "./all";
 import "./run.css";
@@ -250,6 +251,8 @@ function Charts({ runs, axis, window }: { runs: readonly Run[]; axis: Axis; wind
     const linesOf = (measure: Measure): Line[] => runs.map((run, look) => ({ name: runName(run.ref), look, points: lineOf(points[look] ?? [], measure, window) }));
     return MEASURES.map((measure) => ({ measure, lines: linesOf(measure) }));
   }, [points, window]);
+  const versions = useMemo(() => widest(runs), [runs]);
+  const gaps = gapPoints(useGaps(versions?.[1] ?? null).value, versions);
   const open = (line: number, point: LinePoint) => go(rowsPlace(runs[line]?.ref ?? "", axis, point));
   const [first, ...others] = lines.map(({ measure, lines }, index) => (
     <Chart
@@ -267,10 +270,33 @@ function Charts({ runs, axis, window }: { runs: readonly Run[]; axis: Axis; wind
   return (
     <>
       {first}
-      <div class="charts">{others}</div>
+      <div class="charts">
+        {others}
+        {gaps.length > 0 && (
+          <Chart
+            title="Logprob gap by policy version"
+            lines={[{ name: "engine", look: 0, points: gaps }]}
+            format={nats}
+            axis={AXIS_NAMES.version}
+            band="mean |trainer - engine| in nats, as reported to the engine"
+            range={[0, 0]}
+            height={HEIGHTS.other}
+            onOpen={() => go("/services")}
+          />
+        )}
+      </div>
     </>
   );
 }
+
+/** The versions of all runs together. */
+function widest(runs: readonly Run[]): readonly [number, number] | null {
+  const known = runs.flatMap((run) => (run.versions ? [run.versions] : []));
+  return known.length ? [Math.min(...known.map(([oldest]) => oldest)), Math.max(...known.map(([, newest]) => newest))] : null;
+}
+
+/** Gaps are of any size: 3.5e-7 to some nats. */
+const nats = (value: number): string => (value !== 0 && value < 0.001 ? value.toExponential(1) : reward(value));
 
 /** Where the rollouts of a point are shown: of its step or group alone where a filter can name them, else of its run. */
 function rowsPlace(ref: string, axis: Axis, { rows }: LinePoint): string {
