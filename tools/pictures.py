@@ -4,6 +4,7 @@ The page must be built before: `make dashboard`.
 """
 
 import asyncio
+import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Final
@@ -19,7 +20,10 @@ _STEPS: Final = 30
 async def main() -> None:
     """Writes docs/images/runs.png."""
     with TemporaryDirectory() as place:
-        async with trained(Path(place), _RUNS, _STEPS) as (_, address), chromium() as browser:
+        async with (
+            trained(Path(place), _RUNS, _STEPS, time.time() - 60 * _STEPS) as (_, address),
+            chromium() as browser,
+        ):
             route = "/runs/grpo-a?with=grpo-b&with=sft&smooth=5"
             async with looking(browser, address, "any", route, width=1280, height=900) as page:
                 await page.locator("path.band").first.wait_for()

@@ -18,17 +18,20 @@ from penstock_driver.wire.to_proto import outcome_to_proto
 
 TASKS = ("fix-parser", "add-flag", "sort-imports", "<img src=x onerror=alert(1)>", "never-solved", "rename-field")
 GROUP = 8
-_START = 1_700_000_000.0
 
 
 @asynccontextmanager
-async def trained(place: Path, runs: Mapping[str, float], steps: int) -> AsyncIterator[tuple[Driver, str]]:
+async def trained(
+    place: Path, runs: Mapping[str, float], steps: int, start: float = 1_700_000_000.0
+) -> AsyncIterator[tuple[Driver, str]]:
     """A driver with some runs of `steps` steps, and its dashboard's address.
 
     Each step has a group of each task; all is drawn from a fixed seed.
 
     Args:
         runs: how fast each learns, by run id: how much the share that is solved grows over all steps.
+        steps: one minute each.
+        start: when the first begins, in seconds since the epoch.
     """
     drawn = random.Random(7)
     records, updates = list[Record](), list[Statement]()
@@ -37,7 +40,7 @@ async def trained(place: Path, runs: Mapping[str, float], steps: int) -> AsyncIt
             for task, task_id in enumerate(TASKS):
                 group_id = f"g.d0.{drawn.getrandbits(128):032x}"
                 for index in range(GROUP):
-                    record = _record(run_id, group_id, step, task_id, index)
+                    record = _record(run_id, group_id, step, task_id, index, start + 60 * step)
                     seconds = drawn.uniform(5, 40)
                     outcome = _outcome(drawn, task, 0.2 + gain * step / steps)
                     records.append(record)
@@ -53,7 +56,7 @@ async def trained(place: Path, runs: Mapping[str, float], steps: int) -> AsyncIt
         yield opened
 
 
-def _record(run_id: str, group_id: str, step: int, task_id: str, index: int) -> Record:
+def _record(run_id: str, group_id: str, step: int, task_id: str, index: int, start: float) -> Record:
     return Record(
         rollout_id=f"{group_id}-{index}",
         group_id=group_id,
@@ -64,7 +67,7 @@ def _record(run_id: str, group_id: str, step: int, task_id: str, index: int) -> 
         agent_sha256="",
         labels={"step": str(step)},
         spec=rollout_pb2.RolloutSpec(),
-        create_time=_START + 60 * step,
+        create_time=start,
         phase=Phase.ENDED,
     )
 

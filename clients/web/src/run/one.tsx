@@ -22,6 +22,8 @@ import { AXES, type Axis, filterOf, lineOf, type LinePoint, type Measure, MEASUR
 import { knownRefs, MOST_RUNS, placeOf } from "./all";
 import "./run.css";
 
+/** Runs that a notice names. */
+const MOST_NAMED = 10;
 /** Runs that the field offers. */
 const MOST_OFFERED = 100;
 const NONE: readonly Row[] = [];
@@ -47,7 +49,7 @@ export default function RunPage({ params, query }: { params: Params; query: URLS
       {refs.length > most && (
         <p class="notice" role="status">
           <span>
-            <strong>At most {most} of these runs can be shown in one picture.</strong> Not shown: {refs.slice(most).map(runName).join(", ")}
+            <strong>At most {most} of these runs can be shown in one picture.</strong> Not shown: {refs.slice(most, most + MOST_NAMED).map(runName).join(", ")}
           </span>
         </p>
       )}
