@@ -19,9 +19,10 @@ _STEPS: Final = 30
 
 async def main() -> None:
     """Writes docs/images/runs.png."""
+    began = time.time() - 60 * _STEPS
     with TemporaryDirectory() as place:
         async with (
-            trained(Path(place), _RUNS, _STEPS, time.time() - 60 * _STEPS) as (_, address),
+            trained(Path(place), _RUNS, _STEPS, began) as (_, address),
             chromium() as browser,
         ):
             route = "/runs/grpo-a?with=grpo-b&with=sft&smooth=5"
