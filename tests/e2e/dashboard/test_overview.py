@@ -55,10 +55,19 @@ async def test_form_starts_a_rollout_and_shows_its_reward(browser: Browser, addr
         await line.click()
         await expect(page).to_have_url(re.compile("#/rollouts/"))
         # The rollout's styles are not the table's, although the page has both by now.
-        await expect(page.get_by_role("heading", level=1)).to_contain_text("Rollout")
+        # Nobody chose its id: it has a name of its task, a number and its agent.
+        name = re.compile("^Rollout from-the-form · [0-9a-f]{4} · shell$")
+        await expect(page.get_by_role("heading", level=1)).to_have_text(name)
         await page.go_back()
+        await expect(line.locator(".name")).to_have_text(re.compile("^[0-9a-f]{4}$"))
         await expect(line.locator(".reward")).to_have_css("display", "block")
         await expect(line.locator(".tokens")).to_have_css("font-size", "14px")
+        # Its run is one of the runs, with its reward.
+        await page.goto(f"{address}#/runs")
+        await page.get_by_role("link", name=run_id).click()
+        await expect(page.get_by_role("heading", level=1)).to_have_text(f"Run {run_id}")
+        await expect(page.locator(".figures")).to_contain_text("Mean reward0.5")
+        await expect(page.get_by_role("table", name="Tasks").get_by_role("row")).to_have_count(2)
 
 
 @pytest.mark.requirement("R5")
@@ -70,9 +79,9 @@ async def test_read_only_token_is_recognised_and_a_wrong_one_replaced(
         alert = page.get_by_role("alert")
         await expect(alert).to_contain_text("The token is invalid for this service")
         assert (await alert.inner_text()).count("The token is invalid for this service") == 1
-        await expect(page.locator(".numbers dd").first).not_to_have_text(re.compile("[0-9]"))
+        await expect(page.locator(".figures dd").first).not_to_have_text(re.compile("[0-9]"))
         await expect(page.get_by_text("Nothing is known of any rollout yet.")).to_be_visible()
-        await page.get_by_role("button", name="Token").click()
+        await page.get_by_role("button", name="Token", exact=True).click()
         await page.get_by_label("Token", exact=True).last.fill(OBSERVER_TOKEN)
         await page.get_by_role("button", name="Use it").click()
         await expect(alert).to_have_count(0)

@@ -52,6 +52,7 @@ async def test_rollout_page_shows_reward_diff_and_sampled_tokens(
     assert best.trajectory and best.reward and best.reward.value == 1.0
     async with looking(browser, address, OBSERVER_TOKEN, f"/rollouts/{best.rollout_id}") as page:
         await expect(page.get_by_role("heading", name=best.rollout_id)).to_be_visible()
+        await expect(page.get_by_role("button", name=f"Copy the id {best.rollout_id}")).to_be_visible()
         await expect(page.get_by_text("3 of 3 verifier commands passed")).to_be_visible()
         verifier = page.get_by_role("region", name="Verifier")
         await expect(verifier.get_by_text("exit 0")).to_have_count(3)
