@@ -51,13 +51,13 @@ from penstock_driver.placement.fleet import (
 from penstock_driver.placement.members import PeerAddresses, shown
 from penstock_driver.placement.placement import OnePlace, Placement
 from penstock_driver.placement.services import RunnerServices
-from penstock_driver.rollouts.adoption import SealedSpecs
 from penstock_driver.rollouts.branch_room import BranchRoom
 from penstock_driver.rollouts.branching import Parents
 from penstock_driver.rollouts.event_limits import EventLimits
 from penstock_driver.rollouts.manager import Capacity, RolloutManager
 from penstock_driver.rollouts.preflight import Preflight
-from penstock_driver.rollouts.recording import RecordingFile
+from penstock_driver.rollouts.recovery.replayed_answers import RecordingFile
+from penstock_driver.rollouts.recovery.sealed_specs import SealedSpecs
 from penstock_driver.rollouts.regrading import Regrader
 from penstock_driver.rollouts.use_cases import RolloutCreation, RolloutDeletion, RolloutReading, RolloutUseCases
 from penstock_driver.rpc import rollout_service, terminal_service

@@ -81,7 +81,7 @@ from penstock_driver.rollouts.agent_process import brings_files, fetch_artifacts
 from penstock_driver.rollouts.context import AttemptResult, AttemptSpec, Cancellation
 from penstock_driver.rollouts.held_agent import HeldAgent
 from penstock_driver.rollouts.recorder import RolloutRecorder
-from penstock_driver.rollouts.recording import RecordingFile
+from penstock_driver.rollouts.recovery.replayed_answers import RecordingFile
 from penstock_driver.trajectories.turn_rewards import with_call_ids
 from penstock_driver.workdir.capture import WorkdirCapture
 

@@ -54,8 +54,8 @@ from penstock_driver.grading.carried import Work
 from penstock_driver.grading.grader import Grader
 from penstock_driver.placement.placement import Avoid, Place, Placement
 from penstock_driver.placement.services import RunnerServices
-from penstock_driver.rollouts.adoption import SealedSpecs
 from penstock_driver.rollouts.branching import kept_spec
+from penstock_driver.rollouts.recovery.sealed_specs import SealedSpecs
 from penstock_driver.store.end_states import EndStates
 from penstock_driver.store.records import Records
 from penstock_driver.trajectories.reading import without_tokens

@@ -23,12 +23,12 @@ from penstock_driver.domain.records import Filter, GroupPlan, GroupRecord, Recor
 from penstock_driver.domain.rollout import FIRST_GRADE, RolloutSpec
 from penstock_driver.domain.validation import Violations, check_chosen_id, check_group, check_seeds
 from penstock_driver.exports.exporter import Exporter
-from penstock_driver.rollouts.adoption import SealedSpecs
 from penstock_driver.rollouts.branch_room import Recorded
 from penstock_driver.rollouts.branching import BranchOrder, Parents
 from penstock_driver.rollouts.manager import RolloutManager, end_not_recorded
 from penstock_driver.rollouts.preflight import Preflight
-from penstock_driver.rollouts.recording import RecordingFile
+from penstock_driver.rollouts.recovery.replayed_answers import RecordingFile
+from penstock_driver.rollouts.recovery.sealed_specs import SealedSpecs
 from penstock_driver.rollouts.regrading import Regrader
 from penstock_driver.store.annotations import Annotations
 from penstock_driver.store.end_states import EndStates, gone

@@ -51,7 +51,6 @@ from penstock_sandbox.domain.model import (
     SandboxSpec,
     State,
 )
-from penstock_sandbox.domain.records import Record, Records
 from penstock_sandbox.processes.manager import Processes
 from penstock_sandbox.sandboxes.admission import Admission, Owner, Watermark
 from penstock_sandbox.sandboxes.layer_refs import LayerRefs, unknown
@@ -59,6 +58,7 @@ from penstock_sandbox.sandboxes.leases import Leases
 from penstock_sandbox.sandboxes.policy import Limits, Policy, is_narrower, network_problems
 from penstock_sandbox.sandboxes.removal import Teardowns
 from penstock_sandbox.sandboxes.table import SandboxEntry, Table
+from penstock_sandbox.store.records import Record, Records
 
 _log = structlog.get_logger(__name__)
 

@@ -1,7 +1,7 @@
 """The Docker backend: sandboxes as containers of a daemon, here or elsewhere, served by guest agents.
 
 Purpose: combines the parts. One sandbox is: a hardened container of a prepared image, whose first process does nothing;
-a guest agent, in one of several ways (``reach``, ``inside``); and its mounts (``sandboxes`` makes and ends them).
+a guest agent, in one of several ways (``access``); and its mounts (``sandboxes`` makes and ends them).
 
 Invariants
 - Capabilities are tested: ``open`` makes a sandbox and checks it from inside before the backend is available.

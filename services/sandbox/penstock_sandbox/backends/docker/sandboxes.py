@@ -31,10 +31,10 @@ from penstock_sandbox.backends.docker.images.layers import REPOSITORY, Layers, n
 from penstock_sandbox.backends.docker.images.prepared_images import ReadyImage, described
 from penstock_sandbox.backends.docker.options import DockerOptions
 from penstock_sandbox.domain.backend import SandboxHandle
+from penstock_sandbox.domain.errno import Refused as RefusedInside
 from penstock_sandbox.domain.model import NetworkKind, SandboxSpec
 from penstock_sandbox.guest_client.sandbox import BackendHooks, GuestSandbox, ProcessDefaults
 from penstock_sandbox.guest_client.stream import LinkLost
-from penstock_sandbox.host.errors import Refused as RefusedInside
 
 TRIAL = "trial"
 """The sandbox id of the trial."""

@@ -1,7 +1,7 @@
 """Task files: YAML or JSON written by people, validated strictly, turned into a `Task`.
 
 Unknown keys are refused, with their line and the closest valid key. Files are given inline (`content`) or by `from`, a
-file or a directory in the task file's own directory (beside.py).
+file or a directory in the task file's own directory (named_files.py).
 """
 
 import base64

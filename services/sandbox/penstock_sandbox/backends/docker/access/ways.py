@@ -1,4 +1,4 @@
-"""Access to a sandbox: this service enters its namespaces, or a container beside it does (or see ``inside``).
+"""Access to a sandbox: this service enters its namespaces, or a container beside it does (or see ``started_inside``).
 
 Purpose: all ways start the same guest agent, which serves the sandbox over one byte stream; they differ in what starts
 it and how its socket is reached. The first two need nothing in the sandbox's image.

@@ -1,4 +1,4 @@
-"""Images: pulled once with a timeout of their own, and prepared (``prepared``) to be sandboxes.
+"""Images: pulled once with a timeout of their own, and prepared (``prepared_images``) to be sandboxes.
 
 Invariants: one pull and one preparation of an image at a time, shared by all callers; a cancelled caller stops neither.
 """

@@ -20,7 +20,7 @@ from tests.support.waiting import eventually, eventually_async
 from penstock.inference.v1 import inference_service_pb2 as pb
 from penstock_chassis.auth import Role, acting_in
 from penstock_chassis.membership import peers
-from penstock_inference.clients import handing_on
+from penstock_inference.clients import weight_handover
 from penstock_inference.engines.base import EngineInfo, EngineOptions, PauseMode, UpdateFormat
 from penstock_inference.engines.numpy.engine import NumpyEngine
 from penstock_inference.engines.optional_features import AdapterInfo, AdapterSource
@@ -36,8 +36,8 @@ PROMPT = np.array([5, 6, 7], "<i4")
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """What lasts seconds lasts moments."""
     monkeypatch.setattr(peers, "PROBE_EVERY_S", 0.05)
-    monkeypatch.setattr(handing_on, "LOOK_EVERY_S", 0.05)
-    monkeypatch.setattr(handing_on, "BEHIND_S", 0.1)
+    monkeypatch.setattr(weight_handover, "LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr(weight_handover, "BEHIND_S", 0.1)
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.assay import view
+from penstock.assay import leaks
 from penstock.assay.model import Code
 from penstock.client import SeedFile, Task, Verifier
 from penstock.client.tasks.spec import Command, Solution
@@ -45,7 +45,7 @@ def looked(folder: Path, task: Task = TASK, diff: str = DIFF) -> dict[Code, str]
     home = folder.parent / "home"
     home.mkdir(exist_ok=True)
     # Everything but the directory and the home is other tests' and the machine's own.
-    script = view.script(task, diff)
+    script = leaks.script(task, diff)
     start, _, rest = script.partition("<<'PENSTOCK_END'\n")
     program = rest.removesuffix("\nPENSTOCK_END\n").replace(', "/tmp", "/var/tmp", "/"]', "]")
     done = subprocess.run(
@@ -57,8 +57,8 @@ def looked(folder: Path, task: Task = TASK, diff: str = DIFF) -> dict[Code, str]
         check=True,
     )
     reports = [line for line in done.stdout.splitlines() if line.startswith("PENSTOCK ")]
-    assert view.size(reports) is not None, done.stderr
-    return {finding.code: finding.evidence for finding in view.findings(reports)}
+    assert leaks.size(reports) is not None, done.stderr
+    return {finding.code: finding.evidence for finding in leaks.findings(reports)}
 
 
 @pytest.fixture
@@ -180,7 +180,7 @@ def test_a_sandbox_without_python_is_reported_as_not_read(tmp_path: Path) -> Non
     """Nothing known is never nothing found."""
     shell = subprocess.run(["sh", "-c", "command -v sh"], capture_output=True, text=True, check=True).stdout.strip()
     done = subprocess.run(
-        [shell, "-c", view.script(TASK, DIFF)], env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=True
+        [shell, "-c", leaks.script(TASK, DIFF)], env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=True
     )
-    assert [finding.code for finding in view.findings(done.stdout.splitlines())] == [Code.VIEW_NOT_READ]
-    assert [finding.code for finding in view.findings([])] == [Code.VIEW_NOT_READ]
+    assert [finding.code for finding in leaks.findings(done.stdout.splitlines())] == [Code.VIEW_NOT_READ]
+    assert [finding.code for finding in leaks.findings([])] == [Code.VIEW_NOT_READ]

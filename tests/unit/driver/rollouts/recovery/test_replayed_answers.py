@@ -10,8 +10,8 @@ import pytest
 from penstock.chat.v1 import completion_pb2
 from penstock.trajectory.v1 import trajectory_pb2
 from penstock_driver.grading.carried import remove_others
-from penstock_driver.rollouts import recording
-from penstock_driver.rollouts.recording import RecordingFile
+from penstock_driver.rollouts.recovery import replayed_answers
+from penstock_driver.rollouts.recovery.replayed_answers import RecordingFile
 
 
 def calls(count: int) -> list[trajectory_pb2.Call]:
@@ -29,7 +29,7 @@ async def captured(count: int) -> AsyncIterator[trajectory_pb2.Trajectory]:
 
 
 async def test_a_recording_is_read_as_it_was_captured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recording, "PART_BYTES", 200)
+    monkeypatch.setattr(replayed_answers, "PART_BYTES", 200)
     file = RecordingFile(tmp_path / "recordings", "r1")
     await file.write(captured(10), 2, exact=True)
     parts = list(file.parts())

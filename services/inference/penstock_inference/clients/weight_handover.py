@@ -52,7 +52,7 @@ class _Listed:
     unloaded: Mapping[_Name, int]
 
 
-class HandingOn:
+class WeightHandover:
     """Looks after the other engines of a pool.
 
     Args:

@@ -38,11 +38,11 @@ from penstock_driver.domain.rollout import (
     RolloutEvent,
 )
 from penstock_driver.domain.unended import AttemptPlace, Stage, Unended
-from penstock_driver.rollouts.adoption import NotAdoptable, SealedSpecs
 from penstock_driver.rollouts.event_limits import Allowance, EventLimits, OutputEvents
 from penstock_driver.rollouts.groups import COMPLETE
-from penstock_driver.rollouts.history import History
 from penstock_driver.rollouts.recorder import RolloutRecorder
+from penstock_driver.rollouts.recovery.history import History
+from penstock_driver.rollouts.recovery.sealed_specs import NotAdoptable, SealedSpecs
 from penstock_driver.store.seal import Seal
 from penstock_driver.wire.specs import effective_spec
 
