@@ -1,1 +1,1 @@
-"""Rollouts that go on after their driver, their gate or their attempt was lost: what is recorded for that, and its use."""
+"""Rollouts that go on after their driver, gate or attempt was lost: what is recorded for that, and its use."""
