@@ -22,6 +22,7 @@ import tarfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from urllib.parse import quote, unquote
 
 import structlog
 
@@ -52,6 +53,9 @@ _WORKDIR_LABEL = "penstock.workdir"
 _BYTES_LABEL = "penstock.added_bytes"
 _PREPARED = "prepared"
 _LONGEST_LABEL = 20
+_PLAIN = "/:"
+# Podman adds it to images that it commits.
+_PODMANS_OWN = "container=podman"
 _ACCOUNTS_LIMIT = 4 * 1024 * 1024
 # A container of a prepared image is made sooner than this.
 _GRACE_S = 60.0
@@ -220,8 +224,8 @@ class Prepared:
             await self._daemon.put(container, "/", archive)
             labels = {
                 KIND: _PREPARED,
-                _ACCOUNT_LABEL: f"{account.name}:{account.uid}:{account.gid}:{account.home}:{account.shell}",
-                _WORKDIR_LABEL: workdir,
+                _ACCOUNT_LABEL: quote(f"{account.name}:{account.uid}:{account.gid}:{account.home}:{account.shell}", _PLAIN),
+                _WORKDIR_LABEL: quote(workdir, _PLAIN),
                 _BYTES_LABEL: str(added + len(archive)),
             }
             await self._commit(container, name, labels)
@@ -323,12 +327,12 @@ def described(image: Json) -> ReadyImage:
     """Returns the description of one of our images, prepared or committed, from its labels."""
     config = image.get("Config") or {}
     labels = config.get("Labels") or {}
-    name, uid, gid, home, shell = labels[_ACCOUNT_LABEL].split(":")
+    name, uid, gid, home, shell = unquote(labels[_ACCOUNT_LABEL]).split(":")
     return ReadyImage(
         name=image["Id"],
         account=Account(name, int(uid), int(gid), home, shell),
-        workdir=labels[_WORKDIR_LABEL],
-        env=dict(entry.split("=", 1) for entry in config.get("Env") or () if "=" in entry),
+        workdir=unquote(labels[_WORKDIR_LABEL]),
+        env=dict(entry.split("=", 1) for entry in config.get("Env") or () if "=" in entry and entry != _PODMANS_OWN),
         architecture=image["Architecture"],
         size=int(image.get("Size") or 0),
     )
