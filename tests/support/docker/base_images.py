@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 _CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock-tests" / "docker"
-_BASE_TAR = _CACHE / "debian-3.tar"
 _PACKAGES = "ca-certificates,git,procps,python3,python3-venv"
 _PASSWD = "root:x:0:0:root:/root:/bin/bash\nnobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin\n"
 _LEFTOVERS = (
@@ -39,28 +38,39 @@ def which(name: str) -> str | None:
 
 def base() -> Path:
     """A minimal Debian with Python as a tar, made once a machine; who comes meanwhile waits."""
+    return _debian("debian-3", _PACKAGES)
+
+
+def database() -> Path:
+    """The same of a Debian with PostgreSQL, whose programs are below /usr/lib/postgresql."""
+    return _debian("postgresql-1", "postgresql")
+
+
+def _debian(name: str, packages: str) -> Path:
+    target = _CACHE / f"{name}.tar"
     _CACHE.mkdir(parents=True, exist_ok=True)
     with (_CACHE / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not _BASE_TAR.exists():
-            _make_base()
-    return _BASE_TAR
+        if not target.exists():
+            _make_debian(target, packages)
+    return target
 
 
-def _make_base() -> None:
+def _make_debian(target: Path, packages: str) -> None:
     with tempfile.TemporaryDirectory(prefix="penstock-debootstrap-") as place:
         root = Path(place) / "root"
-        argv = [which("debootstrap") or "debootstrap", "--variant=minbase", f"--include={_PACKAGES}"]
+        argv = [which("debootstrap") or "debootstrap", "--variant=minbase", f"--include={packages}"]
         _run([*argv, "bookworm", str(root), _mirror()])
         # As small as can be, and with accounts that name nobody but root.
         for leftover in (path for pattern in _LEFTOVERS for path in root.glob(pattern)):
             shutil.rmtree(leftover)
         for file in ("etc/shadow", "etc/shadow-", "etc/gshadow", "etc/gshadow-", "etc/passwd-", "etc/group-"):
             (root / file).unlink(missing_ok=True)
-        (root / "etc/passwd").write_text(_PASSWD)
-        partial = _BASE_TAR.with_suffix(f".{os.getpid()}")
+        own = [line for line in (root / "etc/passwd").read_text().splitlines() if line.startswith("postgres:")]
+        (root / "etc/passwd").write_text("\n".join([_PASSWD.strip(), *own, ""]))
+        partial = target.with_suffix(f".{os.getpid()}")
         _run(["tar", "-C", str(root), "--exclude=./dev/*", "-cf", str(partial), "."])
-        partial.rename(_BASE_TAR)
+        partial.rename(target)
 
 
 def _run(argv: Sequence[str]) -> None:

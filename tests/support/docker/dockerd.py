@@ -34,6 +34,8 @@ GVISOR_BROKEN: Final = "runsc-broken"
 GVISOR_BASE: Final = "penstock-test/debian-gvisor:1"
 """BASE with others in the place of coreutils' `ls` and `stat`, which ask for what Debian 12's gVisor refuses
 (AT_NO_AUTOMOUNT)."""
+DATABASE: Final = "penstock-test/postgresql:1"
+"""Debian with PostgreSQL; see `with_database`."""
 TINY: Final = "penstock-test/busybox:1"
 """One static program and its names: neither Python nor bash."""
 
@@ -169,6 +171,14 @@ def gvisor() -> Engine:
     return found
 
 
+def with_database() -> Engine:
+    """The session's engine with DATABASE."""
+    found = engine()
+    if not found.api.images(name=DATABASE):
+        put_image(found, DATABASE, base_images.database())
+    return found
+
+
 def kill(sandbox_id: str) -> bool:
     """Kill a sandbox's container, if an engine of the session has it."""
     for one in _engines.values():
@@ -248,17 +258,18 @@ def begin(folder: Path, argv: Sequence[str], further: Mapping[str, str]) -> Engi
                 raise AssertionError(f"{argv[0]} did not start:\n{log.read_text(errors='replace')[-4000:]}")
             time.sleep(0.05)
         made = Engine(folder, process, api)
-        _import(made, BASE, base_images.base())
+        put_image(made, BASE, base_images.base())
         tiny = folder / "tiny.tar"
         base_images.write_tiny(tiny)
-        _import(made, TINY, tiny)
+        put_image(made, TINY, tiny)
     except BaseException:
         _end(process, folder)
         raise
     return made
 
 
-def _import(made: Engine, name: str, archive: Path) -> None:
+def put_image(made: Engine, name: str, archive: Path) -> None:
+    """Give an engine an image of a tar of files."""
     repository, _, tag = name.partition(":")
     with archive.open("rb") as content:
         made.api.import_image_from_data(

@@ -32,13 +32,13 @@ runc = ["{folder}/runc"]
 [network]
 network_config_dir = "{folder}/networks"
 """
-# Podman asks for a million open files and processes for each container, which a root without CAP_SYS_RESOURCE, as on
+# Podman asks for a million open files and processes for each program, which a root without CAP_SYS_RESOURCE, as on
 # some machines of continuous integration, cannot give.
 _RUNTIME: Final = r"""#!/bin/bash
 lowered() { echo "s#(\"RLIMIT_$1\",\"hard\":)[0-9]+(,\"soft\":)[0-9]+#\1$2\2$2#"; }
 for word in "$@"; do
-  [ "$before" = --bundle ] &&
-    sed -i -E -e "$(lowered NOFILE "$(ulimit -Hn)")" -e "$(lowered NPROC "$(ulimit -Hu)")" "$word/config.json"
+  case $before in --bundle) file=$word/config.json ;; --process) file=$word ;; *) file= ;; esac
+  [ "$file" ] && sed -i -E -e "$(lowered NOFILE "$(ulimit -Hn)")" -e "$(lowered NPROC "$(ulimit -Hu)")" "$file"
   before=$word
 done
 exec runc "$@"
@@ -72,4 +72,3 @@ def _start() -> dockerd.Engine:
     places = ["--root", f"{folder}/data", "--runroot", f"{folder}/run", "--tmpdir", f"{folder}/tmp"]
     argv = [which("podman") or "podman", *places, "--storage-driver", "overlay", "system", "service", "--time", "0"]
     return dockerd.begin(folder, [*argv, f"unix://{folder}/docker.sock"], {"CONTAINERS_CONF": str(configuration)})
-
