@@ -98,7 +98,7 @@ class Engine:
             # With whatever label: an image may declare some of its own.
             names = [name for name in names if not name.startswith("volume ")]
             names += [f"volume {one['Name']}" for one in self.api.volumes().get("Volumes") or []]
-        own = ("host", "none", "podman")
+        own = ("host", "none", "podman", "bridge")
         names += [f"network {one['Name']}" for one in self.api.networks() if one["Name"] not in own]
         return names
 
@@ -289,11 +289,24 @@ def _end(process: subprocess.Popen[bytes], folder: Path) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait(30)
+    # Podman's containers clean up after themselves in processes of their own, which would make its mounts again.
+    deadline = time.monotonic() + _READY_S
+    while _used(folder) and time.monotonic() < deadline:
+        time.sleep(0.05)
     for line in reversed(Path("/proc/self/mountinfo").read_text().splitlines()):
         point = line.split()[4]
         if point.startswith(f"{folder}/"):
             subprocess.run(["umount", "-l", point], check=False)
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def _used(folder: Path) -> bool:
+    """Whether a process has a path of an engine's folder in its arguments."""
+    for process in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if f"{folder}/".encode() in process.read_bytes():
+                return True
+    return False
 
 
 # Services on it -------------------------------------------------------------------------------------------------------

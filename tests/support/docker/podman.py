@@ -22,6 +22,8 @@ _ADVICE: Final = "apt-get install -y --no-install-recommends podman runc deboots
 _CONFIGURATION: Final = """
 [containers]
 log_driver = "k8s-file"
+base_hosts_file = "none"
+host_containers_internal_ip = "none"
 [engine]
 cgroup_manager = "cgroupfs"
 events_logger = "file"
