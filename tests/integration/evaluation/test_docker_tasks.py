@@ -98,7 +98,7 @@ async def test_tasks_with_images_score_1_with_their_solution_and_0_without(
     ], [proof.problems for proof in proofs]
 
 
-@pytest.mark.on_demand("PostgreSQL as a companion: its image takes minutes to make; one that Python serves runs")
+@pytest.mark.on_demand("PostgreSQL as a companion, from packages of the network; one that Python serves runs")
 async def test_an_agent_writes_a_row_that_its_verifier_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Issue 12, point 6: a real PostgreSQL, in an image that is built from the task's compose file, not run as root."""
     engine = await asyncio.to_thread(dockerd.with_database)
