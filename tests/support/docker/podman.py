@@ -1,6 +1,6 @@
 """A real Podman for tests, through its service for Docker's API: rootful, with data of its own, as `dockerd` has.
 
-It ends with the session's other engines (`dockerd.stop`), and leaves no container, network, mount or control group.
+It ends with the session's other engines (`dockerd.stop`), and leaves nothing but empty control groups.
 """
 
 from __future__ import annotations
