@@ -93,7 +93,8 @@ class Engine:
         for image in self.api.images(filters={"label": [label]}):
             # Prepared images are a cache; theirs is empty.
             if image["Labels"].get(label):
-                names.append(f"image {image['RepoTags']}")
+                # Podman gives them a registry.
+                names.append(f"image {[name.removeprefix('docker.io/library/') for name in image['RepoTags'] or ()]}")
         if label == "penstock.instance":
             # With whatever label: an image may declare some of its own.
             names = [name for name in names if not name.startswith("volume ")]
