@@ -41,12 +41,14 @@ _ACCOUNTS: Final = "/etc/passwd"
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A companion whose image is there: the image's id, the account that it runs as, and its check."""
+    """A companion whose image is there: the image's id, the account that it runs as, its check, and whether the
+    image declares one."""
 
     spec: Companion
     image: str
     user: str
     check: HealthCheck
+    declares_check: bool
 
 
 class Companions:
@@ -71,7 +73,9 @@ class Companions:
             user = spec.user or str(config.get("User") or "")
             if not root and _name(user) in _ROOT:
                 raise _no_root(spec)
-            found.append(Planned(spec, str(image["Id"]), user, spec.health_check or declared_check(config)))
+            declared = declared_check(config)
+            declares = bool(config.get("Healthcheck"))
+            found.append(Planned(spec, str(image["Id"]), user, spec.health_check or declared, declares))
         return tuple(found)
 
     async def start(self, sandbox_id: str, sandbox: str, planned: Sequence[Planned], *, root: bool) -> tuple[str, ...]:
@@ -128,6 +132,7 @@ class Companions:
             labels,
             sandbox,
             as_root=_name(one.user) in _ROOT,
+            declares_check=one.declares_check,
             shm_bytes=self._options.tmp_bytes,
             runtime=self._options.runtime,
         )

@@ -65,7 +65,7 @@ def sandbox(
         "hostname": HOSTNAME,
         "working_dir": "/",
         "labels": dict(labels),
-        "healthcheck": {"test": ["NONE"]},
+        **_unchecked(image.checks_health),
         "stop_signal": "SIGKILL",
     }
     tmpfs = {
@@ -156,6 +156,7 @@ def companion(
     sandbox_container: str,
     *,
     as_root: bool,
+    declares_check: bool,
     shm_bytes: int,
     runtime: str,
 ) -> tuple[Json, Json]:
@@ -171,7 +172,7 @@ def companion(
         "user": spec.user or None,
         "working_dir": spec.workdir or None,
         "labels": dict(labels),
-        "healthcheck": {"test": ["NONE"]},
+        **_unchecked(declares_check),
         "stop_signal": "SIGKILL",
     }
     host: Json = {
@@ -191,6 +192,11 @@ def companion(
     if runtime:
         host["runtime"] = runtime
     return settings, host
+
+
+def _unchecked(declared: bool) -> Json:
+    """Switches off an image's own health check. Where there is none, Podman would start a timer for this."""
+    return {"healthcheck": {"test": ["NONE"]}} if declared else {}
 
 
 def _hardening() -> Json:

@@ -290,9 +290,13 @@ class DockerSandboxes:
                 beside.cancel()
                 await asyncio.wait([beside])
             names = beside.result() if beside is not None and _succeeded(beside) else ()
-            await asyncio.gather(self._reaper.container(box.name), box.reached.close(), self._companions.remove(names))
-            self._live.pop(box.name, None)
-            self._layers.release(box.layers)
+            try:
+                # Before the sandbox's own: Podman removes no container whose namespaces another one uses.
+                await asyncio.gather(box.reached.close(), self._companions.remove(names))
+            finally:
+                await self._reaper.container(box.name)
+                self._live.pop(box.name, None)
+                self._layers.release(box.layers)
 
     async def _seal(self, box: DockerSandbox, layer_id: str) -> None:
         """Keeps its files, once; an error is the sealing caller's alone, and the sandbox's end continues."""

@@ -120,7 +120,9 @@ def spec(task: Task, agent: str | tasks.AgentChoice, options: RolloutOptions) ->
 def sandbox_of(task: Task, given: tasks.SandboxChoice | None) -> tasks.SandboxChoice | None:
     """Returns the requested sandbox, completed from the task's. Raises `TASK_IMAGE`."""
     sandbox = over(given, task.sandbox)
-    if task.build is not None and (sandbox is None or not sandbox.image):
+    beside = () if sandbox is None else sandbox.companions
+    unnamed = [one.name for one in beside if not one.image and one.name in task.companion_builds]
+    if unnamed or (task.build is not None and (sandbox is None or not sandbox.image)):
         raise InvalidArgument(
             f"{task.task_id} has a Dockerfile: pass penstock.tasks.images.with_image(task)", reason="TASK_IMAGE"
         )

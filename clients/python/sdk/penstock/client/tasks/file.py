@@ -37,7 +37,7 @@ from penstock.client.tasks.field_types import (
     is_file_path,
     names_of,
 )
-from penstock.client.tasks.named_files import Beside, CannotRead
+from penstock.client.tasks.named_files import Beside, CannotRead, dockerfile_problem
 from penstock.client.tasks.rollout_keys import BudgetsTable, RolloutKeys
 from penstock.client.tasks.sandbox_keys import ResourcesTable
 from penstock.client.tasks.spec import Command, Inference, Judge, SeedFile, Upstream
@@ -227,7 +227,7 @@ class VerifierFile(Strict):
             yield ("build",), "set image or build"
         if value.get("user") and not (value.get("image") or value.get("build")):
             yield ("user",), "needs an image of the verifier's own"
-        if isinstance(build := value.get("build"), str) and (problem := _dockerfile_problem(beside, build)):
+        if isinstance(build := value.get("build"), str) and (problem := dockerfile_problem(beside, build)):
             yield ("build",), problem
         given = value.get("copies")
         copies = given if isinstance(given, list) else ()
@@ -247,16 +247,6 @@ def _around(path: str, others: Iterable[Any]) -> str:
         common = min(len(parts), len(known))
         if common and parts[:common] == known[:common]:
             return str(other)
-    return ""
-
-
-def _dockerfile_problem(beside: Beside | None, build: str) -> str:
-    if beside is None:
-        return ""
-    try:
-        beside.read(f"{build}/Dockerfile")
-    except CannotRead as error:
-        return f"has no usable Dockerfile: {error}"
     return ""
 
 
@@ -299,7 +289,7 @@ class TaskFile(RolloutKeys):
                 problem = str(error)
             if problem:
                 yield ("instruction_file",), problem
-        if isinstance(build, str) and (problem := _dockerfile_problem(beside, build)):
+        if isinstance(build, str) and (problem := dockerfile_problem(beside, build)):
             yield ("build",), problem
 
 

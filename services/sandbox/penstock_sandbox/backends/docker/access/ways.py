@@ -389,7 +389,8 @@ def figures(sample: dict[str, object]) -> Stats:
     used = _part(cpu, "cpu_usage").get("total_usage")
     return Stats(
         memory_bytes=_count(memory.get("usage")),
-        memory_peak_bytes=_count(memory.get("max_usage")),
+        # Podman gives 0 for what it does not know.
+        memory_peak_bytes=_count(memory.get("max_usage")) or None,
         pids=_count(pids.get("current")),
         cpu_s=used / 1e9 if isinstance(used, int) else None,
     )

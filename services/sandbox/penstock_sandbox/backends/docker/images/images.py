@@ -12,10 +12,11 @@ from contextlib import aclosing
 import structlog
 
 from penstock_chassis.aio.single_flight import SingleFlight
-from penstock_chassis.errors import DeadlineExceeded, NotFound, PenstockError, Unavailable
+from penstock_chassis.errors import DeadlineExceeded, PenstockError
 from penstock_sandbox.backends.docker.engine.daemon import Daemon
 from penstock_sandbox.backends.docker.engine.errors import Json, Missing, Refused
 from penstock_sandbox.backends.docker.images.prepared_images import Prepared, ReadyImage
+from penstock_sandbox.images import errors
 
 _log = structlog.get_logger(__name__)
 
@@ -73,12 +74,12 @@ class Images:
         except Missing:
             pass
         except Refused as error:
-            raise _unknown(image, error.what) from error
+            raise errors.unknown(image, error.what) from error
         await self._pulls.get(image, lambda: self._pull(image))
         try:
             return await self._daemon.image(image)
         except Missing as error:
-            raise _unknown(image, error.what) from error
+            raise errors.unknown(image, error.what) from error
 
     async def _pull(self, image: str) -> None:
         name, digest = image.partition("@")[::2]
@@ -100,19 +101,10 @@ class Images:
                 metadata={"image": image},
             ) from error
         except Refused as error:
-            raise _pull_failed(image, error.what, unknown=error.status in (400, 404)) from error
+            raise _pull_failed(image, error.what, known=error.status not in (400, 404)) from error
 
 
-def _unknown(image: str, what: str) -> NotFound:
-    return NotFound(f"there is no image {image!r}: {what}", reason="IMAGE_UNKNOWN", metadata={"image": image})
-
-
-def _pull_failed(image: str, what: str, *, unknown: bool = False) -> PenstockError:
-    if unknown or "not found" in what or "manifest unknown" in what or "does not exist" in what:
-        return _unknown(image, what)
-    return Unavailable(
-        f"the image {image!r} could not be pulled: {what}",
-        reason="IMAGE_PULL_FAILED",
-        metadata={"image": image},
-        retry_after_s=5.0,
-    )
+def _pull_failed(image: str, what: str, *, known: bool = True) -> PenstockError:
+    if not known or "not found" in what or "manifest unknown" in what or "does not exist" in what:
+        return errors.unknown(image, what)
+    return errors.pull_failed(image, what)
