@@ -120,8 +120,21 @@ class AgentRollouts:
         raise AssertionError("unreachable: there is a try")
 
 
+@asynccontextmanager
+async def together() -> AsyncIterator[asyncio.TaskGroup]:
+    """A task group that raises the first error of its tasks as it is: trainers know no groups of errors."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            yield tasks
+    except BaseExceptionGroup as group:
+        error: BaseException = group
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        raise error from None
+
+
 async def _answer_all(handle: RolloutHandle, sample: Sample) -> None:
-    async with asyncio.TaskGroup() as answering:
+    async with together() as answering:
         async for call in handle.calls():
             answering.create_task(_answer(call, sample))
 

@@ -9,7 +9,6 @@ A row of the data set names its task in `task_id` (SkyRL gives what is beside th
 `generator.sampling_params.logprobs` must be set.
 """
 
-import asyncio
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,7 +16,7 @@ from skyrl.backends.skyrl_train.inference_servers.base import InferenceEngineInp
 from skyrl.train.generators.base import GeneratorInput, GeneratorInterface, GeneratorOutput, TrajectoryID
 
 from penstock.adapters.trainers import skyrl
-from penstock.adapters.trainers.plugins.rollouts import AgentRollouts
+from penstock.adapters.trainers.plugins.rollouts import AgentRollouts, together
 from penstock.adapters.trainers.selection import Place, Selection, select
 from penstock.client.errors import InvalidArgument
 from penstock.client.intercept.calls import ModelCall
@@ -54,7 +53,7 @@ class PenstockGenerator(GeneratorInterface):  # type: ignore[misc]
         async def sample(call: ModelCall) -> Completion:
             return await self._sample(call, params)
 
-        async with asyncio.TaskGroup() as running:
+        async with together() as running:
             made = [running.create_task(self.rollouts.run(task_id, sample)) for task_id in task_ids]
         found = select([task.result() for task in made], one_sequence=not self.step_wise)
         ids = input_batch.get("trajectory_ids") or [TrajectoryID(str(task_id), 0) for task_id in task_ids]
