@@ -108,26 +108,37 @@ class Driven:
 
     async def faults(self, learned: Sequence[Learned]) -> tuple[list[str], list[str]]:
         """Compares the trainer's sequences with trajectories and engine; returns what was seen, and what is wrong."""
-        trajectories = [await (await self.ps.rollouts.attach(rollout.rollout_id)).trajectory() async for rollout in self.ps.rollouts.list()]
-        expected = [of_sample(trajectory) for trajectory in trajectories]
-        wrong = []
-        if Counter(learned) != Counter(expected):
-            wrong.append(f"{len(set(learned) ^ set(expected))} sequences differ from the trajectories'")
-        answered = Counter(answer for one in learned for answer in one.answers())
-        if answered != Counter(self.engine.answers):
-            wrong.append(f"{sum((answered - Counter(self.engine.answers)).values())} trained answers are not the engine's")
+        trajectories = [
+            await (await self.ps.rollouts.attach(rollout.rollout_id)).trajectory()
+            async for rollout in self.ps.rollouts.list()
+        ]
+        wrong = differences(learned, [of_sample(trajectory) for trajectory in trajectories], self.engine.answers)
         if len(learned) != PER_TASK * len(TASK_IDS):
             wrong.append(f"{len(learned)} sequences, not {PER_TASK * len(TASK_IDS)}")
-        if sorted({one.reward for one in learned}) != [0.0, 1.0]:
-            wrong.append(f"rewards {sorted({one.reward for one in learned})}, not 0 and 1")
+        if (rewards := sorted({one.reward for one in learned})) != [0.0, 1.0]:
+            wrong.append(f"rewards {rewards}, not 0 and 1")
         if any(trajectory.grade != "exact" for trajectory in trajectories):
             wrong.append("a trajectory is not exact")
-        trained = sum(sum(one.mask) for one in learned)
-        total = sum(len(one.ids) for one in learned)
+        total, trained = sum(len(one.ids) for one in learned), sum(sum(one.mask) for one in learned)
         return [
-            f"{len(learned)} sequences of {total} tokens, {trained} of them trained, equal to {len(trajectories)} trajectories",
-            f"{len(self.engine.answers)} answers of the engine, each trained once",
+            f"{len(learned)} sequences of {total} tokens, {trained} of them trained; {len(trajectories)} trajectories",
+            f"{len(self.engine.answers)} answers of the engine",
         ], wrong
+
+
+def differences(
+    learned: Sequence[Learned], expected: Sequence[Learned], answers: Sequence[tuple[Token, ...]]
+) -> list[str]:
+    """What a trainer's sequences have otherwise than the trajectories, and than the answers of its engine."""
+    wrong = []
+    if Counter(learned) != Counter(expected):
+        wrong.append(f"{len(set(learned) ^ set(expected))} sequences differ from the trajectories'")
+    trained = Counter(answer for one in learned for answer in one.answers())
+    if unknown := (trained - Counter(answers)).total():
+        wrong.append(f"{unknown} trained answers are not the engine's")
+    if left := (Counter(answers) - trained).total():
+        wrong.append(f"{left} answers of the engine are not trained")
+    return wrong
 
 
 def tokens(ids: Sequence[int], logprobs: Sequence[float]) -> tuple[Token, ...]:
@@ -148,7 +159,9 @@ def task(task_id: str) -> dict[str, Any]:
         "task_id": task_id,
         "instruction": f"Write {task_id} to out.txt.",
         "verifier": {
-            "commands": [{"shell": f'[ "$(cat out.txt)" = {task_id} ] && echo 1 >"$PENSTOCK_REWARD_FILE" || echo 0 >"$PENSTOCK_REWARD_FILE"'}],
+            "commands": [
+                {"shell": f'[ "$(cat out.txt)" = {task_id} ]; echo $((1 - $?)) >"$PENSTOCK_REWARD_FILE"'},
+            ],
             "reward": "file",
         },
     }

@@ -18,7 +18,7 @@ async def main(name: str) -> int:
         folder = Path(temporary)
         async with driven(folder) as given:
             lines, wrong = await check.run(given, folder)
-    print("\n".join([*lines, *(f"WRONG: {fault}" for fault in wrong)]))
+    print("\n".join([*(f"   {line}" for line in lines), *(f"   WRONG: {fault}" for fault in wrong)]))
     return 1 if wrong else 0
 
 

@@ -34,7 +34,9 @@ class Actor:
     def __init__(self, driven: Driven, executor: Any) -> None:
         self.driven, self.executor = driven, executor
 
-    async def generate(self, prompt_ids: list[int], params: SamplingParams, multi_modal_data: Any = None) -> RequestOutput:
+    async def generate(
+        self, prompt_ids: list[int], params: SamplingParams, multi_modal_data: Any = None
+    ) -> RequestOutput:
         """vLLM's output for a prompt."""
         assert params.logprobs is not None and params.max_tokens > 0
         ids, logprobs = self.driven.engine.answer(prompt_ids)

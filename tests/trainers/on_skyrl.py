@@ -10,7 +10,7 @@ from typing import Any
 import typing_extensions
 
 # SkyRL wants Python 3.12, whose TypedDict pydantic takes; on 3.11 that of typing_extensions is the same.
-typing.TypedDict = typing_extensions.TypedDict  # type: ignore[assignment]
+typing.TypedDict = typing_extensions.TypedDict
 
 import torch  # noqa: E402
 from skyrl.backends.skyrl_train.inference_servers.base import InferenceEngineOutput  # noqa: E402
@@ -73,12 +73,13 @@ async def run(driven: Driven, folder: Path) -> tuple[list[str], list[str]]:
     lines, wrong = await driven.faults([learned(batch, row) for row in range(len(rows))])
     if [(one.instance_id, one.repetition_id) for one in output["trajectory_ids"]] != rows:
         wrong.append("the trajectory ids are not those of the input")
-    lines.append(f"TrainingInputBatch of {batch.batch_size} rows: {', '.join(sorted(key for key in batch if batch[key] is not None))}")
+    there = sorted(key for key in batch if batch[key] is not None)
+    lines.append(f"TrainingInputBatch of {batch.batch_size} rows: {', '.join(there)}")
     return lines, wrong
 
 
 def learned(batch: Any, row: int) -> Learned:
-    """A row of the batch, without its padding; the response is at the right end of the sequence or before its padding."""
+    """A row of the batch, without its padding."""
     there = batch["attention_mask"][row].bool()
     ids = batch["sequences"][row][there]
     in_response = batch["response_mask"][row].bool()

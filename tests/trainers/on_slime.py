@@ -68,9 +68,7 @@ def router(driven: Driven) -> web.Application:
 
 async def run(driven: Driven, folder: Path) -> tuple[list[str], list[str]]:
     """Returns what was seen, and what is wrong."""
-    (folder / "penstock_agent.py").write_text(
-        AGENT.format(tasks=str(driven.tasks), connection=str(driven.connection))
-    )
+    (folder / "penstock_agent.py").write_text(AGENT.format(tasks=str(driven.tasks), connection=str(driven.connection)))
     sys.path.insert(0, str(folder))
     runner = web.AppRunner(router(driven))
     await runner.setup()

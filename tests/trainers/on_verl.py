@@ -27,11 +27,15 @@ class Servers(LLMServerClient):  # type: ignore[misc]
         super().__init__(config)
         self.driven = driven
 
-    async def generate(self, request_id: str, *, prompt_ids: list[int], sampling_params: dict[str, Any], **_: Any) -> TokenOutput:
+    async def generate(
+        self, request_id: str, *, prompt_ids: list[int], sampling_params: dict[str, Any], **_: Any
+    ) -> TokenOutput:
         """See verl."""
         assert sampling_params["logprobs"]
         ids, logprobs = self.driven.engine.answer(prompt_ids, request_id)
-        return TokenOutput(token_ids=ids, log_probs=logprobs, stop_reason="completed", extra_fields={"global_steps": VERSION})
+        return TokenOutput(
+            token_ids=ids, log_probs=logprobs, stop_reason="completed", extra_fields={"global_steps": VERSION}
+        )
 
 
 async def run(driven: Driven, folder: Path) -> tuple[list[str], list[str]]:

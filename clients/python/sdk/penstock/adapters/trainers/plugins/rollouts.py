@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from penstock.adapters.trainers.selection import Row, select
 from penstock.client.connection import Penstock, connect
@@ -47,8 +47,8 @@ class AgentRollouts:
     options: RolloutOptions = field(default_factory=RolloutOptions)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.tries, int) or not 1 <= self.tries <= MAX_TRIES:
-            raise InvalidArgument(f"tries: 1 to {MAX_TRIES}, not {self.tries!r}", reason="PLUGIN_OPTION")
+        if not 1 <= self.tries <= MAX_TRIES:
+            raise InvalidArgument(f"tries: 1 to {MAX_TRIES}, not {self.tries}", reason="PLUGIN_OPTION")
         if not self.tasks:
             raise InvalidArgument("tasks: none", reason="PLUGIN_OPTION")
 
@@ -67,7 +67,7 @@ class AgentRollouts:
             raise InvalidArgument(f"Unknown options: {', '.join(sorted(unknown))}", reason="PLUGIN_OPTION")
         found = {task.task_id: task for task in load_tasks(tasks).tasks}
         file = None if connection is None else Path(connection)
-        return cls(tasks=found, agent=agent, connection=file, tries=tries, options=RolloutOptions(**options))
+        return cls(tasks=found, agent=agent, connection=file, tries=tries, options=cast(RolloutOptions, options))
 
     def task(self, task_id: object) -> Task:
         """Returns the task of a row of the trainer's data. Raises InvalidArgument `TASK_UNKNOWN`."""
@@ -178,7 +178,9 @@ async def _connected(file: Path | None) -> AsyncIterator[Penstock]:
             shared.ps.set_result(await shared.stack.enter_async_context(connect(file)))
         except BaseException as error:
             del _connections[key]
-            shared.ps.set_exception(error if isinstance(error, Exception) else RuntimeError("The connection was given up"))
+            shared.ps.set_exception(
+                error if isinstance(error, Exception) else RuntimeError("The connection was given up")
+            )
             shared.ps.exception()  # seen, also where nobody else waits
             raise
     shared.users += 1

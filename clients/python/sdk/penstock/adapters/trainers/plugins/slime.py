@@ -1,4 +1,4 @@
-"""slime: a generate function. slime's rollout calls it for each sample, and its SGLang router answers the agent's calls.
+"""slime: a generate function. slime's rollout calls it for each sample; its SGLang router answers the agent's calls.
 
 `--custom-generate-function-path agent.generate`, where agent.py is
 
@@ -38,7 +38,7 @@ _TAKEN: Final = (
 Generate = Callable[[Namespace, Sample, dict[str, Any]], Awaitable[Sample]]
 
 
-class _Aborted(Exception):  # noqa: N818 — no error: slime has its batch
+class _Aborted(Exception):
     """slime aborts what its servers generate."""
 
 
@@ -67,7 +67,7 @@ def generate_with(rollouts: AgentRollouts) -> Generate:
         ((made,),) = slime.samples(Selection((Place(row.trajectory.rollout_id, "", (row,)),)), filler_token_id=0)
         return replace(
             sample,
-            **{name: made[name] for name in _TAKEN},  # type: ignore[literal-required]
+            **{name: made[name] for name in _TAKEN},
             status=Sample.Status(made["status"]),
             metadata={**sample.metadata, **made["metadata"], "penstock_rollout_id": row.trajectory.rollout_id},
         )

@@ -37,7 +37,7 @@ class PenstockAgentLoop(AgentLoopBase):  # type: ignore[misc]
         options: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """`tasks`, `agent`, `connection`, `tries` and `options` are those of `AgentRollouts.load`; the others verl's."""
+        """`tasks`, `agent`, `connection`, `tries` and `options` are those of `AgentRollouts.load`; others verl's."""
         super().__init__(*args, **kwargs)
         self.rollouts = AgentRollouts.load(tasks, agent, connection=connection, tries=tries, **(options or {}))
 
@@ -61,7 +61,7 @@ class PenstockAgentLoop(AgentLoopBase):  # type: ignore[misc]
         most = self.rollout_config.prompt_length
         if len(output["prompt_ids"]) > most:
             raise InvalidArgument(
-                f"The prompt of {task_id} has {len(output['prompt_ids'])} tokens, more than rollout.prompt_length={most}",
+                f"{task_id}: a prompt of {len(output['prompt_ids'])} tokens, more than rollout.prompt_length={most}",
                 reason="PROMPT_TOO_LONG",
             )
         length = self.rollout_config.response_length
@@ -83,7 +83,9 @@ class PenstockAgentLoop(AgentLoopBase):  # type: ignore[misc]
             sampling_params={**sampling_params, **limits},
         )
         if output.log_probs is None:
-            raise InvalidArgument("verl's servers return no logprobs: set rollout.calculate_log_probs", reason="NO_LOGPROBS")
+            raise InvalidArgument(
+                "verl's servers return no logprobs: set rollout.calculate_log_probs", reason="NO_LOGPROBS"
+            )
         version = output.extra_fields.get("global_steps")
         is_cut = call.sampling.max_tokens is not None and len(output.token_ids) >= call.sampling.max_tokens
         return Completion.of_tokens(
