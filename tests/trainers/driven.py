@@ -6,7 +6,9 @@ compared with the trajectories and with what the engine gave, token for token.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import os
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -20,8 +22,10 @@ from tests.support.policy import CODEC, FILES, Reply, in_shell, in_turn, sampled
 from tests.support.services.stack import Running, running
 
 from penstock.client import Penstock, Trajectory
-from penstock.client.transport.endpoints import write_connection
+from penstock.client.transport.endpoints import CONNECTION_FILE, state_dir, write_connection
 from penstock_inference.testing import random_config, random_tensors, write_model
+
+EXAMPLES: Final = Path(__file__).resolve().parents[2] / "examples" / "trainers"
 
 PER_TASK: Final = 4
 """Rollouts of each task: half of them do the work."""
@@ -99,12 +103,8 @@ class Driven:
 
     ps: Penstock
     engine: Engine
-    tasks: Path
-    """A directory with the tasks of TASK_IDS."""
     model: Path
     """A tiny model's directory, for Transformers."""
-    connection: Path
-    """For `connect`."""
 
     async def faults(self, learned: Sequence[Learned]) -> tuple[list[str], list[str]]:
         """Compares the trainer's sequences with trajectories and engine; returns what was seen, and what is wrong."""
@@ -169,8 +169,8 @@ def task(task_id: str) -> dict[str, Any]:
 
 @asynccontextmanager
 async def driven(folder: Path) -> AsyncIterator[Driven]:
-    """Services whose state is under `folder`, with tasks and a tiny model's files."""
-    tasks, model, connection = folder / "tasks", folder / "policy", folder / "connection.json"
+    """Services as `penstock up` leaves them, with `folder` as the working directory: the tasks are in its `tasks`."""
+    tasks, model, home = folder / "tasks", folder / "policy", folder / "home"
     tasks.mkdir()
     for task_id in TASK_IDS:
         (tasks / f"{task_id}.yaml").write_text(yaml.safe_dump(task(task_id)))
@@ -179,5 +179,8 @@ async def driven(folder: Path) -> AsyncIterator[Driven]:
     FILES.write(model)
     found: Running
     async with running(folder, agents=False) as found:
-        write_connection(connection, found.stack.endpoints, pid=0)
-        yield Driven(found.ps, Engine(), tasks, model, connection)
+        os.environ["XDG_STATE_HOME"] = str(home)
+        state_dir().mkdir(parents=True)
+        write_connection(state_dir() / CONNECTION_FILE, found.stack.endpoints, pid=os.getpid())
+        with contextlib.chdir(folder):
+            yield Driven(found.ps, Engine(), model)

@@ -11,19 +11,11 @@ import numpy as np
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.samples_generator import SamplesGenerator
 from openrlhf.trainer.ray.vllm_engine import RolloutRayActor, _load_agent_executor
-from tests.trainers.driven import PER_TASK, TASK_IDS, Driven, Learned
+from tests.trainers.driven import EXAMPLES, PER_TASK, TASK_IDS, Driven, Learned
 from vllm import CompletionOutput, RequestOutput, SamplingParams
 from vllm.logprobs import Logprob
 
-LENGTH = 4096
-AGENT = """
-from penstock.adapters.trainers.plugins.openrlhf import PenstockExecutor
-from penstock.adapters.trainers.plugins.rollouts import AgentRollouts
-
-
-class AgentExecutor(PenstockExecutor):
-    rollouts = AgentRollouts.load({tasks!r}, "shell", connection={connection!r})
-"""
+LENGTH, SHORT = 4096, 350
 
 
 class Actor:
@@ -49,30 +41,35 @@ class Actor:
 
 async def run(driven: Driven, folder: Path) -> tuple[list[str], list[str]]:
     """Returns what was seen, and what is wrong."""
-    file = folder / "agent.py"
-    file.write_text(AGENT.format(tasks=str(driven.tasks), connection=str(driven.connection)))
-    actor = Actor(driven, _load_agent_executor(str(file)))
-    groups = await asyncio.gather(
-        *(
-            actor.generate_responses(
-                prompt=f"see {task_id}",
-                label=task_id,
-                sampling_params=SamplingParams(temperature=1.0, top_p=1.0, logprobs=1, max_tokens=None),
-                max_length=LENGTH,
-                hf_tokenizer=None,
-                num_samples=PER_TASK,
-            )
-            for task_id in TASK_IDS
-        )
-    )
+    actor = Actor(driven, _load_agent_executor(str(EXAMPLES / "openrlhf_agent.py")))
+    groups = await asyncio.gather(*(responses(actor, task_id, PER_TASK, LENGTH) for task_id in TASK_IDS))
     generator = SamplesGenerator(SimpleNamespace(args=None), None, None, None, [])
     made = [generator._process_response_into_experience(one, max_len=LENGTH) for group in groups for one in group]
     lines, wrong = await driven.faults([learned(one) for one in made])
     if [one.labels for one in made] != [[task_id] for task_id in TASK_IDS for _ in range(PER_TASK)]:
         wrong.append("the labels are not those of the data set")
+    cut = [
+        generator._process_response_into_experience(one, max_len=SHORT)
+        for one in await responses(actor, TASK_IDS[0], 2, SHORT)
+    ]
+    if any(one.action_mask.any() for one in cut) or sorted(one.rewards.item() for one in cut) != [0.0, 1.0]:
+        wrong.append("a sequence that is too long trains something, or has lost its reward")
     batch = Experience.concat_experiences(made, 0)
     lines.append(f"Experience of {len(batch.sequences)} rows, concatenated by OpenRLHF: {tuple(batch.sequences.shape)}")
     return lines, wrong
+
+
+async def responses(actor: Actor, task_id: str, count: int, length: int) -> list[dict[str, Any]]:
+    """What OpenRLHF's actor returns for a row of its data."""
+    found: list[dict[str, Any]] = await actor.generate_responses(
+        prompt=f"see {task_id}",
+        label=task_id,
+        sampling_params=SamplingParams(temperature=1.0, top_p=1.0, logprobs=1, max_tokens=None),
+        max_length=length,
+        hf_tokenizer=None,
+        num_samples=count,
+    )
+    return found
 
 
 def learned(one: Experience) -> Learned:

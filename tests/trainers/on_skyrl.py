@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 import typing
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,11 +19,8 @@ from skyrl.backends.skyrl_train.inference_servers.base import InferenceEngineOut
 from skyrl.train.config import SkyRLTrainConfig  # noqa: E402
 from skyrl.train.generators.base import GeneratorInput, TrajectoryID  # noqa: E402
 from skyrl.train.trainer import RayPPOTrainer  # noqa: E402
-from tests.trainers.driven import PER_TASK, TASK_IDS, Driven, Learned  # noqa: E402
+from tests.trainers.driven import EXAMPLES, PER_TASK, TASK_IDS, Driven, Learned  # noqa: E402
 from transformers import AutoTokenizer  # noqa: E402
-
-from penstock.adapters.trainers.plugins.rollouts import AgentRollouts  # noqa: E402
-from penstock.adapters.trainers.plugins.skyrl import PenstockGenerator  # noqa: E402
 
 
 class Engines:
@@ -47,14 +46,15 @@ class Engines:
 async def run(driven: Driven, folder: Path) -> tuple[list[str], list[str]]:
     """Returns what was seen, and what is wrong."""
     tokenizer = AutoTokenizer.from_pretrained(driven.model)
-    rollouts = AgentRollouts.load(driven.tasks, "shell", connection=driven.connection)
-    generator = PenstockGenerator(rollouts, Engines(driven), filler_token_id=tokenizer.pad_token_id or 0)
     rows = [(task_id, number) for task_id in TASK_IDS for number in range(PER_TASK)]
     uids = [task_id for task_id, _ in rows]
     config = SkyRLTrainConfig()
     config.trainer.train_batch_size = config.trainer.policy_mini_batch_size = len(TASK_IDS)
     config.generator.n_samples_per_prompt = PER_TASK
     # Its constructor starts Ray; what is called below is the trainer's own.
+    sys.path.insert(0, str(EXAMPLES))
+    experiment = importlib.import_module("skyrl_experiment").Experiment
+    generator = experiment.get_generator(None, config, tokenizer, Engines(driven))
     trainer = RayPPOTrainer.__new__(RayPPOTrainer)
     trainer.cfg, trainer.tokenizer, trainer.generator, trainer.all_metrics = config, tokenizer, generator, {}
     trainer.dispatch = SimpleNamespace(get_lcm_dp_size=lambda: 1)

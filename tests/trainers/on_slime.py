@@ -13,7 +13,7 @@ from unittest.mock import MagicMock
 
 import numpy as np
 from aiohttp import web
-from tests.trainers.driven import PER_TASK, TASK_IDS, VERSION, Driven, Learned
+from tests.trainers.driven import EXAMPLES, PER_TASK, TASK_IDS, VERSION, Driven, Learned
 
 
 class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -35,16 +35,14 @@ class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 sys.meta_path.insert(0, Absent())
 
 from slime.ray.rollout import RolloutManager  # noqa: E402
-from slime.rollout.sglang_rollout import generate_rollout_async  # noqa: E402
+from slime.rollout.sglang_rollout import GenerateState, generate_rollout_async  # noqa: E402
 from slime.utils.http_utils import init_http_client  # noqa: E402
+from slime.utils.misc import load_function  # noqa: E402
 from slime.utils.types import Sample  # noqa: E402
 
-AGENT = """
-from penstock.adapters.trainers.plugins.rollouts import AgentRollouts
-from penstock.adapters.trainers.plugins.slime import generate_with
+from penstock.client import FailureCause  # noqa: E402
 
-generate = generate_with(AgentRollouts.load({tasks!r}, "shell", connection={connection!r}))
-"""
+ABORTS = web.AppKey("aborts", dict[str, bool])
 
 
 def router(driven: Driven) -> web.Application:
@@ -52,6 +50,8 @@ def router(driven: Driven) -> web.Application:
 
     async def generate(request: web.Request) -> web.Response:
         asked = await request.json()
+        if request.app[ABORTS]["now"]:
+            return web.json_response({"text": "", "meta_info": {"finish_reason": {"type": "abort"}}})
         assert asked["return_logprob"] and asked["sampling_params"]["max_new_tokens"] > 0
         ids, logprobs = driven.engine.answer(asked["input_ids"], request.headers["X-SMG-Routing-Key"])
         pairs = [[logprob, token, None] for token, logprob in zip(ids, logprobs, strict=True)]
@@ -62,20 +62,32 @@ def router(driven: Driven) -> web.Application:
         return web.json_response({"workers": []})
 
     app = web.Application()
+    app[ABORTS] = {"now": False}
     app.add_routes([web.post("/generate", generate), web.get("/workers", workers)])
     return app
 
 
 async def run(driven: Driven, folder: Path) -> tuple[list[str], list[str]]:
     """Returns what was seen, and what is wrong."""
-    (folder / "penstock_agent.py").write_text(AGENT.format(tasks=str(driven.tasks), connection=str(driven.connection)))
-    sys.path.insert(0, str(folder))
+    sys.path.insert(0, str(EXAMPLES))
     runner = web.AppRunner(router(driven))
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
     try:
-        return await _train_data(driven, arguments(driven, runner.addresses[0][1]))
+        args = arguments(driven, runner.addresses[0][1])
+        lines, wrong = await _train_data(driven, args)
+        runner.app[ABORTS]["now"] = True
+        sample = await load_function(args.custom_generate_function_path)(
+            args, Sample(index=0, label=TASK_IDS[0]), GenerateState(args).sampling_params
+        )
+        causes = [
+            None if one.outcome is None or one.outcome.failure is None else one.outcome.failure.cause
+            async for one in driven.ps.rollouts.list()
+        ]
+        if sample.status is not Sample.Status.ABORTED or sample.tokens or causes.count(FailureCause.CANCELLED) != 1:
+            wrong.append(f"an aborted sample is {sample.status}; its rollout was not cancelled")
+        return lines, wrong
     finally:
         await runner.cleanup()
 
@@ -114,7 +126,7 @@ def arguments(driven: Driven, port: int) -> Namespace:
         advantage_estimator="grpo",
         ci_test=False,
         custom_convert_samples_to_train_data_path=None,
-        custom_generate_function_path="penstock_agent.generate",
+        custom_generate_function_path="slime_agent.generate",
         dynamic_sampling_filter_path=None,
         group_rm=False,
         grpo_std_normalization=False,
