@@ -24,7 +24,7 @@ class Experiment(BasePPOExp):  # type: ignore[misc]
         return PenstockGenerator(rollouts, inference_engine_client, filler_token_id=tokenizer.pad_token_id)
 
 
-@ray.remote(num_cpus=1)
+@ray.remote(num_cpus=1)  # type: ignore[untyped-decorator]
 def train(cfg: SkyRLTrainConfig) -> None:
     """Not on the head node."""
     Experiment(cfg).run()

@@ -22,14 +22,21 @@ def main() -> int:
     )
     parser.add_argument("--cache", type=Path, default=Path.home() / ".cache" / "penstock-trainers")
     parser.add_argument("--base", type=Path, default=BASE, help="the Python with torch, Transformers and vLLM")
-    parser.add_argument("--repository", help="where to fetch a trainer that is on no package index, instead of its own")
+    parser.add_argument(
+        "--repository",
+        action="append",
+        default=[],
+        metavar="NAME=FROM",
+        help="where git fetches a trainer that is on no package index, instead of its own address",
+    )
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for each check")
     given = parser.parse_args()
     if not given.base.exists():
         parser.error(f"--base: {given.base} is missing: `make test-vllm` makes it")
+    repositories = dict(item.partition("=")[::2] for item in given.repository)
     failed = []
     for name in TRAINERS if "all" in given.names else given.names:
-        packages = installed(name, given.cache.resolve(), given.base.absolute(), given.repository)
+        packages = installed(name, given.cache.resolve(), given.base.absolute(), repositories.get(name))
         begun = time.monotonic()
         print(f"== {name}: {TRAINERS[name].version}", flush=True)
         if run(name, packages, given.base.absolute(), given.timeout):

@@ -29,17 +29,61 @@ OMEGACONF: Final = ("omegaconf==2.4.0", "hydra-core==1.3.8", "antlr4-python3-run
 TENSORDICT: Final = ("tensordict==0.15.3", "pyvers==0.2.3")
 
 
+PRIME_RL: Final = (
+    "verifiers==0.3.1.dev62",
+    "aiofiles==25.1.0",
+    "aiolimiter==1.3.0",
+    "antlr4-python3-runtime==4.13.2",
+    "beartype==0.23.1",
+    "connectrpc==0.12.1",
+    "distro==1.9.0",
+    "httpcore2==2.16.2",
+    "httpx-sse==0.4.3",
+    "httpx2==2.16.2",
+    "jiter==0.19.0",
+    "latex2sympy2-extended==1.11.0",
+    "loguru==0.7.3",
+    "math-verify==0.9.0",
+    "mcp==1.30.0",
+    "msgpack==1.2.4",
+    "msgspec==0.23.0",
+    "openai==2.54.0",
+    "prime-pydantic-config==0.4.3",
+    "prime-runs==0.1.4",
+    "prime-sandboxes==0.5.1",
+    "prime-tunnel==0.1.15",
+    "protobuf-py-ext==0.6.0",
+    "protobuf-py==0.6.0",
+    "pyqwest==0.12.0",
+    "pyzmq==27.3.0",
+    "renderers==0.1.12",
+    "sniffio==1.3.1",
+    "tenacity==9.2.1",
+    "tomli-w==1.2.0",
+    "tqdm==4.70.1",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Packages of a repository's commit, by their folders; folders of one name are one package."""
+
+    repository: str
+    commit: str
+    folders: tuple[str, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Pinned:
-    """A trainer's packages; `source` is (repository, commit, folder) where it is on no package index."""
+    """A trainer's packages; `source` is of one that is on no package index."""
 
     packages: tuple[str, ...]
-    source: tuple[str, str, str] | None = None
+    source: Source | None = None
 
     @property
     def version(self) -> str:
         """For people."""
-        return self.packages[0] if self.source is None else f"{self.source[0]} at {self.source[1][:7]}"
+        return self.packages[0] if self.source is None else f"{self.source.repository} at {self.source.commit[:7]}"
 
 
 TRAINERS: Final[dict[str, Pinned]] = {
@@ -53,7 +97,15 @@ TRAINERS: Final[dict[str, Pinned]] = {
     "openrlhf": Pinned(("openrlhf==0.11.2", *RAY, "peft==0.21.2", "pylatexenc==2.11", "torchdata==0.11.0")),
     "slime": Pinned(
         (*RAY, "pylatexenc==2.11"),
-        ("https://github.com/THUDM/slime", "624b824a898ab0ec1fcb4d373004c7f3852bf515", "slime"),
+        Source("https://github.com/THUDM/slime", "624b824a898ab0ec1fcb4d373004c7f3852bf515", ("slime",)),
+    ),
+    "prime_rl": Pinned(
+        PRIME_RL,
+        Source(
+            "https://github.com/PrimeIntellect-ai/prime-rl",
+            "559b44772e471d1538537b8805cc77f3824a5e64",
+            ("src/prime_rl", "packages/prime-rl-configs/src/prime_rl"),
+        ),
     ),
 }
 
@@ -83,14 +135,16 @@ def installed(name: str, cache: Path, base: Path, repository: str | None = None)
     return folder
 
 
-def _add_source(source: tuple[str, str, str], repository: str | None, folder: Path, made: Path) -> None:
-    address, commit, package = source
+def _add_source(source: Source, repository: str | None, folder: Path, made: Path) -> None:
     git = ["git", "-C", str(folder)]
     folder.mkdir()
     subprocess.run([*git, "init", "--quiet"], check=True)
-    subprocess.run([*git, "fetch", "--quiet", "--depth", "1", repository or address, commit], check=True)
-    subprocess.run([*git, "checkout", "--quiet", "FETCH_HEAD", "--", package], check=True)
-    shutil.copytree(folder / package, made / package)
+    subprocess.run(
+        [*git, "fetch", "--quiet", "--depth", "1", repository or source.repository, source.commit], check=True
+    )
+    subprocess.run([*git, "checkout", "--quiet", "FETCH_HEAD", "--", *source.folders], check=True)
+    for found in source.folders:
+        shutil.copytree(folder / found, made / Path(found).name, dirs_exist_ok=True)
 
 
 def run(name: str, packages: Path, base: Path, timeout_s: float) -> int:
