@@ -74,7 +74,7 @@ async def test_rollout_without_a_reward_is_run_again_and_then_an_error(stack: Ru
 
     with pytest.raises(RolloutFailed) as raised:
         await rollouts.row("ungraded", engine)
-    assert raised.value.reason == "FAILED" and "verifier" in str(raised.value)
+    assert raised.value.reason == "NOTHING_TO_LEARN" and "verifier" in str(raised.value)
     assert len(await causes(stack, rollouts)) == rollouts.tries
 
 

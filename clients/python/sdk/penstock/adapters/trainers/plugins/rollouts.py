@@ -16,11 +16,11 @@ from penstock.client.errors import CallEnded, FailedPrecondition, InvalidArgumen
 from penstock.client.intercept.calls import ModelCall
 from penstock.client.rollouts.client import RolloutOptions
 from penstock.client.rollouts.handles import RolloutHandle, abandon, created_with_room
+from penstock.client.tasks.file import task_file_of
 from penstock.client.tasks.spec import AgentChoice
 from penstock.client.tasks.task import Task
 from penstock.client.types.chat import Completion
 from penstock.client.types.results import RolloutResult
-from penstock.tasks.sets import load_tasks
 
 MAX_TRIES: Final = 16
 
@@ -62,10 +62,12 @@ class AgentRollouts:
         tries: int = 3,
         **options: Any,
     ) -> "AgentRollouts":
-        """Reads the tasks of a directory, a task set file or a task file. Raises InvalidArgument `TASK_FILE`."""
+        """Reads a task file, a task's directory, or a directory with files of tasks. Raises InvalidArgument `TASK_FILE`."""
         if unknown := options.keys() - RolloutOptions.__annotations__.keys():
             raise InvalidArgument(f"Unknown options: {', '.join(sorted(unknown))}", reason="PLUGIN_OPTION")
-        found = {task.task_id: task for task in load_tasks(tasks).tasks}
+        given = Path(tasks)
+        files = [given] if given.is_file() or task_file_of(given) else sorted(given.glob("*.yaml"))
+        found = {task.task_id: task for task in map(Task.load, files)}
         file = None if connection is None else Path(connection)
         return cls(tasks=found, agent=agent, connection=file, tries=tries, options=cast(RolloutOptions, options))
 
@@ -107,7 +109,7 @@ class AgentRollouts:
         A rollout that nothing can be learned from is no reward of zero: another one is run, `tries` in all.
 
         Raises:
-            RolloutFailed: the last one's reason in upper case, such as `UNGRADED`.
+            RolloutFailed: `NOTHING_TO_LEARN`; the message has the last one's reason.
             Exception: as `run`.
         """
         for left in reversed(range(self.tries)):
@@ -116,7 +118,7 @@ class AgentRollouts:
                 return place.rows[0]
             if not left and place.dropped is not None:
                 dropped = place.dropped
-                raise RolloutFailed(f"After {self.tries} tries: {dropped}", reason=dropped.reason.upper())
+                raise RolloutFailed(f"After {self.tries} tries: {dropped}", reason="NOTHING_TO_LEARN")
         raise AssertionError("unreachable: there is a try")
 
 

@@ -4,7 +4,7 @@
 
     - name: penstock
       _target_: penstock.adapters.trainers.plugins.verl.PenstockAgentLoop
-      tasks: tasks            # a directory, a task set file or a task file
+      tasks: tasks            # a directory with files of tasks, or a task file
       agent: shell
 
 and `rollout.agent.default_agent_loop: penstock`. A row of the data set names its task in `task_id`, or in
