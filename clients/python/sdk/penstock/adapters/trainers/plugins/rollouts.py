@@ -62,7 +62,7 @@ class AgentRollouts:
         tries: int = 3,
         **options: Any,
     ) -> "AgentRollouts":
-        """Reads a task file, a task's directory, or a directory with files of tasks. Raises InvalidArgument `TASK_FILE`."""
+        """Reads a task file or directory, or a directory with files of tasks. Raises InvalidArgument `TASK_FILE`."""
         if unknown := options.keys() - RolloutOptions.__annotations__.keys():
             raise InvalidArgument(f"Unknown options: {', '.join(sorted(unknown))}", reason="PLUGIN_OPTION")
         given = Path(tasks)
