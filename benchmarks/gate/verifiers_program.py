@@ -11,7 +11,7 @@ import sys
 from typing import Any
 
 import uvloop
-from renderers import Qwen3RendererConfig
+from renderers import Qwen3RendererConfig  # type: ignore[import-not-found]
 from verifiers.v1.clients import (
     EvalClientConfig,
     ModelContext,

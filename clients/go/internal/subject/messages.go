@@ -3,6 +3,7 @@ package main
 import (
 	"encoding/hex"
 	"fmt"
+	"maps"
 	"slices"
 	"strings"
 	"time"
@@ -37,8 +38,8 @@ type spec struct {
 
 func (s *spec) message() *driverv1.RolloutSpec {
 	task := &driverv1.Task{TaskId: s.TaskID, Instruction: s.Instruction, Setup: commands(s.Setup)}
-	for path, text := range s.Files {
-		task.Files = append(task.Files, &sandboxv1.SeedFile{Path: path, Content: []byte(text)})
+	for _, path := range slices.Sorted(maps.Keys(s.Files)) { // their order counts where a task is compared
+		task.Files = append(task.Files, &sandboxv1.SeedFile{Path: path, Content: []byte(s.Files[path])})
 	}
 	if s.Verify != nil {
 		task.Verifier = &driverv1.Verifier{Commands: commands(s.Verify)}
