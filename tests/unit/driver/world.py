@@ -94,6 +94,7 @@ class Directories:
         self.calls: list[str] = []
         self.repeatable: list[bool] = []
         self.allowlists: list[sandbox_pb2.Allowlist | None] = []
+        self.joined: list[str] = []
         """Of each fork, whether it was to be repeatable."""
         self.fail: dict[str, list[PenstockError | None]] = {}
         self.holds: dict[str, asyncio.Event] = {}
@@ -177,10 +178,12 @@ class Directories:
         labels: Mapping[str, str],
         repeatable: bool = False,
         allowlist: sandbox_pb2.Allowlist | None = None,
+        joins: str = "",
     ) -> SandboxFacts:
         await self._called("fork")
         self.repeatable.append(repeatable)
         self.allowlists.append(allowlist)
+        self.joined.append(joins)
         if snapshot_id not in self.snapshots:
             raise NotFound("no such snapshot", reason="SNAPSHOT_UNKNOWN")
         sandbox_id, box = self._new(labels)
