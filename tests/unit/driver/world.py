@@ -94,8 +94,9 @@ class Directories:
         self.calls: list[str] = []
         self.repeatable: list[bool] = []
         self.allowlists: list[sandbox_pb2.Allowlist | None] = []
-        self.joined: list[str] = []
         """Of each fork, whether it was to be repeatable."""
+        self.joined: list[str] = []
+        """Of each fork, the sandbox that it joined."""
         self.fail: dict[str, list[PenstockError | None]] = {}
         self.holds: dict[str, asyncio.Event] = {}
         self.installation: list[str] = []

@@ -41,7 +41,7 @@ async def test_one_at_a_time_joins_and_takes_no_place(tmp_path: Path) -> None:
             await domain.sandboxes.create("", SandboxSpec(), "team")
 
 
-@pytest.mark.requirement("R54", "R131")
+@pytest.mark.requirement("R54", "R107")
 @pytest.mark.parametrize(
     ("namespace", "changes", "reason", "named"),
     [
