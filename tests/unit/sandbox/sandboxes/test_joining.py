@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tests.unit.sandbox.scripted_domain import Domain, opened
 
-from penstock_chassis.errors import FailedPrecondition, InvalidArgument, NotFound, PenstockError, ResourceExhausted
+from penstock_chassis.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
 from penstock_sandbox.domain.model import Companion, NetworkKind, NetworkPolicy, Sandbox, SandboxSpec
 
 OWNER = {"owner": "a"}
@@ -21,8 +21,9 @@ BESIDE = SandboxSpec(companions=(Companion("db", "postgres:16"),), labels=OWNER)
 async def joinable(folder: Path) -> AsyncIterator[tuple[Domain, Sandbox]]:
     """A domain with room for one sandbox, and that one, with companions."""
     async with opened(folder, most=1, queue_timeout_s=0.0) as domain:
-        able = {"companions": True, "networks": frozenset({NetworkKind.NONE, NetworkKind.OPEN})}
-        domain.backend.capabilities = dataclasses.replace(domain.backend.capabilities, **able)
+        networks = frozenset({NetworkKind.NONE, NetworkKind.OPEN})
+        able = dataclasses.replace(domain.backend.capabilities, companions=True, networks=networks)
+        domain.backend.capabilities = able
         yield domain, await domain.sandboxes.create("", BESIDE, "team")
 
 
@@ -77,4 +78,4 @@ async def test_a_sandbox_that_has_no_live_companions_is_not_joined(tmp_path: Pat
         with pytest.raises((FailedPrecondition, InvalidArgument)) as refused:
             await domain.sandboxes.create("", SandboxSpec(joins=other.id, labels=OWNER))
         reasons = {"paused": "SANDBOX_PAUSED", "lost": "SANDBOX_LOST", "alone": "FIELD_INVALID"}
-        assert isinstance(refused.value, PenstockError) and refused.value.reason == reasons[state]
+        assert refused.value.reason == reasons[state]
