@@ -17,8 +17,10 @@ from penstock.sandbox.v1 import sandbox_pb2
 from penstock_chassis.errors import FailedPrecondition, InvalidArgument
 from penstock_driver.domain.ports import BackendFacts
 from penstock_driver.domain.rollout import RolloutSpec, Verifier
+from penstock_driver.domain.unended import Stage
 from penstock_driver.grading import grader
 from penstock_driver.rollouts.preflight import check_backend
+from penstock_driver.rollouts.recorder import RolloutRecorder
 from penstock_driver.store.end_states import EndStates
 from penstock_driver.wire.specs import rollout_spec
 
@@ -123,8 +125,11 @@ async def test_companions_start_with_the_agents_sandbox_only(driver: Driver) -> 
 async def test_the_agents_sandbox_is_read_then_joined_and_goes_with_its_fork(
     driver: Driver, monkeypatch: pytest.MonkeyPatch, beside: bool
 ) -> None:
-    """What holds the companions lives as long as the verifier. No end state is kept, which would not have them."""
-    run, fork = driver.sandboxes.run, driver.sandboxes.fork
+    """What holds the companions lives as long as the verifier. No end state is kept, which would not have them.
+
+    The next driver process grades from the agent's sandbox, until a verifier may have begun.
+    """
+    run, fork, reach = driver.sandboxes.run, driver.sandboxes.fork, RolloutRecorder.reach
     steps: list[str] = []
 
     async def unchanged(sandbox_id: str, below: Any, sink: Any, max_bytes: int) -> list[str]:
@@ -142,6 +147,10 @@ async def test_the_agents_sandbox_is_read_then_joined_and_goes_with_its_fork(
             steps.append(f"joined {options['joins']}")
         return await fork(*args, **options)
 
+    async def seen_reach(recorder: RolloutRecorder, stage: Stage, *args: Any) -> None:
+        steps.append(stage.value)
+        await reach(recorder, stage, *args)
+
     async def keep(*_: Any) -> bool:
         steps.append("kept")
         return True
@@ -149,6 +158,7 @@ async def test_the_agents_sandbox_is_read_then_joined_and_goes_with_its_fork(
     monkeypatch.setattr(driver.sandboxes, "diff", unchanged)
     monkeypatch.setattr(driver.sandboxes, "run", seen_run)
     monkeypatch.setattr(driver.sandboxes, "fork", seen_fork)
+    monkeypatch.setattr(RolloutRecorder, "reach", seen_reach)
     monkeypatch.setattr(EndStates, "keep", keep)
     monkeypatch.setattr(grader, "IN_MEMORY", ())  # where these boxes are
     spec, database = driver.spec(), sandbox_pb2.Companion(name="db", image="postgres:16")
@@ -160,6 +170,7 @@ async def test_the_agents_sandbox_is_read_then_joined_and_goes_with_its_fork(
     assert outcome.HasField("reward"), outcome.failure
     agents = steps[0].removeprefix("read ")
     if beside:
-        assert steps == [f"read {agents}", f"joined {agents}", f"verified beside ['{agents}']"]
+        graded = [f"joined {agents}", "GRADING", f"verified beside ['{agents}']", "DECIDED"]
+        assert steps == [f"read {agents}", *graded]
     else:
-        assert "kept" in steps and not [step for step in steps if step.startswith("joined")]
+        assert {"CARRIED", "kept"} < set(steps) and not [step for step in steps if step.startswith("joined")]
