@@ -14,7 +14,7 @@ from tests.support.waiting import eventually_async
 
 from penstock_chassis.errors import FailedPrecondition, Unavailable
 from penstock_sandbox.backends.docker.companions import container_name
-from penstock_sandbox.domain.model import Companion, HealthCheck, Resources
+from penstock_sandbox.domain.model import Companion, HealthCheck, Resources, SandboxSpec
 
 pytestmark = pytest.mark.asyncio
 
@@ -173,3 +173,31 @@ def _id(opened: Any, handle: Any) -> str:
     box = opened._boxes.of(handle)
     assert box is not None
     return str(box.name.removeprefix("penstock-"))
+
+
+@pytest.mark.requirement("R49", "R90")
+@pytest.mark.parametrize("reach", REACHES)
+async def test_a_sandbox_joins_the_companions_of_another_and_ends_with_it(tmp_path: Path, reach: str) -> None:
+    """It reaches them as they are, by their names, and has nothing else of the other: no file, no process."""
+    async with backend(tmp_path, reach) as opened:
+        other_id = f"sb-{secrets.token_hex(16)}"
+        other = await opened.create(other_id, SandboxSpec(companions=(web(),)), (), lambda _: None)
+        change = "echo changed > /dev/shm/www/index.html"
+        await asyncio.to_thread(_in_companion, container_name(other_id, "web"), change)
+        assert (await run(other, "sh", "-c", "touch mine; sleep 1000 >/dev/null 2>&1 &"))[0] == 0
+        lost = asyncio.get_running_loop().create_future()
+        joined = await opened.create(f"sb-{secrets.token_hex(16)}", SandboxSpec(joins=other_id), (), lost.set_result)
+        assert await run(joined, "python3", "-c", FETCH, "http://web:8080/") == (0, "changed\n")
+        code, text = await run(joined, "sh", "-c", "cat /proc/[0-9]*/cmdline | tr '\\0' ' '; ls; cat /proc/net/dev")
+        assert code == 0 and not {"1000", "httpd", "mine", "eth0:"} & set(text.split()), text
+        await other.destroy()
+        assert await lost == "SANDBOX_VANISHED"
+        await joined.destroy()
+        with pytest.raises(FailedPrecondition) as refused:
+            await create(opened, joins=other_id)
+        assert refused.value.reason == "SANDBOX_LOST"
+
+
+def _in_companion(name: str, program: str) -> None:
+    api = dockerd.engine().api
+    api.exec_start(api.exec_create(name, ["/bin/sh", "-c", program])["Id"])

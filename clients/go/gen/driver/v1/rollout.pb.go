@@ -1244,9 +1244,10 @@ type SandboxChoice struct {
 	// What the verifier may reach, after the agent's sandbox is dead, from a fresh fork: it needs Verifier.fresh_fork.
 	// Otherwise as agent_network, with a recording of its own.
 	VerifierNetwork *v1.Allowlist `protobuf:"bytes,10,opt,name=verifier_network,json=verifierNetwork,proto3" json:"verifier_network,omitempty"`
-	// Containers beside the agent's sandbox, as in SandboxSpec.companions. None runs while the task's setup does. What the agent
-	// does to them is in no fork, so the rollout is graded in the agent's sandbox: Verifier.fresh_fork, keep_end_state and what
-	// needs a fresh fork are refused. A backend without companions refuses them (CAPABILITY_MISSING).
+	// Containers beside the agent's sandbox, as in SandboxSpec.companions. None runs while the task's setup does. A fresh fork
+	// joins the network of the agent's sandbox, so its verifier reaches them as the agent left them. Refused beside them are
+	// an image and resources of the verifier, a judge, verifier_network and keep_end_state. A backend without companions
+	// refuses them (CAPABILITY_MISSING).
 	Companions    []*v1.Companion `protobuf:"bytes,11,rep,name=companions,proto3" json:"companions,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache

@@ -91,7 +91,9 @@ class ContinuedAttempt(Attempt):
     async def _go_on_verifying(self, taken_up: TakenUp, prepared: PreparedEnvironment) -> None:
         sandbox = taken_up.place.sandbox
         if taken_up.stage is Stage.GRADING:
-            message = "the driver was restarted while a verifier ran in the agent's own sandbox"
+            message = (
+                "the driver was restarted while a verifier ran in the agent's own sandbox or beside its companions"
+            )
             raise RolloutFailed(
                 Failure(
                     Cause.INFRASTRUCTURE, "GRADING_INTERRUPTED", message, True, self._phase, component=Component.DRIVER

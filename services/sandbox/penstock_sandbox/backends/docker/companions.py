@@ -4,7 +4,8 @@ Purpose: they join the network namespace of the sandbox's container, so the sand
 network is made; the hosts file of that container, which the daemon gives them too, has their names.
 
 Invariants
-- Nothing of a companion is in the sandbox but its listeners: files, processes and limits are its own.
+- Nothing of a companion is in the sandbox but its listeners: files, processes and limits are its own. The sandbox's
+  programs can pass it theirs by abstract sockets, so what joins the network later is a container of its own.
 - A failed or cancelled start removes all of them.
 - They begin after the sandbox's own listeners, which therefore keep their ports.
 """

@@ -53,8 +53,12 @@ def sandbox(
     read_only: bool,
     runtime: str,
     own_names: Sequence[str] = (),
+    joins: str = "",
 ) -> tuple[Json, Json]:
-    """Returns a sandbox's container settings and their host part. ``own_names`` lead to its own 127.0.0.1."""
+    """Returns a sandbox's container settings and their host part. ``own_names`` lead to its own 127.0.0.1.
+
+    ``joins`` is the id of a container whose network it shares, with the names that lead there.
+    """
     settings: Json = {
         "image": image.name,
         # A bare name removes the image's variable.
@@ -92,7 +96,11 @@ def sandbox(
         "read_only": read_only,
         "mounts": [dict(mount) for mount in mounts],
     }
-    if network is not NetworkKind.OPEN:
+    if joins:
+        # The daemon gives it the other's names, and refuses any of its own.
+        del settings["hostname"]
+        host["network_mode"] = f"container:{joins}"
+    elif network is not NetworkKind.OPEN:
         # Otherwise the daemon copies the host's resolver into the container.
         host["dns"] = ["127.0.0.1"]
         host["dns_search"] = ["."]

@@ -279,7 +279,7 @@ class TaskFile(RolloutKeys):
         if build is not None and (value.get("image") or (isinstance(sandbox, Mapping) and sandbox.get("image"))):
             yield ("build",), "set image or build"
         if isinstance(sandbox, Mapping) and sandbox.get("companions"):
-            yield from _needs_fork(value)
+            yield from _beside_companions(value)
         if beside is None:
             return
         if isinstance(named := value.get("instruction_file"), str):
@@ -293,17 +293,17 @@ class TaskFile(RolloutKeys):
             yield ("build",), problem
 
 
-def _needs_fork(value: Mapping[str, Any]) -> Iterator[tuple[Place, str]]:
-    """Yields what a task with companions cannot have: what the agent did to them is in no fork."""
-    problem = "needs a fork, which would not have what the agent did to sandbox.companions"
+def _beside_companions(value: Mapping[str, Any]) -> Iterator[tuple[Place, str]]:
+    """Yields what a task with companions cannot have: it is graded where they are, in the network that they share."""
     if value.get("keep_end_state"):
-        yield ("keep_end_state",), problem
+        yield ("keep_end_state",), "would not have what the agent did to sandbox.companions"
     if value["sandbox"].get("verifier_network"):
-        yield ("sandbox", "verifier_network"), problem
+        yield ("sandbox", "verifier_network"), "sandbox.companions would share it"
     verifier = value.get("verifier")
-    for name in ("fresh_fork", "changes_below", "image", "build", "resources", "copies", "collect", "judge"):
+    for name in ("image", "build", "resources", "judge"):
         if isinstance(verifier, Mapping) and (verifier.get(name) or verifier.get(name) == {}):
-            yield ("verifier", name), problem
+            problem = "a verifier has the agent's own sandbox.companions"
+            yield ("verifier", name), "sandbox.companions would share its network" if name == "judge" else problem
 
 
 def task_file_of(folder: Path) -> Path | None:

@@ -852,9 +852,10 @@ class SandboxChoice(_message.Message):
 
     @_builtins.property
     def companions(self) -> _containers.RepeatedCompositeFieldContainer[_sandbox_pb2.Companion]:
-        """Containers beside the agent's sandbox, as in SandboxSpec.companions. None runs while the task's setup does. What the agent
-        does to them is in no fork, so the rollout is graded in the agent's sandbox: Verifier.fresh_fork, keep_end_state and what
-        needs a fresh fork are refused. A backend without companions refuses them (CAPABILITY_MISSING).
+        """Containers beside the agent's sandbox, as in SandboxSpec.companions. None runs while the task's setup does. A fresh fork
+        joins the network of the agent's sandbox, so its verifier reaches them as the agent left them. Refused beside them are
+        an image and resources of the verifier, a judge, verifier_network and keep_end_state. A backend without companions
+        refuses them (CAPABILITY_MISSING).
         """
 
     def __init__(
