@@ -45,7 +45,9 @@ async def left(fleet: Fleet, living: Collection[str]) -> list[str]:
     for name in living:
         if fleet.kind(name) == "sandbox":
             async with connect(fleet.endpoints(sandbox=name, discover=False)) as ps:
-                found += [f"{name}: sandbox {sandbox_id}" async for sandbox_id, _ in ps.sandboxes.list()]
+                # A lost one of an earlier process holds nothing: it is shown until its lease would have ended.
+                shown = [sandbox_id async for sandbox_id, state in ps.sandboxes.list() if state != "lost"]
+                found += [f"{name}: sandbox {sandbox_id}" for sandbox_id in shown]
             found += [f"{name}: {item}" for item in traces(fleet, name)]
         elif fleet.kind(name) == "interception":
             async with connect(fleet.endpoints(gate=name, discover=False)) as ps:
