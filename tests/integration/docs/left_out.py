@@ -23,6 +23,7 @@ PROGRAMS: Final[Mapping[str, str]] = {
     "export": "sets a variable for what follows",
     "go": "changes a module of the reader's; tests/integration/go builds what the guide shows",
     "grep": "reads the logs of the reader's services",
+    "podman": "serves its API on the reader's machine; tests/conformance/sandbox --backend podman starts one",
     "helm": "asks a cluster; tests/unit/deploy renders the chart, tests/kubernetes applies it",
     "jq": "reads the logs of the reader's services",
     "kubectl": "asks a cluster",

@@ -524,7 +524,8 @@ async def test_the_guides_program_does_what_it_says(stack: Stack, tmp_path: Path
     out, err = await process.communicate()
     assert process.returncode == 0, err.decode()
     shown = ["2", "cat: missing: No such file or directory", "[exit code 1]"]
-    assert out.decode().splitlines() == [*shown, "Reward(value=1.0, range_min=0.0, range_max=1.0, components={}, turns=())"]
+    reward = "Reward(value=1.0, range_min=0.0, range_max=1.0, components={}, turns=())"
+    assert out.decode().splitlines() == [*shown, reward]
 
 
 def environment(stack: Stack, home: Path) -> dict[str, str]:

@@ -38,6 +38,10 @@ HONEST: Final = {
     "docs/guides/first-rollout.md#0": 'echo "hello ada" > greeting.txt',
     "docs/guides/tasks.md#0": 'echo "hello ada" > greeting.txt',
     "docs/guides/rewards.md#0": r"printf 'import sys\nfor l in sys.stdin: print(sum(map(int, l.split())))\n' > sum.py",
+    "docs/guides/own-repository.md#0": r"""cat > src/slug.py <<'END'
+import re
+def slug(text): return "-".join(re.findall("[a-z0-9]+", text.lower()))
+END""",
     "examples/grpo/task.yaml": "echo ember > b.txt",
 }
 """Whoever adds a task says here how it is done: one that nobody can do resists every attack."""
@@ -126,6 +130,9 @@ def documented(name: str, folder: Path) -> Task:
     (folder / "check.py").write_bytes(CHECKER)
     (folder / "repository").mkdir()
     (folder / "repository/greet.py").write_text("print('hello')\n", encoding="utf-8")
+    faulty = folder / "repair-slug/repository/src/slug.py"
+    faulty.parent.mkdir(parents=True)
+    faulty.write_text("def slug(text): return text.lower().replace(' ', '-')\n", encoding="utf-8")
     (folder / "task.yaml").write_text(text, encoding="utf-8")
     return replace(Task.load(folder / "task.yaml"), sandbox=None)
 
