@@ -86,7 +86,7 @@ class DockerBackend(Backend):
         await reaper.open()
         prepared = Prepared(daemon, owner, reaper, options.prepared_bytes, keep_workdir=options.read_only)
         self._stack.push_async_callback(prepared.aclose)
-        images = Images(daemon, prepared, options.pull_timeout_s)
+        images = Images(daemon, prepared, options.pull_timeout_s, (options.image, options.sidecar_image))
         self._stack.push_async_callback(images.aclose)
         layers = Layers(reaper)
         self._stack.push_async_callback(layers.aclose)

@@ -65,8 +65,8 @@ class Companions:
         Raises as ``Images.ready``, and FailedPrecondition (CAPABILITY_MISSING).
         """
         found = []
-        for spec in companions:
-            image = await self._images.inspected(spec.image)
+        for index, spec in enumerate(companions):
+            image = await self._images.inspected(spec.image, f"spec.companions[{index}].image")
             config = image.get("Config") or {}
             user = spec.user or str(config.get("User") or "")
             if not root and _name(user) in _ROOT:

@@ -6,7 +6,7 @@ Invariants: one pull and one preparation of an image at a time, shared by all ca
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import aclosing
 
 import structlog
@@ -15,13 +15,20 @@ from penstock_chassis.aio.single_flight import SingleFlight
 from penstock_chassis.errors import DeadlineExceeded, NotFound, PenstockError, Unavailable
 from penstock_sandbox.backends.docker.engine.daemon import Daemon
 from penstock_sandbox.backends.docker.engine.errors import Json, Missing, Refused
+from penstock_sandbox.backends.docker.images import names
 from penstock_sandbox.backends.docker.images.prepared_images import Prepared, ReadyImage
+from penstock_sandbox.images.reference import Reference
 
 _log = structlog.get_logger(__name__)
 
 
 class Images:
-    def __init__(self, daemon: Daemon, prepared: Prepared, pull_timeout_s: float) -> None:
+    """The images of one daemon. ``trusted``: names that are the operator's, asked for as they are; see ``names``."""
+
+    def __init__(
+        self, daemon: Daemon, prepared: Prepared, pull_timeout_s: float, trusted: Collection[str] = ()
+    ) -> None:
+        self._trusted = frozenset(trusted)
         self._daemon = daemon
         self._prepared = prepared
         self._timeout_s = pull_timeout_s
@@ -46,7 +53,7 @@ class Images:
         """Returns the prepared image, pulled and made if necessary. ``user``: as in ``Prepared``.
 
         Raises NotFound (IMAGE_UNKNOWN), Unavailable (IMAGE_PULL_FAILED), DeadlineExceeded (IMAGE_PULL_TIMEOUT),
-        FailedPrecondition (IMAGE_UNUSABLE) and InvalidArgument (USER_UNKNOWN).
+        FailedPrecondition (IMAGE_UNUSABLE, IMAGE_NOT_ALLOWED) and InvalidArgument (FIELD_INVALID, USER_UNKNOWN).
         """
         found = await self._pulled(image)
         return await self._preparations.get((found["Id"], user), lambda: self._prepared.of(image, found, user))
@@ -61,24 +68,37 @@ class Images:
         found = await self._pulled(image)
         return str(found["Id"]), str(found["Architecture"])
 
-    async def inspected(self, image: str) -> Json:
-        """Returns an image's full description, pulled if necessary; raises as ``ready`` does."""
-        return await self._pulled(image)
+    async def inspected(self, image: str, field: str) -> Json:
+        """Returns the full description of the image that ``field`` names, pulled if necessary; raises as ``ready``."""
+        return await self._pulled(image, field)
 
     # Pulling -----------------------------------------------------------------------------------------------------
 
-    async def _pulled(self, image: str) -> Json:
+    async def _pulled(self, image: str, field: str = "spec.image") -> Json:
+        wanted = None if image in self._trusted else names.asked(image, field)
+        asked = image if wanted is None else str(wanted)
         try:
-            return await self._daemon.image(image)
+            return await self._found(image, wanted)
         except Missing:
             pass
         except Refused as error:
             raise _unknown(image, error.what) from error
-        await self._pulls.get(image, lambda: self._pull(image))
+        await self._pulls.get(asked, lambda: self._pull(asked))
         try:
-            return await self._daemon.image(image)
+            return await self._found(image, wanted)
         except Missing as error:
             raise _unknown(image, error.what) from error
+
+    async def _found(self, image: str, wanted: Reference | None) -> Json:
+        """Returns the daemon's image of a caller's name (``wanted``), or of one of the operator's. Raises Missing."""
+        if wanted is None:
+            return await self._daemon.image(image)
+        found = await self._daemon.image(str(wanted))
+        if names.is_ours(found):
+            raise names.not_allowed(image)
+        if not names.is_named(found, wanted):
+            raise Missing(404, "the daemon has none of this name")
+        return found
 
     async def _pull(self, image: str) -> None:
         name, digest = image.partition("@")[::2]
