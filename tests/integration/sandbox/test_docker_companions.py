@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import secrets
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from tests.support.docker import dockerd
 from tests.support.docker.backend import REACHES, backend, create, diff, run
 from tests.support.waiting import eventually_async
 
-from penstock_chassis.errors import FailedPrecondition, Unavailable
+from penstock_chassis.errors import FailedPrecondition, InvalidArgument, Unavailable
 from penstock_sandbox.backends.docker.companions import container_name
 from penstock_sandbox.domain.model import Companion, HealthCheck, Resources
 
@@ -28,10 +30,10 @@ HEALTHY = HealthCheck(("/bin/busybox", "wget", "-q", "-O", "/dev/null", "http://
 FETCH = "import sys, urllib.request\nprint(urllib.request.urlopen(sys.argv[1]).read().decode(), end='')"
 
 
-def shell(name: str, program: str, **fields: Any) -> Companion:
+def shell(name: str, program: str, *, image: str = dockerd.TINY, **fields: Any) -> Companion:
     """A companion that runs a program of the shell, as nobody."""
     start = {"entrypoint": ("/bin/sh", "-c"), "command": (program,), "user": "65534"}
-    return Companion(name, dockerd.TINY, **{**start, **fields})
+    return Companion(name, image, **{**start, **fields})
 
 
 def web(**fields: Any) -> Companion:
@@ -79,9 +81,10 @@ FAILURES = [
         "it is not healthy after 0.11 s",
     ),
     (web(entrypoint=("/absent",)), "COMPANION_FAILED", "it cannot be started"),
-    (web(user=""), "CAPABILITY_MISSING", "may be root"),
-    (web(user="00:65534"), "CAPABILITY_MISSING", "may be root"),
-    (web(user="nobody"), "CAPABILITY_MISSING", "a user that its image does not list"),
+    (web(user=""), "CAPABILITY_MISSING", "is root"),
+    (web(user="00:65534"), "CAPABILITY_MISSING", "is root"),
+    (web(user="nobody"), "USER_UNKNOWN", "has no user 'nobody'"),
+    (web(user="65531"), "USER_RESERVED", "65531"),
     (Companion("db", "penstock-test/other:1"), "IMAGE_NOT_ALLOWED", "penstock-test/other:1"),
 ]
 
@@ -91,7 +94,7 @@ async def test_a_companion_that_fails_fails_the_creation_and_leaves_nothing(tmp_
     """With the reason, and the end of what it wrote."""
     async with backend(tmp_path, allowed_images=(dockerd.TINY,)) as opened:
         for companion, reason, named in FAILURES:
-            with pytest.raises(FailedPrecondition) as failed:
+            with pytest.raises((FailedPrecondition, InvalidArgument)) as failed:
                 await create(opened, companions=(shell("fine", "exec sleep 1000"), companion))
             assert failed.value.reason == reason and named in failed.value.message
             assert len(failed.value.message) < 3000
@@ -173,3 +176,56 @@ def _id(opened: Any, handle: Any) -> str:
     box = opened._boxes.of(handle)
     assert box is not None
     return str(box.name.removeprefix("penstock-"))
+
+
+def image_with(name: str, passwd: tarfile.TarInfo | str, group: str = "") -> str:
+    """An image of TINY with account files."""
+    with tarfile.open(fileobj=(whole := io.BytesIO()), mode="w") as archive:
+        if isinstance(passwd, tarfile.TarInfo):
+            archive.addfile(passwd)
+        for path, text in (("etc/passwd", passwd), ("etc/group", group)):
+            if isinstance(text, str):
+                member = tarfile.TarInfo(path)
+                member.size = len(text)
+                archive.addfile(member, io.BytesIO(text.encode()))
+    api = dockerd.engine().api
+    made = api.create_container(dockerd.TINY, ["-"])["Id"]
+    api.put_archive(made, "/", whole.getvalue())
+    api.commit(made, f"penstock-test/{name}", "1")
+    api.remove_container(made)
+    return f"penstock-test/{name}:1"
+
+
+@pytest.mark.requirement("R54", "R55")
+async def test_a_companion_has_the_ids_of_its_user_and_never_roots_unasked(tmp_path: Path) -> None:
+    """The engine takes an id of 2^32, and one with a vertical tab, for 0."""
+    accounts = "db:x:999:998::/:\nbig:x:4294967296:5::/:\nodd:x:1000\x0b:5::/:\n"
+    async with backend(tmp_path) as opened:
+        image = await asyncio.to_thread(image_with, "accounts", accounts, "db:x:998:\ncerts:x:101:db\n")
+        listed = "busybox id -u; busybox id -g; busybox id -G; exec sleep 1000"
+        seen = "test \"$(busybox id -u) $(busybox id -G)\" = '999 998 101'"
+        check = HealthCheck(("/bin/busybox", "sh", "-c", seen), 0.1, 5.0, 3)
+        handle = await create(opened, companions=(shell("x", listed, image=image, user="db", health_check=check),))
+        await handle.destroy()
+        for user in ("big", "odd"):
+            with pytest.raises(InvalidArgument) as refused:
+                await create(opened, companions=(shell("x", listed, image=image, user=user),))
+            assert refused.value.reason == "USER_UNKNOWN"
+
+
+@pytest.mark.requirement("R49", "R50", "R54")
+async def test_no_pipe_in_place_of_the_accounts_keeps_the_engine_waiting(tmp_path: Path) -> None:
+    """Such a container can neither be started nor removed: of an image, and of a snapshot whose setup made it."""
+    pipe = tarfile.TarInfo("etc/passwd")
+    pipe.type = tarfile.FIFOTYPE
+    async with backend(tmp_path, allow_root=True) as opened:
+        image = await asyncio.to_thread(image_with, "pipe", pipe)
+        for spec in ({"companions": (shell("x", "true", image=image),)}, {"image": image, "user": "1000"}):
+            with pytest.raises(FailedPrecondition) as refused:
+                await create(opened, **spec)
+            assert "/etc/passwd is not a plain file" in refused.value.message
+        prepared = await create(opened, user="root", to_be_sealed=True)
+        assert await run(prepared, "sh", "-c", "rm /etc/group && mkfifo /etc/group") == (0, "")
+        with pytest.raises(FailedPrecondition) as refused:
+            await opened.seal(prepared, "ss-pipe")
+        assert refused.value.reason == "IMAGE_UNUSABLE" and "/etc/group" in refused.value.message

@@ -169,9 +169,7 @@ class DockerBackend(Backend):
                 raise Internal(f"toolboxes cannot be mounted: {error.what}", reason="CREATE_FAILED") from error
             raise
         path = [folder for toolbox in toolboxes for folder in toolbox.path]
-        return await self._boxes.make(
-            sandbox_id, image, spec, mounts, on_lost, path, layers, planned, root=self.capabilities.root
-        )
+        return await self._boxes.make(sandbox_id, image, spec, mounts, on_lost, path, layers, planned)
 
     def _check_allowed(self, image: str) -> None:
         if image != self._options.image and not any(

@@ -14,6 +14,7 @@ from typing import Any
 
 from penstock_sandbox.backends.docker.engine.errors import Json
 from penstock_sandbox.backends.docker.images import pause_program
+from penstock_sandbox.backends.docker.images.account_files import Ids
 from penstock_sandbox.backends.docker.images.additions import USER, WORKDIR, unwanted
 from penstock_sandbox.backends.docker.images.prepared_images import ReadyImage
 from penstock_sandbox.domain.model import Companion, NetworkKind, Resources
@@ -154,13 +155,13 @@ def companion(
     spec: Companion,
     labels: Mapping[str, str],
     sandbox_container: str,
+    ids: Ids,
     *,
-    as_root: bool,
     shm_bytes: int,
     runtime: str,
 ) -> tuple[Json, Json]:
     """Returns a companion of a sandbox: the image's own program, in the network of the sandbox and no other of its
-    namespaces. Its environment passes through the daemon.
+    namespaces. Its environment passes through the daemon, which is given numbers for its user and groups.
     """
     settings: Json = {
         "image": image,
@@ -168,7 +169,7 @@ def companion(
         # Given an empty one, the daemon takes the image's; with another entry point, the image's command is not used.
         "entrypoint": list(spec.entrypoint) or None,
         "command": list(spec.command) or None,
-        "user": spec.user or None,
+        "user": f"{ids.uid}:{ids.gid}",
         "working_dir": spec.workdir or None,
         "labels": dict(labels),
         "healthcheck": {"test": ["NONE"]},
@@ -184,7 +185,9 @@ def companion(
         "log_driver": "json-file",
         "log_options": {"max-size": "64k", "max-file": "1"},
     }
-    if as_root:
+    if ids.groups:
+        host["group_add"] = list(map(str, ids.groups))
+    if ids.uid == 0:
         host["cap_add"] = list(_COMPANION_CAPABILITIES)
     if spec.resources.disk_bytes is not None:
         host["storage_opt"] = {"size": str(spec.resources.disk_bytes)}

@@ -16,8 +16,11 @@ from penstock_chassis.errors import DeadlineExceeded, NotFound, PenstockError, U
 from penstock_sandbox.backends.docker.engine.daemon import Daemon
 from penstock_sandbox.backends.docker.engine.errors import Json, Missing, Refused
 from penstock_sandbox.backends.docker.images import names
+from penstock_sandbox.backends.docker.images.account_files import Ids
 from penstock_sandbox.backends.docker.images.prepared_images import Prepared, ReadyImage
 from penstock_sandbox.images.reference import Reference
+
+_KEPT_IDS = 256
 
 _log = structlog.get_logger(__name__)
 
@@ -36,10 +39,14 @@ class Images:
         self._pulls: SingleFlight[str, None] = SingleFlight(keep=0, finish=True)
         self._preparations: SingleFlight[tuple[str, str], ReadyImage] = SingleFlight(keep=0, finish=True)
         self._additions: SingleFlight[str, str] = SingleFlight(keep=0, finish=True)
+        # By an image's id and a user: an image of one id never changes.
+        self._ids: SingleFlight[tuple[str, str], Ids | None] = SingleFlight(keep=_KEPT_IDS, finish=True)
 
     async def aclose(self) -> None:
         """Stops pulls and preparations."""
-        await asyncio.gather(self._pulls.aclose(), self._preparations.aclose(), self._additions.aclose())
+        await asyncio.gather(
+            self._pulls.aclose(), self._preparations.aclose(), self._additions.aclose(), self._ids.aclose()
+        )
 
     async def there(self, image: str) -> bool:
         """Whether the daemon has an image, without pulling it."""
@@ -71,6 +78,10 @@ class Images:
     async def inspected(self, image: str, field: str) -> Json:
         """Returns the full description of the image that ``field`` names, pulled if necessary; raises as ``ready``."""
         return await self._pulled(image, field)
+
+    async def ids(self, image: Json, user: str) -> Ids | None:
+        """As ``Prepared.ids``, for an image's description."""
+        return await self._ids.get((str(image["Id"]), user), lambda: self._prepared.ids(image, user))
 
     # Pulling -----------------------------------------------------------------------------------------------------
 

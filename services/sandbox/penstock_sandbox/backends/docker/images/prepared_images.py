@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import io
 import tarfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -29,7 +28,8 @@ from penstock_chassis.errors import FailedPrecondition, InvalidArgument, Penstoc
 from penstock_sandbox.backends.docker.cleanup.reaper import KIND, Owner, Reaper
 from penstock_sandbox.backends.docker.engine.daemon import GO_DIRECTORY, Daemon
 from penstock_sandbox.backends.docker.engine.errors import Json, Missing, Refused
-from penstock_sandbox.backends.docker.images import pause_program, workdir_owner
+from penstock_sandbox.backends.docker.images import account_files, pause_program, workdir_owner
+from penstock_sandbox.backends.docker.images.account_files import Ids
 from penstock_sandbox.backends.docker.images.additions import (
     OURS,
     RESERVED,
@@ -46,13 +46,12 @@ from penstock_sandbox.backends.docker.images.additions import (
 _REPOSITORY = "penstock-prepared"
 _EQUIPPED = "penstock-equipped"
 # Increase when the added content changes: prepared images are found by it.
-_VERSION = 6
+_VERSION = 7
 _ACCOUNT_LABEL = "penstock.account"
 _WORKDIR_LABEL = "penstock.workdir"
 _BYTES_LABEL = "penstock.added_bytes"
 _PREPARED = "prepared"
 _LONGEST_LABEL = 20
-_ACCOUNTS_LIMIT = 4 * 1024 * 1024
 # A container of a prepared image is made sooner than this.
 _GRACE_S = 60.0
 
@@ -149,6 +148,14 @@ class Prepared:
                 await self._reaper.container(container)
         return name
 
+    async def ids(self, base: Json, user: str) -> Ids | None:
+        """Returns whom a USER[:GROUP] names in an image; None: nobody. Raises Refused for account files of no use."""
+        container = await self._unstarted(base["Id"])
+        try:
+            return account_files.ids_of(user, *await account_files.read(self._daemon, container))
+        finally:
+            await self._reaper.container(container)
+
     async def trim(self) -> None:
         """Removes the least recently used until the rest fits. Images of existing containers stay."""
         async with self._trimming:
@@ -182,7 +189,7 @@ class Prepared:
     async def _make(self, image: str, base: Json, name: str, program: bytes, user: str) -> None:
         container = await self._unstarted(base["Id"])
         try:
-            passwd, group = [await text_in(self._daemon, container, path) for path in ("/etc/passwd", "/etc/group")]
+            passwd, group = await account_files.read(self._daemon, container)
             shell = "/bin/bash" if await self._daemon.has(container, "/bin/bash") else "/bin/sh"
             files = [
                 # A tmpfs over a directory gets its mode.
@@ -210,10 +217,13 @@ class Prepared:
             if not self._keep_workdir:
                 workdir = workdir_owner.workdir_of(str((base.get("Config") or {}).get("WorkingDir") or ""))
             added = 0
-            if not await self._daemon.has(container, workdir):
+            there = await self._daemon.stat(container, workdir)
+            if there is None:
                 files.append(File(workdir, None, owner=account))
             elif workdir == WORKDIR and self._keep_workdir:
                 pass  # a size-limited mount will be there
+            elif not int(there["mode"]) & GO_DIRECTORY:
+                raise Refused(409, f"its working directory {workdir} is not a directory")
             else:
                 added = await self._hand_over(base["Id"], container, workdir, account)
             archive = packed(files)
@@ -245,10 +255,8 @@ class Prepared:
             found = self._daemon.fetch_stream(source, workdir)
             if found is None:
                 return
-            described, chunks = found
+            _, chunks = found
             try:
-                if not int(described["mode"]) & GO_DIRECTORY:
-                    raise Refused(409, f"its working directory {workdir} is not a directory")
                 for piece in workdir_owner.handed_over(chunks, workdir, account):
                     written += len(piece)
                     yield piece
@@ -271,19 +279,6 @@ class Prepared:
         # The labels of the container are inherited; these mark it as no instance's.
         blank = dict.fromkeys(self._owner.labels(""), "")
         await self._daemon.commit(container, repository, tag, {**blank, **labels})
-
-
-async def text_in(daemon: Daemon, container: str, path: str) -> str:
-    """Returns a small file of a container; empty if there is none."""
-    try:
-        whole = await daemon.fetch(container, path, _ACCOUNTS_LIMIT)
-    except Missing:
-        return ""
-    with tarfile.open(fileobj=io.BytesIO(whole)) as archive:
-        for member in archive:
-            if (file := archive.extractfile(member) if member.isreg() else None) is not None:
-                return file.read().decode(errors="surrogateescape")
-    return ""
 
 
 def _known(image: str, user: str, account: Account | None) -> Account:
