@@ -6,10 +6,12 @@ from typing import Any, cast
 
 import pytest
 
-from penstock_chassis.errors import FailedPrecondition, InvalidArgument, NotFound
+from penstock_chassis.errors import FailedPrecondition, InvalidArgument, NotFound, Unavailable
 from penstock_sandbox.backends.docker.engine.errors import Json, Missing
 from penstock_sandbox.backends.docker.images.images import Images
 from penstock_sandbox.backends.docker.images.prepared_images import Prepared
+from penstock_sandbox.images import reference
+from penstock_sandbox.settings import SandboxSettings
 
 _SNAPSHOT = f"sha256:ad{'1' * 62}"
 _PYTHON = f"sha256:be{'2' * 62}"
@@ -23,6 +25,7 @@ class Finding:
 
     def __init__(self) -> None:
         self.pulled: list[str] = []
+        self.says = ""
         self._images = [
             _image(_SNAPSHOT, ["penstock-snapshot:ss.1"], {"penstock.kind": "snapshot", "penstock.instance": "i"}),
             # Labels of another owner are no hindrance, and blank ones are those of an image that is kept for all.
@@ -43,16 +46,16 @@ class Finding:
 
     async def pull(self, image: str, name: str, tag: str) -> Any:
         self.pulled.append(f"{name} {tag}")
-        for _ in ():
-            yield {}
+        if self.says:
+            yield {"error": self.says}
 
 
 def _image(id_: str, tags: list[str], labels: dict[str, str], digests: list[str] | None = None) -> Json:
     return {"Id": id_, "RepoTags": ["<none>:<none>", *tags], "RepoDigests": digests or [], "Config": {"Labels": labels}}
 
 
-def _images(daemon: Finding) -> Images:
-    return Images(cast(Any, daemon), cast(Prepared, None), 5.0, [_OPERATORS[:12]])
+def _images(daemon: Finding, *registries: str) -> Images:
+    return Images(cast(Any, daemon), cast(Prepared, None), 5.0, [_OPERATORS[:12], "gone:1"], registries or ("*",))
 
 
 @pytest.mark.requirement("R44", "R54", "R55")
@@ -102,3 +105,34 @@ async def test_a_field_with_a_malformed_name_is_named() -> None:
     with pytest.raises(InvalidArgument) as refused:
         await _images(Finding()).inspected("not a name", "spec.companions[1].image")
     assert refused.value.violations[0].field == "spec.companions[1].image"
+
+
+@pytest.mark.requirement("R54", "R55")
+@pytest.mark.parametrize(
+    "name", ["127.0.0.1:5000/a", "169.254.169.254/a/b:1", "[::1]:80/a", "localhost/a", "a.example/b"]
+)
+async def test_a_registry_is_asked_only_if_the_operator_names_it(name: str) -> None:
+    daemon = Finding()
+    with pytest.raises(FailedPrecondition) as refused:
+        await _images(daemon, *SandboxSettings.model_fields["docker_registries"].default).inspected(name, "spec.image")
+    assert refused.value.reason == "IMAGE_NOT_ALLOWED" and "docker_registries" in refused.value.message
+    assert daemon.pulled == []
+    with pytest.raises(NotFound):
+        await _images(daemon, reference.parse(name).registry.replace("[", "[[]")).inspected(name, "spec.image")
+    assert len(daemon.pulled) == 1
+
+
+@pytest.mark.requirement("R54", "R55")
+async def test_what_a_registry_wrote_reaches_the_operator_alone() -> None:
+    daemon = Finding()
+    for daemon.says, shown in (
+        ('error parsing HTTP 403 response body: "SECRET"', "the service's log has the reason"),
+        ("unauthorized: SECRET", "wants a login"),
+        ("toomanyrequests: SECRET", "limits pulls"),
+        ("manifest unknown: SECRET", "does not give it"),
+    ):
+        with pytest.raises((Unavailable, NotFound)) as failed:
+            await _images(daemon).inspected("absent:1", "spec.image")
+        assert shown in failed.value.message and "SECRET" not in failed.value.message
+        with pytest.raises((Unavailable, NotFound), match="SECRET"):
+            await _images(daemon).inspected("gone:1", "spec.image")

@@ -6,13 +6,14 @@ Invariants: one pull and one preparation of an image at a time, shared by all ca
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping
+import fnmatch
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import aclosing
 
 import structlog
 
 from penstock_chassis.aio.single_flight import SingleFlight
-from penstock_chassis.errors import DeadlineExceeded, NotFound, PenstockError, Unavailable
+from penstock_chassis.errors import DeadlineExceeded, FailedPrecondition, NotFound, PenstockError, Unavailable
 from penstock_sandbox.backends.docker.engine.daemon import Daemon
 from penstock_sandbox.backends.docker.engine.errors import Json, Missing, Refused
 from penstock_sandbox.backends.docker.images import names
@@ -21,16 +22,38 @@ from penstock_sandbox.backends.docker.images.prepared_images import Prepared, Re
 from penstock_sandbox.images.reference import Reference
 
 _KEPT_IDS = 256
+# Of a daemon's messages, by what they have in them.
+_CAUSES = (
+    ("toomanyrequests", "its registry limits pulls"),
+    ("unauthorized", "its registry wants a login"),
+    ("denied", "its registry wants a login"),
+    ("no such host", "its registry has no address"),
+    ("connection refused", "its registry cannot be reached"),
+    ("timeout", "its registry cannot be reached"),
+    ("x509", "its registry's certificate is not trusted"),
+    ("no space left", "the daemon's disk is full"),
+)
 
 _log = structlog.get_logger(__name__)
 
 
 class Images:
-    """The images of one daemon. ``trusted``: names that are the operator's, asked for as they are; see ``names``."""
+    """The images of one daemon.
+
+    Args:
+        trusted: names that are the operator's, which the daemon is asked for as they are; see ``names``.
+        registries: patterns of the registries from which other images are pulled.
+    """
 
     def __init__(
-        self, daemon: Daemon, prepared: Prepared, pull_timeout_s: float, trusted: Collection[str] = ()
+        self,
+        daemon: Daemon,
+        prepared: Prepared,
+        pull_timeout_s: float,
+        trusted: Collection[str] = (),
+        registries: Sequence[str] = ("*",),
     ) -> None:
+        self._registries = tuple(registries)
         self._trusted = frozenset(trusted)
         self._daemon = daemon
         self._prepared = prepared
@@ -94,7 +117,14 @@ class Images:
             pass
         except Refused as error:
             raise _unknown(image, error.what) from error
-        await self._pulls.get(asked, lambda: self._pull(asked))
+        if wanted is not None and not any(fnmatch.fnmatchcase(wanted.registry, one) for one in self._registries):
+            raise FailedPrecondition(
+                f"the daemon has no image {image!r}, and the operator's docker_registries does not name "
+                f"{wanted.registry}, from which it would be pulled",
+                reason="IMAGE_NOT_ALLOWED",
+                metadata={"image": image},
+            )
+        await self._pulls.get(asked, lambda: self._pull(asked, shown=wanted is None))
         try:
             return await self._found(image, wanted)
         except Missing as error:
@@ -111,7 +141,8 @@ class Images:
             raise Missing(404, "the daemon has none of this name")
         return found
 
-    async def _pull(self, image: str) -> None:
+    async def _pull(self, image: str, *, shown: bool) -> None:
+        """Pulls an image. ``shown``: errors have the daemon's text, which a registry may have written."""
         name, digest = image.partition("@")[::2]
         if not digest:
             last = name.rpartition("/")[2]
@@ -122,7 +153,7 @@ class Images:
                 async with aclosing(self._daemon.pull(image, name, digest)) as progress:
                     async for event in progress:
                         if "error" in event:
-                            raise _pull_failed(image, str(event["error"]))
+                            raise _pull_failed(image, str(event["error"]), shown=shown)
         except TimeoutError as error:
             raise DeadlineExceeded(
                 f"the image {image!r} was not pulled within {self._timeout_s:g} s: pull it beforehand, or raise "
@@ -131,18 +162,21 @@ class Images:
                 metadata={"image": image},
             ) from error
         except Refused as error:
-            raise _pull_failed(image, error.what, unknown=error.status in (400, 404)) from error
+            raise _pull_failed(image, error.what, shown=shown, unknown=error.status in (400, 404)) from error
 
 
 def _unknown(image: str, what: str) -> NotFound:
     return NotFound(f"there is no image {image!r}: {what}", reason="IMAGE_UNKNOWN", metadata={"image": image})
 
 
-def _pull_failed(image: str, what: str, *, unknown: bool = False) -> PenstockError:
+def _pull_failed(image: str, what: str, *, shown: bool, unknown: bool = False) -> PenstockError:
+    # A registry's text, or that of an address to which one sent the daemon: the caller is a stranger to them.
+    _log.warning("an image was not pulled", image=image, reason=what)
     if unknown or "not found" in what or "manifest unknown" in what or "does not exist" in what:
-        return _unknown(image, what)
+        return _unknown(image, what if shown else "its registry does not give it")
+    known = next((ours for theirs, ours in _CAUSES if theirs in what.lower()), "the service's log has the reason")
     return Unavailable(
-        f"the image {image!r} could not be pulled: {what}",
+        f"the image {image!r} could not be pulled: {what if shown else known}",
         reason="IMAGE_PULL_FAILED",
         metadata={"image": image},
         retry_after_s=5.0,
