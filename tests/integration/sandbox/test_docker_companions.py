@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
+import platform
 import secrets
 import tarfile
 from pathlib import Path
@@ -229,3 +231,84 @@ async def test_no_pipe_in_place_of_the_accounts_keeps_the_engine_waiting(tmp_pat
         with pytest.raises(FailedPrecondition) as refused:
             await opened.seal(prepared, "ss-pipe")
         assert refused.value.reason == "IMAGE_UNUSABLE" and "/etc/group" in refused.value.message
+
+
+PROBE = """
+import ctypes, errno, json, os, socket, sys
+libc = ctypes.CDLL(None, use_errno=True)
+def call(*arguments):
+    ctypes.set_errno(0)
+    return errno.errorcode.get(ctypes.get_errno(), "") if libc.syscall(*arguments) < 0 else "done"
+def open_socket(family):
+    try:
+        return socket.socket(family, socket.SOCK_STREAM if family != 16 else socket.SOCK_RAW).close() or "done"
+    except OSError as error:
+        return errno.errorcode[error.errno]
+numbers = %r
+seen = {name: call(number, *[ctypes.c_long(one) for one in arguments]) for name, number, arguments in numbers}
+seen |= {f"family {family}": open_socket(family) for family in (1, 2, 10, 16, 17, 38, 40, 44)}
+"""
+# On x86-64 and arm64, with arguments that do nothing where a call is allowed.
+CALLS = [
+    ("io_setup", (206, 0), (0, 0)), ("io_uring_setup", (425, 425), (0, 0)), ("clone3", (435, 435), (0, 0)),
+    ("add_key", (248, 217), (0, 0, 0, 0, 0)), ("keyctl", (250, 219), (0, -3, 1)), ("bpf", (321, 280), (-1, 0, 0)),
+    ("userfaultfd", (323, 282), (-1,)), ("unshare", (272, 97), (0x10000000,)), ("mount", (165, 40), (0, 0, 0, 0, 0)),
+    ("open_tree", (428, 428), (-1, 0, 0)), ("kcmp", (312, 272), (0, 0, 0, 0, 0)), ("setns", (308, 268), (-1, 0)),
+    ("clone", (56, 220), (0x10000000, 0, 0, 0, 0)), ("fanotify_init", (300, 262), (0, 0)),
+]  # fmt: skip
+SHOW = """
+class Shown(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(seen).encode())
+http.server.HTTPServer(("127.0.0.1", 8080), Shown).serve_forever()
+"""
+TAKES_OVER = """
+import http.server, json
+seen = {}
+for path in ("/etc/hosts", "/etc/resolv.conf", "/etc/hostname"):
+    try:
+        open(path, "w").write("127.0.0.9 judge.example")
+        seen[path] = "written"
+    except OSError as error:
+        seen[path] = error.strerror
+"""
+
+
+@pytest.mark.requirement("R13", "R55")
+async def test_a_companions_system_calls_are_those_of_a_sandbox(tmp_path: Path) -> None:
+    """Neither vsock, which no namespace keeps apart, nor what the kernel counts for the whole machine."""
+    at = 0 if platform.machine() == "x86_64" else 1
+    probe = PROBE % [(name, numbers[at], arguments) for name, numbers, arguments in CALLS]
+    server = ("python3", "-c", f"import http.server\n{probe}\n{SHOW}")
+    check = HealthCheck(("python3", "-c", FETCH, "http://127.0.0.1:8080/"), 0.2, 20.0, 3)
+    companion = Companion("x", dockerd.BASE, entrypoint=server, user="65534", health_check=check)
+    async with backend(tmp_path) as opened:
+        handle = await create(opened, companions=(companion,))
+        _, beside = await run(handle, "python3", "-c", FETCH, "http://x:8080/")
+        code, inside = await run(handle, "python3", "-c", f"{probe}\nprint(json.dumps(seen))")
+        assert code == 0
+        seen = json.loads(beside)
+        assert seen == json.loads(inside)
+        assert [name for name, result in seen.items() if result == "done"] == [
+            f"family {one}" for one in (1, 2, 10, 16)
+        ]
+        await handle.destroy()
+
+
+@pytest.mark.requirement("R55")
+async def test_a_companion_that_is_root_changes_no_name(tmp_path: Path) -> None:
+    """Neither in the hosts file, which all containers of a sandbox share, nor as the name server of the sandbox."""
+    server = ("python3", "-c", f"{TAKES_OVER}\n{SHOW}")
+    check = HealthCheck(("python3", "-c", FETCH, "http://127.0.0.1:8080/"), 0.2, 20.0, 3)
+    companion = Companion("x", dockerd.BASE, entrypoint=server, user="root", health_check=check)
+    async with backend(tmp_path, allow_root=True) as opened:
+        handle = await create(opened, companions=(companion,))
+        _, text = await run(handle, "python3", "-c", FETCH, "http://x:8080/")
+        assert set(json.loads(text).values()) == {"Read-only file system"}
+        assert await run(handle, "getent", "hosts", "x") == (0, "127.0.0.1       x\n")
+        _, text = await run(handle, "cat", "/etc/resolv.conf")
+        (server_line,) = [line for line in text.splitlines() if line.startswith("nameserver")]
+        assert not server_line.startswith("nameserver 127.")
+        await handle.destroy()

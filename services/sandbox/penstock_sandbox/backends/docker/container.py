@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from penstock_sandbox.backends.docker import seccomp
 from penstock_sandbox.backends.docker.engine.errors import Json
 from penstock_sandbox.backends.docker.images import pause_program
 from penstock_sandbox.backends.docker.images.account_files import Ids
@@ -41,6 +42,13 @@ _INHABITANT_CAPABILITIES = ("KILL", "SETGID", "SETPCAP", "SETUID")
 
 # What entry points of images need that begin as root: to prepare their directories, and to become and end another user.
 _COMPANION_CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "NET_BIND_SERVICE", "SETGID", "SETUID")
+
+
+# The daemon's own, which a list replaces, and the files that it mounts in a container.
+_READ_ONLY = (
+    *("/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger"),
+    *("/etc/hosts", "/etc/hostname", "/etc/resolv.conf"),
+)
 
 
 def sandbox(
@@ -95,7 +103,8 @@ def sandbox(
     }
     if network is not NetworkKind.OPEN:
         # Otherwise the daemon copies the host's resolver into the container.
-        host["dns"] = ["127.0.0.1"]
+        # Nobody has an address of documentation; at 127.0.0.1 a companion could answer.
+        host["dns"] = ["192.0.2.1" if own_names else "127.0.0.1"]
         host["dns_search"] = ["."]
     if own_names:
         host["extra_hosts"] = dict.fromkeys(own_names, "127.0.0.1")
@@ -181,10 +190,13 @@ def companion(
         "network_mode": f"container:{sandbox_container}",
         "ipc_mode": "private",
         "shm_size": shm_bytes,
+        # The daemon gives one hosts file to all containers of a network namespace.
+        "readonly_paths": list(_READ_ONLY),
         # Of the last lines, which a failed creation shows.
         "log_driver": "json-file",
         "log_options": {"max-size": "64k", "max-file": "1"},
     }
+    host["security_opt"] = [*host["security_opt"], f"seccomp={seccomp.profile()}"]
     if ids.groups:
         host["group_add"] = list(map(str, ids.groups))
     if ids.uid == 0:

@@ -197,7 +197,10 @@ class Daemon:
             limits["mounts"] = [self._types.Mount(**mount) for mount in limits.get("mounts", ())]
             if (log := limits.pop("log_driver", None)) is not None:
                 limits["log_config"] = self._types.LogConfig(type=log, config=limits.pop("log_options", {}))
+            read_only = limits.pop("readonly_paths", None)
             config = self._api.create_host_config(**limits)
+            if read_only is not None:
+                config["ReadonlyPaths"] = read_only  # the SDK has no parameter for it
             made: Json = self._api.create_container(name=name, host_config=config, **settings)
             return str(made["Id"])
 
