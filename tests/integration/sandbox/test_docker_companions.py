@@ -78,6 +78,11 @@ async def test_companions_share_the_network_of_their_sandbox_and_nothing_else(tm
 FAILURES = [
     (web(command=("echo broken >&2; exit 3",)), "COMPANION_FAILED", "exit code 3; its last lines:\nbroken"),
     (
+        web(command=(r"printf '\033]0;x\007\000\342\200\256mirrored\n'; exit 1",)),
+        "COMPANION_FAILED",
+        "its last lines:\n\ufffd]0;x\ufffd\ufffd\ufffdmirrored",
+    ),
+    (
         shell("web", "yes | busybox head -n 5000; exec sleep 1000", health_check=HealthCheck(("/no",), 0.01, 0.1, 1)),
         "COMPANION_FAILED",
         "it is not healthy after 0.11 s",

@@ -62,6 +62,7 @@ GROUPS = "root:x:0:\npostgres:x:998:\ncerts:x:101:other,postgres\nstaff:x:50:pos
         # As images without accounts have it, and those whose files belong to the group 0.
         ("", "1001", Ids(1001, 0)),
         ("", "00", Ids(0, 0)),
+        ("", "root", Ids(0, 0)),
         ("toor:x:0:0::/:\n", "toor", Ids(0, 0)),
         ("a:x:1000:1000::/:\na:x:0:0::/:\n", "a", Ids(1000, 1000)),
         ("", "65531", Ids(65531, 0)),

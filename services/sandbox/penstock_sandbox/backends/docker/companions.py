@@ -243,7 +243,12 @@ def _allowed(spec: Companion, field: str, ids: Ids | None, user: str, *, root: b
 
 def _failed(name: str, what: str, output: str = "") -> FailedPrecondition:
     return FailedPrecondition(
-        f"the companion {name} failed: {what}" + (f"; its last lines:\n{output}" if output else ""),
+        _shown(f"the companion {name} failed: {what}" + (f"; its last lines:\n{output}" if output else "")),
         reason="COMPANION_FAILED",
         metadata={"companion": name},
     )
+
+
+def _shown(text: str) -> str:
+    """Returns a text without what would steer a terminal or turn its direction: programs of an image wrote it."""
+    return "".join(sign if sign.isprintable() or sign in "\n\t" else "\N{REPLACEMENT CHARACTER}" for sign in text)

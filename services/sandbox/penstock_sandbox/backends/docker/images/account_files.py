@@ -92,6 +92,8 @@ def ids_of(user: str, passwd: str, group: str) -> Ids | None:
         (row for row in accounts if (id_of(row[2]) == number if number is not None else row[0] == name)), None
     )
     gid, further = 0, tuple[int, ...]()
+    if account is None and name == "root":
+        number = 0  # of an image without accounts, as for sandboxes
     if account is not None:
         found, own = id_of(account[2]), id_of(account[3])
         if found is None or own is None:
