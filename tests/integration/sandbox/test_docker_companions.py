@@ -317,3 +317,14 @@ async def test_a_companion_that_is_root_changes_no_name(tmp_path: Path) -> None:
         (server_line,) = [line for line in text.splitlines() if line.startswith("nameserver")]
         assert not server_line.startswith("nameserver 127.")
         await handle.destroy()
+
+
+@pytest.mark.requirement("R49", "R50")
+async def test_no_pipe_that_a_companion_makes_keeps_the_engine_waiting(tmp_path: Path) -> None:
+    """A health check that looks for its user in a pipe would never begin, and hold the container."""
+    program = "busybox mv /etc /moved; busybox rm -f /etc/passwd; busybox mkfifo /etc/passwd && exec sleep 1000; exit 3"
+    waits = HealthCheck(("/bin/busybox", "false"), 0.1, 1.0, 5)
+    async with backend(tmp_path, allow_root=True) as opened:
+        with pytest.raises(FailedPrecondition) as failed:
+            await create(opened, companions=(shell("x", program, user="root", health_check=waits),))
+        assert failed.value.reason == "COMPANION_FAILED" and "exit code 3" in failed.value.message

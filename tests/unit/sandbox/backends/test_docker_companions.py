@@ -146,6 +146,10 @@ async def test_account_files_that_the_daemon_would_wait_for_are_refused() -> Non
                 await use(daemon, "container")
     linked: Any = Files(passwd="->/etc/real", real=POSTGRES, group="->/etc/absent")
     assert await account_files.read(linked, "container") == (POSTGRES, "")
+    # A companion's programs could replace what a link leads to.
+    with pytest.raises(Refused):
+        await account_files.check_in_place(linked, "container")
+    await account_files.check_in_place(cast(Any, Files(passwd=POSTGRES)), "container")
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from penstock_sandbox.backends.docker import container
 from penstock_sandbox.backends.docker.cleanup.reaper import SANDBOX, Owner, Reaper
 from penstock_sandbox.backends.docker.engine.daemon import Daemon
 from penstock_sandbox.backends.docker.engine.errors import Json, Missing, Refused
+from penstock_sandbox.backends.docker.images import account_files
 from penstock_sandbox.backends.docker.images.account_files import Ids
 from penstock_sandbox.backends.docker.images.additions import RESERVED
 from penstock_sandbox.backends.docker.images.images import Images
@@ -133,6 +134,7 @@ class Companions:
         )
         try:
             made = await self._daemon.create(name, settings, host)
+            await account_files.complete(self._daemon, made)
             await self._daemon.start(made)
             if one.check.argv:
                 await self._until_healthy(one, made)

@@ -14,7 +14,7 @@ from typing import Any
 
 from penstock_sandbox.backends.docker import seccomp
 from penstock_sandbox.backends.docker.engine.errors import Json
-from penstock_sandbox.backends.docker.images import pause_program
+from penstock_sandbox.backends.docker.images import account_files, pause_program
 from penstock_sandbox.backends.docker.images.account_files import Ids
 from penstock_sandbox.backends.docker.images.additions import USER, WORKDIR, unwanted
 from penstock_sandbox.backends.docker.images.prepared_images import ReadyImage
@@ -48,6 +48,7 @@ _COMPANION_CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", 
 _READ_ONLY = (
     *("/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger"),
     *("/etc/hosts", "/etc/hostname", "/etc/resolv.conf"),
+    *account_files.PATHS,
 )
 
 
@@ -178,6 +179,9 @@ def companion(
         # Given an empty one, the daemon takes the image's; with another entry point, the image's command is not used.
         "entrypoint": list(spec.entrypoint) or None,
         "command": list(spec.command) or None,
+        # A mount, which cannot be moved away: with a pipe in place of its accounts, a health check would never begin,
+        # and nothing could remove the container.
+        "volumes": [account_files.FOLDER],
         "user": f"{ids.uid}:{ids.gid}",
         "working_dir": spec.workdir or None,
         "labels": dict(labels),

@@ -18,9 +18,10 @@ from typing import Final
 
 from penstock_sandbox.backends.docker.engine.daemon import GO_LINK, GO_TYPES, Daemon
 from penstock_sandbox.backends.docker.engine.errors import Missing, Refused
-from penstock_sandbox.backends.docker.images.additions import RESERVED, id_of
+from penstock_sandbox.backends.docker.images.additions import RESERVED, File, id_of, packed
 
-PATHS: Final = ("/etc/passwd", "/etc/group")
+FOLDER: Final = "/etc"
+PATHS: Final = (f"{FOLDER}/passwd", f"{FOLDER}/group")
 _MOST_BYTES: Final = 4 * 1024 * 1024
 
 
@@ -42,6 +43,22 @@ async def check(daemon: Daemon, container: str) -> None:
     """Raises Refused (409) unless both files are plain, or not there. The container must not run."""
     for path in PATHS:
         await _plain(daemon, container, path)
+
+
+async def check_in_place(daemon: Daemon, container: str) -> None:
+    """As ``check``, and raises Refused where a link leads from these paths to another place."""
+    for path in (FOLDER, *PATHS):
+        found = await daemon.stat(container, path)
+        if found is not None and int(found["mode"]) & GO_LINK:
+            raise Refused(409, f"{path} is a link")
+    await check(daemon, container)
+
+
+async def complete(daemon: Daemon, container: str) -> None:
+    """Adds an empty file for each that a new container lacks, so that it can be made read-only."""
+    missing = [File(path, b"", mode=0o644) for path in PATHS if await daemon.stat(container, path) is None]
+    if missing:
+        await daemon.put(container, "/", packed(missing))
 
 
 async def read(daemon: Daemon, container: str) -> tuple[str, str]:

@@ -152,6 +152,7 @@ class Prepared:
         """Returns whom a USER[:GROUP] names in an image; None: nobody. Raises Refused for account files of no use."""
         container = await self._unstarted(base["Id"])
         try:
+            await account_files.check_in_place(self._daemon, container)
             return account_files.ids_of(user, *await account_files.read(self._daemon, container))
         finally:
             await self._reaper.container(container)
