@@ -12,15 +12,15 @@ from typing import Any
 
 import uvloop
 from renderers import Qwen3RendererConfig  # type: ignore[import-not-found]
-from verifiers.v1.clients import (  # type: ignore[import-not-found]
+from verifiers.v1.clients import (
     EvalClientConfig,
     ModelContext,
     TrainClientConfig,
 )
-from verifiers.v1.interception.server import InterceptionServer  # type: ignore[import-not-found]
-from verifiers.v1.session import RolloutSession  # type: ignore[import-not-found]
-from verifiers.v1.task import TaskData  # type: ignore[import-not-found]
-from verifiers.v1.trace import AgentConfig, AgentInfo, Trace, TraceTask  # type: ignore[import-not-found]
+from verifiers.v1.interception.server import InterceptionServer
+from verifiers.v1.session import RolloutSession
+from verifiers.v1.task import TaskData
+from verifiers.v1.trace import AgentConfig, AgentInfo, Trace, TraceTask
 
 
 def _client(start: dict[str, Any]) -> Any:

@@ -254,6 +254,17 @@ func (r *Rollout) TrajectoryWithTop(ctx context.Context, bodies bool) (*trajecto
 	return r.trajectory(ctx, request)
 }
 
+// Annotate adds what somebody outside the environment says about the ended rollout's trajectory, 1 to 1024 annotations: all or
+// none. They are on disk when it returns; an equal one changes nothing. EncodeLogprobs writes TokenValues.
+//
+// Errors: ErrNotFound, CALL_UNKNOWN; ErrInvalidArgument, FIELD_INVALID; ErrFailedPrecondition, ROLLOUT_RUNNING,
+// TRAJECTORY_ABSENT; ErrResourceExhausted, ANNOTATION_LIMIT.
+func (r *Rollout) Annotate(ctx context.Context, annotations ...*trajectoryv1.Annotation) error {
+	request := &driverv1.AnnotateTrajectoryRequest{RolloutId: r.ID, Annotations: annotations}
+	_, err := call(ctx, r.at.service(), r.at.stub().AnnotateTrajectory, request, resultTimeout, true)
+	return err
+}
+
 // Events yields what happened after the event of that sequence number (0 = all) and what happens, until the rollout has
 // ended. It goes on where it was when the stream breaks. An error is the last thing that it yields.
 func (r *Rollout) Events(ctx context.Context, after int64) iter.Seq2[*driverv1.RolloutEvent, error] {

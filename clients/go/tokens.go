@@ -153,6 +153,9 @@ type Sample struct {
 	// Top are the alternatives of the tokens where LossMask is true, in order, and of no others; nil where there are none, or
 	// they were not asked for (Rollout.TrajectoryWithTop).
 	Top *TopLogprobs
+	// TokenRewards are the verifier's for each token, 0 where it gave none; nil where it gave none for any. Where LossMask is
+	// true, each is there once. Those of turns are in the turns.
+	TokenRewards []float32
 	// Message has the rest: versions, turns, weight, branch.
 	Message *trajectoryv1.Sample
 }
@@ -168,6 +171,9 @@ func Samples(trajectory *trajectoryv1.Trajectory) []Sample {
 		}
 		if len(message.GetLogprobs()) > 0 {
 			sample.Logprobs = Logprobs(message.GetLogprobs())
+		}
+		if len(message.GetTokenRewards()) > 0 {
+			sample.TokenRewards = Logprobs(message.GetTokenRewards())
 		}
 		samples[i] = sample
 	}

@@ -108,6 +108,45 @@ def stored(folder: Path, *, image: str) -> Path:
     )
 
 
+DATABASE = """FROM {image}
+RUN install -d -o postgres -g postgres /data
+COPY start.sh /start.sh
+USER postgres
+HEALTHCHECK --interval=1s --timeout=10s --retries=120 CMD {psql} -h 127.0.0.1 -U postgres -c "TABLE numbers"
+ENTRYPOINT ["/start.sh"]
+"""
+START_DATABASE = """#!/bin/bash
+set -e
+programs=$(echo /usr/lib/postgresql/*/bin)
+"$programs/initdb" --pgdata /data/own --auth trust --locale C.UTF-8 --no-sync
+echo "CREATE TABLE numbers (number int);" | "$programs/postgres" --single -D /data/own postgres
+exec "$programs/postgres" -D /data/own -c listen_addresses=127.0.0.1 -c unix_socket_directories= -c fsync=off
+"""
+
+
+def database(folder: Path, *, image: str) -> Path:
+    """A Harbor task with a PostgreSQL beside the agent, in an image of its own that is built: a row is to be inserted.
+
+    `image` has the programs of PostgreSQL, for the agent too.
+    """
+    psql = "/usr/lib/postgresql/*/bin/psql"
+    services = {"main": {"build": ".", "depends_on": {"db": {"condition": "service_healthy"}}}, "db": {"build": "./db"}}
+    ask = f'{psql} -h db -U postgres -At -c "SELECT sum(number) FROM numbers"'
+    return write(
+        harbor(folder, image=image, more=f'docker_image = "{image}"\n'),
+        {
+            "instruction.md": "Insert the number 6 into the table numbers of the database at db:5432.\n",
+            "environment/docker-compose.yaml": json.dumps({"services": services}),
+            "environment/db/Dockerfile": DATABASE.format(image=image, psql=psql),
+            "environment/db/start.sh": START_DATABASE,
+            "tests/test.sh": (
+                f'#!/bin/bash\nworth=0\n[ "$({ask})" = 6 ] && worth=1\necho "$worth" > /logs/verifier/reward.txt\n'
+            ),
+            "solution/solve.sh": f'#!/bin/bash\n{psql} -h db -U postgres -c "INSERT INTO numbers VALUES (6)"\n',
+        },
+    )
+
+
 def harbor_separate(folder: Path, *, image: str) -> Path:
     """The same with a separate verifier, whose own image has the tests: it gets artifacts, and what a hook collects."""
     harbor(folder, image=image, more="[verifier.environment]\nmemory_mb = 256\n" + _HOOK)

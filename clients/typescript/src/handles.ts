@@ -7,6 +7,8 @@ import type { MessageSchema } from "./gen/penstock/chat/v1/chat_pb.js";
 import { Role } from "./gen/penstock/chat/v1/chat_pb.js";
 import { Replay } from "./gen/penstock/driver/v1/rollout_pb.js";
 import {
+  type Annotation,
+  annotationTo,
   eventFrom,
   type Group,
   groupFrom,
@@ -46,8 +48,9 @@ export interface BranchOptions extends Abortable {
 const CANCEL_MS = 120_000;
 const PAUSE_MS = 60_000;
 const BRANCH_MS = 120_000;
+const ANNOTATE_MS = 300_000;
 
-/** One rollout: `events`, `result`, `trajectory`, `calls`, `branch`, `pause`, `resume`, `cancel`, `delete`. */
+/** One rollout: `events`, `result`, `trajectory`, `calls`, `branch`, `annotate`, `pause`, `resume`, `cancel`, `delete`. */
 export class RolloutHandle {
   readonly #driver: Driver;
   /** As it was last reported. */
@@ -142,6 +145,21 @@ export class RolloutHandle {
       repeatable: true,
     });
     return new GroupHandle(this.#driver, groupFrom(present(made.group)));
+  }
+
+  /**
+   * Adds what somebody outside the environment says about the ended rollout's trajectory, 1 to 1024 annotations: all or none. They are
+   * on disk when this is fulfilled; an equal one changes nothing. Rejects with NotFound CALL_UNKNOWN; InvalidArgument FIELD_INVALID;
+   * FailedPrecondition ROLLOUT_RUNNING, TRAJECTORY_ABSENT; ResourceExhausted ANNOTATION_LIMIT.
+   */
+  async annotate(annotations: readonly Annotation[], { signal }: Abortable = {}): Promise<void> {
+    const { service, client } = this.#driver;
+    const request = { rolloutId: this.rolloutId, annotations: annotations.map(annotationTo) };
+    await service.call((options) => client.annotateTrajectory(request, options), {
+      signal,
+      timeoutMs: ANNOTATE_MS,
+      repeatable: true,
+    });
   }
 
   /** Ends it: agent and sandbox are gone when this is fulfilled. One that has ended keeps its outcome. */

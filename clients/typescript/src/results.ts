@@ -1,6 +1,6 @@
 /** How a rollout or a group stands, what happens in it, how it ended, and what there is to learn from. */
 
-import { fromBinary, mergeFromBinary, toBinary } from "@bufbuild/protobuf";
+import { fromBinary, type JsonObject, type MessageInitShape, mergeFromBinary, toBinary } from "@bufbuild/protobuf";
 import { type TopLogprobs, topOf } from "./completions.js";
 import { LogprobsModeSchema } from "./gen/penstock/chat/v1/completion_pb.js";
 import {
@@ -14,13 +14,15 @@ import {
   type Rollout as RolloutMessage,
 } from "./gen/penstock/driver/v1/rollout_pb.js";
 import {
+  type Annotation as AnnotationMessage,
+  type AnnotationSchema,
   CallClassSchema,
   GradeSchema,
   type Sample as SampleMessage,
   type Trajectory as TrajectoryMessage,
   TrajectorySchema,
 } from "./gen/penstock/trajectory/v1/trajectory_pb.js";
-import { logprobs, time, tokenIds, word } from "./wire.js";
+import { bytesOf, logprobs, time, tokenIds, word } from "./wire.js";
 
 /** A reward, made inside the environment; finite, within [rangeMin, rangeMax]. */
 export interface Reward {
@@ -102,6 +104,8 @@ export interface TurnSpan {
   readonly start: number;
   readonly end: number;
   readonly untrainedReason: string;
+  /** The turn's own, by the verifier; absent = it has none, which is not zero. */
+  readonly reward: number | undefined;
 }
 
 /** What a trainer eats: one token sequence, root to leaf of a branch. The arrays are of one length. */
@@ -126,6 +130,27 @@ export interface Sample {
   readonly truncated: boolean;
   /** Alternatives of the tokens whose mask is 1, in order, and of no others; absent where there are none or they were not asked for. */
   readonly top: TopLogprobs | undefined;
+  /** The verifier's for each token, 0 where it gave none; absent = it gave none for any. Where the mask is 1, each is there once. */
+  readonly tokenRewards: Float32Array | undefined;
+}
+
+/**
+ * What somebody outside the environment says about a trajectory: a judge, a critic, a person. It never changes the reward. A later
+ * one of the same name, author and call replaces it.
+ */
+export interface Annotation {
+  /** What is judged: 1 to 128 characters. */
+  readonly name: string;
+  /** Who judged, such as a judge's model and version: 1 to 128 characters. */
+  readonly author: string;
+  /** The call that it is about; absent = the whole trajectory. */
+  readonly callId?: string | undefined;
+  /** Finite; absent = no number. */
+  readonly value?: number | undefined;
+  /** Finite, one for each token of the call's completion; needs `callId`. */
+  readonly tokenValues?: ArrayLike<number> | undefined;
+  /** What else the author says, at most 64 KiB as JSON. */
+  readonly details?: JsonObject | undefined;
 }
 
 /** A whole trajectory. `message` has the calls, branches and findings as they travelled. */
@@ -135,6 +160,8 @@ export interface Trajectory {
   /** exact, usable or unusable; `message.findings` say why. */
   readonly grade: string;
   readonly reward: Reward | undefined;
+  /** What judges outside say, in the order of creation. */
+  readonly annotations: readonly Annotation[];
   readonly message: TrajectoryMessage;
 }
 
@@ -203,12 +230,36 @@ function sampleFrom(message: SampleMessage): Sample {
       start,
       end,
     })),
-    turns: message.turns.map(({ callId, start, end, untrainedReason }) => ({ callId, start, end, untrainedReason })),
+    turns: message.turns.map(({ callId, start, end, untrainedReason, reward }) => ({
+      callId,
+      start,
+      end,
+      untrainedReason,
+      reward,
+    })),
     promptCount: message.promptCount,
     weight: message.weight,
     branchClass: word(CallClassSchema, message.branchClass),
     truncated: message.truncated,
     top: topOf(message),
+    tokenRewards: message.tokenRewards.length > 0 ? logprobs(message.tokenRewards) : undefined,
+  };
+}
+
+function annotationFrom({ name, author, callId, value, tokenValues, details }: AnnotationMessage): Annotation {
+  return { name, author, callId, value, tokenValues: tokenValues.length > 0 ? logprobs(tokenValues) : undefined, details };
+}
+
+/** An annotation as it travels. */
+export function annotationTo(annotation: Annotation): MessageInitShape<typeof AnnotationSchema> {
+  const { name, author, callId, value, tokenValues, details } = annotation;
+  return {
+    name,
+    author,
+    ...(callId !== undefined && { callId }),
+    ...(value !== undefined && { value }),
+    ...(tokenValues !== undefined && { tokenValues: bytesOf(Float32Array.from(tokenValues)) }),
+    ...(details !== undefined && { details }),
   };
 }
 
@@ -227,6 +278,7 @@ export function trajectoryFrom(fragments: readonly TrajectoryMessage[]): Traject
     samples: message.samples.map(sampleFrom),
     grade: word(GradeSchema, message.grade),
     reward: message.reward,
+    annotations: message.annotations.map(annotationFrom),
     message,
   };
 }

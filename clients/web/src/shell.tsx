@@ -10,9 +10,13 @@ import { nextTheme, theme } from "./lib/theme";
 import { routes } from "./routes";
 import "./shell.css";
 import { Help, helpOpen, TokenSheet, tokenOpen } from "./ui/dialogs";
+import { showViews, ViewsSheet } from "./ui/views";
 
 const PLACES = [
   ["/", "Rollouts"],
+  ["/runs", "Runs"],
+  ["/tasks", "Tasks"],
+  ["/agents", "Agents"],
   ["/services", "Services"],
   ["/new", "New rollout"],
 ] as const;
@@ -20,6 +24,9 @@ const PLACES = [
 const KEYS: readonly Key[] = [
   { key: "?", does: "these keys", run: () => (helpOpen.value = true) },
   { key: "o", does: "rollouts", run: () => go("/") },
+  { key: "r", does: "runs", run: () => go("/runs") },
+  { key: "a", does: "tasks", run: () => go("/tasks") },
+  { key: "v", does: "saved views", run: showViews },
   { key: "s", does: "services", run: () => go("/services") },
   { key: "n", does: "start a rollout", run: () => go("/new") },
   { key: "t", does: "dark, light, or as the system", run: nextTheme },
@@ -40,7 +47,7 @@ export function Shell() {
         </a>
         <nav aria-label="Pages">
           {PLACES.map(([place, name]) => (
-            <a key={place} href={href(place)} aria-current={path === place ? "page" : undefined}>
+            <a key={place} href={href(place)} aria-current={path === place || (place !== "/" && path?.startsWith(`${place}/`)) ? "page" : undefined}>
               {name}
             </a>
           ))}
@@ -62,6 +69,7 @@ export function Shell() {
       </main>
       <Help />
       <TokenSheet />
+      <ViewsSheet />
     </div>
   );
 }

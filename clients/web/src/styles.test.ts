@@ -7,6 +7,8 @@ const ROOTS: Readonly<Record<string, readonly string[]>> = {
   compare: ["group"],
   services: ["services"],
   start: ["start"],
+  run: ["runs"],
+  tasks: ["tasks"],
 };
 
 const sheets = import.meta.glob<string>("./*/*.css", { query: "?raw", import: "default", eager: true });

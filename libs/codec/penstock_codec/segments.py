@@ -1,9 +1,9 @@
 """Tokenises each stretch of text once: text shared by many prompts is tokenised by the first.
 
 A text is cut where a cut changes nothing: before a special token, which no merge crosses, and where the tokenizer's own
-pre-tokenizer always ends a piece (`words`). The ids of long blocks between two special tokens are kept in an LRU cache:
-the system prompt and tools of a group of rollouts are tokenised once. The ids of words are cached too, so that a new
-prompt of known words costs little.
+pre-tokenizer always ends a piece (`word_cache`). The ids of long blocks between two special tokens are kept in an LRU
+cache: the system prompt and tools of a group of rollouts are tokenised once. The ids of words are cached too, so that a
+new prompt of known words costs little.
 
 Invariant: the ids are those of the whole text at once (`tests/unit/codec/test_segments.py` compares).
 """

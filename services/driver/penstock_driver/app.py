@@ -51,13 +51,13 @@ from penstock_driver.placement.fleet import (
 from penstock_driver.placement.members import PeerAddresses, shown
 from penstock_driver.placement.placement import OnePlace, Placement
 from penstock_driver.placement.services import RunnerServices
-from penstock_driver.rollouts.adoption import SealedSpecs
 from penstock_driver.rollouts.branch_room import BranchRoom
 from penstock_driver.rollouts.branching import Parents
 from penstock_driver.rollouts.event_limits import EventLimits
 from penstock_driver.rollouts.manager import Capacity, RolloutManager
 from penstock_driver.rollouts.preflight import Preflight
-from penstock_driver.rollouts.recording import RecordingFile
+from penstock_driver.rollouts.recovery.replayed_answers import RecordingFile
+from penstock_driver.rollouts.recovery.sealed_specs import SealedSpecs
 from penstock_driver.rollouts.regrading import Regrader
 from penstock_driver.rollouts.use_cases import RolloutCreation, RolloutDeletion, RolloutReading, RolloutUseCases
 from penstock_driver.rpc import rollout_service, terminal_service
@@ -66,7 +66,9 @@ from penstock_driver.rpc.rollout_service import RolloutServicer
 from penstock_driver.rpc.terminal_service import TerminalServicer
 from penstock_driver.settings import DriverSettings
 from penstock_driver.status import ExportHealth, Health
+from penstock_driver.store import annotations as annotation_rows
 from penstock_driver.store import end_states, exports, records, summaries
+from penstock_driver.store.annotations import Annotations
 from penstock_driver.store.end_states import Bounds, EndStates
 from penstock_driver.store.event_log import EventLog
 from penstock_driver.store.exports import ExportQueue
@@ -76,6 +78,7 @@ from penstock_driver.store.summaries import Summaries
 from penstock_driver.terminals import records as terminal_records
 from penstock_driver.terminals.manager import TerminalManager
 from penstock_driver.terminals.records import TerminalRecords
+from penstock_driver.trajectories.annotating import Annotator
 
 MIGRATIONS: Final = (
     *(registry.MIGRATION, records.MIGRATION, records.MIGRATION_ATTEMPTS, terminal_records.MIGRATION),
@@ -87,6 +90,7 @@ MIGRATIONS: Final = (
     records.MIGRATION_BRANCHES,
     records.MIGRATION_KEPT_SPECS,
     end_states.MIGRATION,
+    annotation_rows.MIGRATION,
 )
 EXPORT_THREADS: Final = 2
 CARRIED: Final = "carried"
@@ -207,13 +211,20 @@ async def wired(
     specs = SealedSpecs(seal, agents)
     event_log = EventLog(journal, exports=destination is not None, kept_spec_bytes=settings.kept_spec_bytes)
     terminal_rows = TerminalRecords(journal, seal)
-    queue = ExportQueue(journal)
+    queue, judged = ExportQueue(journal), Annotations(journal)
     try:
         instance_id, preflight = await driver_records.instance_id(new_id("d")), Preflight(sandboxes, gate)
         exporter = None
         if destination is not None:
             exporter = await _exporter(
-                destination, queue, driver_records, event_log, gate, settings, f"{home.name}-{instance_id[:_SHORT]}"
+                destination,
+                queue,
+                driver_records,
+                event_log,
+                gate,
+                judged,
+                settings,
+                f"{home.name}-{instance_id[:_SHORT]}",
             )
 
         def ended(rollout_id: str) -> None:
@@ -235,6 +246,7 @@ async def wired(
             agents,
             states,
             placement,
+            gate,
             instance_id=instance_id,
             most=settings.max_regrades,
         )
@@ -274,7 +286,8 @@ async def wired(
             driver_records,
             RolloutCreation(manager, driver_records, agents, preflight, specs, home, parents, deletion),
             deletion,
-            RolloutReading(manager, driver_records, event_log, gate),
+            RolloutReading(manager, driver_records, event_log, gate, judged),
+            Annotator(judged, gate),
             regrader,
         )
         yield Driver(
@@ -305,6 +318,7 @@ async def _exporter(
     driver_records: Records,
     event_log: EventLog,
     captures: Captures,
+    judged: Annotations,
     settings: DriverSettings,
     name: str,
 ) -> Exporter:
@@ -317,6 +331,7 @@ async def _exporter(
         driver_records,
         event_log,
         captures,
+        judged,
         destination,
         driver=name,
         spool=settings.state_dir / "exports",

@@ -21,7 +21,7 @@ from penstock_chassis.tls import ClientTls
 from penstock_codec.codec import Codec
 from penstock_codec.errors import CodecError
 from penstock_codec.tokenizer_files import TokenizerFiles
-from penstock_inference.clients.handing_on import HandingOn
+from penstock_inference.clients.weight_handover import WeightHandover
 from penstock_inference.engines.base import Engine, EngineOptions
 from penstock_inference.engines.registry import open_engine
 from penstock_inference.replicas.devices import open_replicas
@@ -71,7 +71,7 @@ async def build(settings: InferenceSettings) -> AsyncIterator[Service]:
         home = settings.home()
         if kept is not None:
             peers = await stack.enter_async_context(_pool(settings))
-            await stack.enter_async_context(_running(HandingOn(home.name, peers, engine, kept, adapters)))
+            await stack.enter_async_context(_running(WeightHandover(home.name, peers, engine, kept, adapters)))
         yield Service(
             registrations=[(servicer, REGISTER)],
             roles=ROLES,
@@ -83,10 +83,10 @@ async def build(settings: InferenceSettings) -> AsyncIterator[Service]:
 
 
 @asynccontextmanager
-async def _running(handing_on: HandingOn) -> AsyncIterator[None]:
+async def _running(handover: WeightHandover) -> AsyncIterator[None]:
     """A service that cannot see the other engines any more ends: the next process can."""
     async with asyncio.TaskGroup() as whole:
-        work = whole.create_task(handing_on.follow(), name="handing on")
+        work = whole.create_task(handover.follow(), name="weight handover")
         yield
         work.cancel()
 

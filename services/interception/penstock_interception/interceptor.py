@@ -26,8 +26,8 @@ from penstock_interception.domain.audit import Audit
 from penstock_interception.domain.calls import Answerer, CallRequest, CallState, Dialect, Prompt, RolloutState
 from penstock_interception.domain.completions import Completion, Failure
 from penstock_interception.domain.deadlines import Clock, Deadlines
+from penstock_interception.domain.live_rollouts import Registry
 from penstock_interception.domain.recordings import Point, RecordedCall
-from penstock_interception.domain.registry import Registry
 from penstock_interception.domain.requests import ChatRequest, Spell, merged_sampling, sampling_within
 from penstock_interception.domain.results import Accepted, Rejection
 from penstock_interception.domain.state import CALL_BYTES, Call, Rollout, Session, SessionRequest

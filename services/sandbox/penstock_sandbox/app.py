@@ -28,7 +28,6 @@ from penstock_chassis.server import Service
 from penstock_sandbox.backends.local.backend import LocalBackend, LocalOptions
 from penstock_sandbox.backends.local.disk.usage import Use
 from penstock_sandbox.domain.backend import ENTRY_POINTS, Backend
-from penstock_sandbox.domain.records import MIGRATIONS, SnapshotRecords
 from penstock_sandbox.egress.service import Egress, EgressOptions
 from penstock_sandbox.images.registry import RegistryOptions
 from penstock_sandbox.images.store import ImageOptions
@@ -42,6 +41,7 @@ from penstock_sandbox.settings import SandboxSettings
 from penstock_sandbox.snapshots.forks import Forks
 from penstock_sandbox.snapshots.manager import Snapshots
 from penstock_sandbox.status import Health
+from penstock_sandbox.store.records import MIGRATIONS, SnapshotRecords
 from penstock_sandbox.toolboxes import runtimes
 from penstock_sandbox.toolboxes.installer import Installer
 from penstock_sandbox.toolboxes.manager import Toolboxes

@@ -22,6 +22,7 @@ import orjson
 from tests.conformance.clients.python_surface import COMMANDS
 
 from penstock.client import (
+    Annotation,
     Assays,
     Budgets,
     Command,
@@ -88,9 +89,24 @@ def observed_result(result: RolloutResult) -> Json:
                 "branch_class": sample.branch_class,
                 "truncated": sample.truncated,
                 "top": observed_top(sample),
+                "turn_rewards": [turn.reward for turn in sample.turns],
+                "token_rewards": None if sample.token_rewards is None else sample.token_rewards.tobytes().hex(),
             }
             for sample in (() if trajectory is None else trajectory.samples)
         ],
+        "annotations": [observed_annotation(one) for one in (() if trajectory is None else trajectory.annotations)],
+    }
+
+
+def observed_annotation(one: Annotation) -> Json:
+    """Returns an annotation as it is printed."""
+    return {
+        "name": one.name,
+        "author": one.author,
+        "call_id": one.call_id,
+        "value": one.value,
+        "token_values": None if one.token_values is None else one.token_values.tobytes().hex(),
+        "details": dict(one.details),
     }
 
 
@@ -275,6 +291,20 @@ class Subject:
         self._groups[group.group_id] = group
         return {"group_id": group.group_id, "rollout_ids": list(group.rollout_ids)}
 
+    async def annotate(self, given: Json) -> None:
+        def read(one: Json) -> Annotation:
+            tokens = one.get("token_values")
+            return Annotation(
+                name=one["name"],
+                author=one["author"],
+                call_id=one.get("call_id"),
+                value=one.get("value"),
+                token_values=None if tokens is None else np.frombuffer(bytes.fromhex(tokens), "<f4"),
+                details=one.get("details", {}),
+            )
+
+        await (await self._rollout(given)).annotate(*map(read, given["annotations"]))
+
     async def pause_rollouts(self, given: Json) -> Json | None:
         if "group_id" in given:
             await (await self._group(given)).pause("conformance", max_duration=given.get("max_duration_s"))
@@ -388,6 +418,7 @@ _COMMANDS: Final[Mapping[str, Callable[[Subject, Json], Awaitable[Json | None]]]
     "cancel": Subject.cancel,
     "delete": Subject.delete,
     "branch": Subject.branch,
+    "annotate": Subject.annotate,
     "pause_rollouts": Subject.pause_rollouts,
     "resume_rollouts": Subject.resume_rollouts,
     "serve": Subject.serve,

@@ -23,12 +23,12 @@ from penstock_sandbox.backends.local.sandbox import LocalSandbox
 from penstock_sandbox.backends.local.spawner import seccomp
 from penstock_sandbox.domain import paths
 from penstock_sandbox.domain.backend import Backend, MountedToolbox, SandboxHandle, SealedLayer
+from penstock_sandbox.domain.errno import Refused
 from penstock_sandbox.domain.model import NetworkKind, NetworkPolicy, RepeatablePart, SandboxSpec
 from penstock_sandbox.guest_client import launch
 from penstock_sandbox.guest_client.pipe import Armoured, Opener, Pipe, StreamPipe, unix_socket
 from penstock_sandbox.guest_client.sandbox import BackendHooks, GuestSandbox, ProcessDefaults
 from penstock_sandbox.guest_client.stream import LinkLost
-from penstock_sandbox.host.errors import Refused
 from penstock_sandbox.settings import SandboxSettings
 from penstock_sandbox.toolboxes import runtimes
 

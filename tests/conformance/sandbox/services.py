@@ -22,7 +22,7 @@ from pathlib import Path
 import grpc
 from tests.conformance.sandbox.forms import ISOLATION, MANY, OWN_FILE_SYSTEM, SHORT
 from tests.support.agent_sandbox import running as agent_sandbox
-from tests.support.docker import dockerd
+from tests.support.docker import dockerd, podman
 from tests.support.e2b_cloud import running as e2b_cloud
 from tests.support.hf_jobs.client import hf_jobs
 from tests.support.images import base_image
@@ -157,6 +157,17 @@ SERVICES: Mapping[str, Variant] = {
         surroundings=dockerd.running,
     ),
     "docker-sidecar": Variant(dockerd.settings("sidecar"), short_form=SHORT | ISOLATION, surroundings=dockerd.running),
+    # Podman, through its service for Docker's API.
+    "podman": Variant(
+        dockerd.settings("direct"),
+        on_demand="entered as docker's containers are, which runs; what differs is Podman's answers to the same calls",
+        surroundings=podman.running,
+    ),
+    "podman-sidecar": Variant(
+        dockerd.settings("sidecar"),
+        on_demand="as podman, reached as docker-sidecar is, which runs",
+        surroundings=podman.running,
+    ),
     # The same engine with gVisor as the runtime: served from inside.
     "docker-gvisor": Variant(
         dockerd.gvisor_settings(),

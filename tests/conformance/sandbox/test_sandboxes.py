@@ -286,7 +286,10 @@ async def test_memory_over_the_limit_is_an_oom_and_the_sandbox_lives(
     assert (result.exit.reason, result.exit.signal) == (ps.EXIT_REASON_OOM, signal.SIGKILL)
     assert await box.out("echo alive") == "alive"
     stats = await box.service.sandboxes.GetStats(ss.GetStatsRequest(sandbox_id=box.id), timeout=30)
-    assert 64 << 20 < stats.memory_peak_bytes <= 128 << 20
+    if box.service.name == "podman-sidecar":
+        assert not stats.HasField("memory_peak_bytes"), "Podman's API has none"
+    else:
+        assert 64 << 20 < stats.memory_peak_bytes <= 128 << 20
 
 
 @pytest.mark.requirement("R40", "R55")

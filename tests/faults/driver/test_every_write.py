@@ -1,10 +1,10 @@
 """kill -9 of the driver at every write of its journal, under one fixed scenario: nothing is forgotten, nothing leaks.
 
-The scenario: an agent is registered; a rollout with setup, verifier and an artifact is created, watched, awaited and
-graded again; it is deleted. The client comes back as its library does. Sandbox service and gate are the real ones and
-stay. Each write is the last one before its commit, when the driver has gone on meanwhile, and those that a client waits
-for also after it, before its answer to the client. The enumeration ends by itself, with the first write that is not
-reached.
+The scenario: an agent is registered; a rollout with setup, verifier and an artifact is created, watched, awaited,
+annotated and graded again; it is deleted. The client comes back as its library does. Sandbox service and gate are the
+real ones and stay. Each write is the last one before its commit, when the driver has gone on meanwhile, and those that
+a client waits for also after it, before its answer to the client. The enumeration ends by itself, with the first write
+that is not reached.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.timeout(1200)  # a guard: a service is killed at each o
 HANGS_S = 120.0
 AWAITED = (
     *("INSERT INTO requests", "INSERT INTO agent_specs", "UPDATE rollouts SET phase = ?, end_time", "DELETE"),
-    *("INSERT OR REPLACE INTO end_states", "UPDATE rollouts SET grades"),
+    *("INSERT OR REPLACE INTO end_states", "UPDATE rollouts SET grades", "INSERT INTO annotations"),
 )
 """How the writes begin that a client waits for."""
 SETUP, VERIFY = "echo kiwi > note.txt", 'cmp note.txt out.txt && echo 1 > "$PENSTOCK_REWARD_FILE"'
@@ -116,11 +116,22 @@ async def play(driver: Mortal, spec: rollout_pb2.RolloutSpec) -> list[str]:
         while ended is None or not ended.HasField("outcome"):
             ended = (await insisting(lambda: rollouts.WaitRollout(wait, timeout=60, wait_for_ready=True))).rollout
         events = await insisting(lambda: watch(0))
+        said = trajectory_pb2.Annotation(name="helpful", author="judge", value=0.5)
+        annotate = pb.AnnotateTrajectoryRequest(rollout_id="r", annotations=[said])
+        await insisting(lambda: rollouts.AnnotateTrajectory(annotate, timeout=60, wait_for_ready=True))
         regrade = pb.RegradeRolloutRequest(rollout_id="r", name="again")
         grade = (await insisting(lambda: rollouts.RegradeRollout(regrade, timeout=60, wait_for_ready=True))).grade
         again = (await insisting(lambda: rollouts.CreateRollout(create, wait_for_ready=True))).rollout
         if list(again.grades) != [grade] or grade.reward != ended.outcome.reward or again.outcome != ended.outcome:
             found.append(f"it was graded again as {again.grades}")
+
+        async def annotations() -> list[trajectory_pb2.Annotation]:
+            answers = rollouts.GetTrajectory(pb.GetTrajectoryRequest(rollout_id="r"), wait_for_ready=True)
+            return [one async for answer in answers for one in answer.trajectory.annotations]
+
+        kept = await insisting(annotations)
+        if [(one.name, one.author, one.value) for one in kept] != [("helpful", "judge", 0.5)]:
+            found.append(f"it was annotated as {kept}")
         if again.rollout_id != "r":
             found.append(f"the same request made {again.rollout_id}")
         found += _told(ended, events)
@@ -195,7 +206,7 @@ def services(tmp_path: Path) -> Iterator[tuple[Process, Process]]:
     interception.stop()
 
 
-@pytest.mark.requirement("R25", "R49", "R50", "R62", "R127", "R140")
+@pytest.mark.requirement("R25", "R49", "R50", "R62", "R127", "R135", "R140")
 @pytest.mark.parametrize("spec", [SPEC, IN_PLACE], ids=["graded in a fork", "graded in place"])
 async def test_kill_at_any_write_neither_loses_leaks_nor_repeats_a_rollout(
     warm: Warm, services: tuple[Process, Process], tmp_path: Path, spec: rollout_pb2.RolloutSpec
@@ -230,5 +241,6 @@ async def test_kill_at_any_write_neither_loses_leaks_nor_repeats_a_rollout(
     for kind in (
         *("INSERT INTO requests", "INSERT INTO events", "UPDATE rollouts SET phase", "DELETE FROM rollouts"),
         *("INSERT OR REPLACE INTO end_states", "UPDATE end_states", "UPDATE rollouts SET grades"),
+        "INSERT INTO annotations",
     ):
         assert any(statement.startswith(kind) for statement in seen), (kind, seen)

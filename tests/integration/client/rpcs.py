@@ -63,6 +63,7 @@ METHODS: Final[dict[str, dict[str, str]]] = {
         "ResumeGroup": "GroupHandle.resume",
         "DeleteGroup": "GroupHandle.delete",
         "GetTrajectory": "RolloutHandle.trajectory",
+        "AnnotateTrajectory": "RolloutHandle.annotate",
         "ExportTrajectories": "RolloutsClient.export",
     },
     "TerminalService": {

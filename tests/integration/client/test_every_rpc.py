@@ -21,6 +21,7 @@ from tests.integration.client.rpcs import ELSEWHERE, METHODS, Calls, noted, rpcs
 from penstock.client import (
     AgentKeyTerms,
     AlreadyDelivered,
+    Annotation,
     Completion,
     FailedPrecondition,
     FinishReason,
@@ -281,6 +282,7 @@ async def test_rollouts_groups_agents_and_terminals_are_reached(ps: Penstock, ca
     branches = await rollout.branch(1)
     assert (await branches.wait()).ended
     assert (await rollout.regrade()).reward == (await rollout.result()).reward
+    await rollout.annotate(Annotation(name="helpful", author="judge", value=1.0))
     await rollout.delete()
     group = await ps.groups.create(TASK, "shell", 1, mode="transparent_proxy")
     await ps.groups.attach(group.group_id)

@@ -104,6 +104,7 @@ RUNS: dict[str, Callable[[Ground], list[str]]] = {
     "diff": lambda _: ["diff", "ended", "turns.jsonl"],
     "regrade": lambda _: ["regrade", "json"],
     "rewards diff": lambda ground: ["rewards", "diff", _graded_again(ground)],
+    "annotate": lambda _: ["annotate", "ended", "--name", "helpful", "--author", "me", "--value", "1"],
     "bias": lambda _: ["bias", "json"],
     "scan": lambda _: ["scan", "turns.jsonl"],
     "terminal": lambda _: ["terminal", "task.yaml"],

@@ -66,6 +66,7 @@ COMMANDS: Final[Mapping[str, str]] = {
     "penstock diff": "likewise",
     "penstock regrade": "of the reader's run; tests/integration/client/test_regrade.py",
     "penstock rewards diff": "likewise",
+    "penstock annotate": "of the reader's rollout; tests/integration/client/commands/test_annotate.py",
     "penstock export rows.parquet --run-id RUN": "likewise",
     "penstock openenv serve": "runs until it is stopped; tests/integration/openenv runs it",
     "penstock drain penstock-sandbox-1": "names a pod of a cluster; tests/faults/hosts/test_drain.py drains",

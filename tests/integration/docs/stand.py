@@ -263,12 +263,8 @@ async def names(stand: Stand, page: str) -> AsyncIterator[dict[str, Any]]:
                 results = await _results(stand, "trainers")
                 tokenizer, made = SimpleNamespace(pad_token_id=0), SimpleNamespace(from_dict=dict)
                 found |= {"results": results, "tokenizer": tokenizer, "Sample": made, "tensors_of": dict}
-                found |= dict.fromkeys(("TrainingSample", "Experience", "TrajectoryID"), dict)
-                found |= {
-                    "group": SimpleNamespace(results=_given(results)),
-                    "run_rollouts": lambda _: _given(results)(),
-                }
-                found["GeneratorInterface"] = object
+                found |= dict.fromkeys(("TrainingSample", "Experience"), dict)
+                found["group"] = SimpleNamespace(results=_given(results))
             case "docs/guides/sandboxes.md":
                 found["sandbox"] = await stack.enter_async_context(await stand.ps.sandboxes.create())
             case "docs/guides/terminal.md":

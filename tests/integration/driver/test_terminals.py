@@ -348,16 +348,21 @@ async def test_an_episode_that_is_not_answered_in_time_ends_by_that_name(penstoc
         assert (told.failure.cause, told.failure.reason, told.reward) == ("timeout", "EPISODE_TIMED_OUT", None)
 
 
-@pytest.mark.requirement("R73", "R74")
-async def test_a_bad_reward_is_a_failure_of_the_verifier(penstock: Penstock) -> None:
-    """The episode ends, with a typed failure instead of a reward."""
-    verifier = Verifier(commands=[Command(shell="echo nan > $PENSTOCK_REWARD_FILE")], reward=RewardFrom.FILE)
+@pytest.mark.requirement("R73", "R74", "R135")
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [("nan", "REWARD_OUT_OF_RANGE"), ('{"reward": 1, "turns": [{"call": 0, "reward": 1}]}', "REWARD_INVALID")],
+    ids=["not finite", "of turns"],
+)
+async def test_a_bad_reward_is_a_failure_of_the_verifier(penstock: Penstock, content: str, reason: str) -> None:
+    """The episode ends, with a typed failure instead of a reward. It has no calls of a model that could have one."""
+    verifier = Verifier(commands=[Command(shell=f"echo '{content}' > $PENSTOCK_REWARD_FILE")], reward=RewardFrom.FILE)
     async with await penstock.terminals.open(task(verifier=verifier)) as terminal:
         end = await terminal.answer()
     assert end.ended
     assert end.reward is None
     assert end.failure is not None
-    assert (end.failure.cause, end.failure.reason) == ("verifier", "REWARD_OUT_OF_RANGE")
+    assert (end.failure.cause, end.failure.reason) == ("verifier", reason)
 
 
 def policy(messages: list[dict[str, Any]]) -> str:
@@ -519,7 +524,10 @@ async def test_the_guides_program_does_what_it_says(stack: Stack, tmp_path: Path
     out, err = await process.communicate()
     assert process.returncode == 0, err.decode()
     shown = ["2", "cat: missing: No such file or directory", "[exit code 1]"]
-    assert out.decode().splitlines() == [*shown, "Reward(value=1.0, range_min=0.0, range_max=1.0, components={})"]
+    assert out.decode().splitlines() == [
+        *shown,
+        "Reward(value=1.0, range_min=0.0, range_max=1.0, components={}, turns=())",
+    ]
 
 
 def environment(stack: Stack, home: Path) -> dict[str, str]:

@@ -98,6 +98,28 @@ async def test_tasks_with_images_score_1_with_their_solution_and_0_without(
     ], [proof.problems for proof in proofs]
 
 
+@pytest.mark.on_demand("PostgreSQL as a companion, from packages of the network; one that Python serves runs")
+async def test_an_agent_writes_a_row_that_its_verifier_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Issue 12, point 6: a real PostgreSQL, in an image that is built from the task's compose file, not run as root."""
+    engine = await asyncio.to_thread(dockerd.with_database)
+    monkeypatch.setenv("DOCKER_HOST", engine.host)
+    foreign_tasks.database(tmp_path / "numbers", image=dockerd.DATABASE)
+    (found,) = import_tasks("harbor", tmp_path / "numbers", tmp_path / "tasks", Choices(resources=False, user="agent"))
+    assert found.folder is not None, found.problem
+    task = Task.load(found.folder)
+    await build_images([task], print)
+    sandbox = {
+        "default_backend": "docker",
+        "docker_host": engine.host,
+        "docker_image": dockerd.BASE,
+        "docker_sidecar_image": dockerd.BASE,
+    }
+    (tmp_path / "stack").mkdir()
+    async with running(tmp_path / "stack", {"sandbox": sandbox}) as stack:
+        (proof,) = await prove(stack.ps, [with_image(task)])
+    assert (proof.solution, proof.nothing, proof.holds) == (1.0, 0.0, True), proof.problems
+
+
 async def test_unbuildable_image_shows_the_builds_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Issue 6, point 6: a typed error with the end of the output, before anything runs."""
     engine = await asyncio.to_thread(dockerd.engine)

@@ -62,7 +62,7 @@ CREATES_ON_SOME_ENGINES: Final = {"penstock.inference.v1.InferenceService/StartT
 
 REPEATABLE: Final = {
     "penstock.driver.v1.AgentService": "RegisterAgent",
-    "penstock.driver.v1.RolloutService": "RegradeRollout",
+    "penstock.driver.v1.RolloutService": "RegradeRollout AnnotateTrajectory",
     "penstock.interception.v1.InterceptService": "RegisterTools",
     "penstock.inference.v1.InferenceService": "InitTransfer TransferTensors UpdateWeights LoadAdapter ReportGap",
     "penstock.sandbox.v1.SandboxService": "PrepareSnapshot",

@@ -18,7 +18,7 @@ from tests.support.waiting import eventually_async
 
 from penstock_chassis.errors import FailedPrecondition, InvalidArgument, Unavailable
 from penstock_sandbox.backends.docker.companions import container_name
-from penstock_sandbox.domain.model import Companion, HealthCheck, Resources
+from penstock_sandbox.domain.model import Companion, HealthCheck, Resources, SandboxSpec
 
 pytestmark = pytest.mark.asyncio
 
@@ -303,15 +303,23 @@ async def test_a_companions_system_calls_are_those_of_a_sandbox(tmp_path: Path) 
 
 
 @pytest.mark.requirement("R55")
-async def test_a_companion_that_is_root_changes_no_name(tmp_path: Path) -> None:
+async def test_nobody_who_is_root_beside_a_companion_changes_a_name(tmp_path: Path) -> None:
     """Neither in the hosts file, which all containers of a sandbox share, nor as the name server of the sandbox."""
     server = ("python3", "-c", f"{TAKES_OVER}\n{SHOW}")
     check = HealthCheck(("python3", "-c", FETCH, "http://127.0.0.1:8080/"), 0.2, 20.0, 3)
     companion = Companion("x", dockerd.BASE, entrypoint=server, user="root", health_check=check)
     async with backend(tmp_path, allow_root=True) as opened:
-        handle = await create(opened, companions=(companion,))
+        handle_id = f"sb-{secrets.token_hex(16)}"
+        spec = SandboxSpec(companions=(companion,), user="root")
+        handle = await opened.create(handle_id, spec, (), lambda _: None)
         _, text = await run(handle, "python3", "-c", FETCH, "http://x:8080/")
         assert set(json.loads(text).values()) == {"Read-only file system"}
+        joins = SandboxSpec(joins=handle_id, user="root")
+        joined = await opened.create(f"sb-{secrets.token_hex(16)}", joins, (), lambda _: None)
+        for beside in (handle, joined):
+            _, text = await run(beside, "python3", "-c", f"{TAKES_OVER}\nprint(json.dumps(seen))")
+            assert set(json.loads(text).values()) == {"Read-only file system"}
+        await joined.destroy()
         assert await run(handle, "getent", "hosts", "x") == (0, "127.0.0.1       x\n")
         _, text = await run(handle, "cat", "/etc/resolv.conf")
         (server_line,) = [line for line in text.splitlines() if line.startswith("nameserver")]
@@ -328,3 +336,31 @@ async def test_no_pipe_that_a_companion_makes_keeps_the_engine_waiting(tmp_path:
         with pytest.raises(FailedPrecondition) as failed:
             await create(opened, companions=(shell("x", program, user="root", health_check=waits),))
         assert failed.value.reason == "COMPANION_FAILED" and "exit code 3" in failed.value.message
+
+
+@pytest.mark.requirement("R49", "R90")
+@pytest.mark.parametrize("reach", REACHES)
+async def test_a_sandbox_joins_the_companions_of_another_and_ends_with_it(tmp_path: Path, reach: str) -> None:
+    """It reaches them as they are, by their names, and has nothing else of the other: no file, no process."""
+    async with backend(tmp_path, reach) as opened:
+        other_id = f"sb-{secrets.token_hex(16)}"
+        other = await opened.create(other_id, SandboxSpec(companions=(web(),)), (), lambda _: None)
+        change = "echo changed > /dev/shm/www/index.html"
+        await asyncio.to_thread(_in_companion, container_name(other_id, "web"), change)
+        assert (await run(other, "sh", "-c", "touch mine; sleep 1000 >/dev/null 2>&1 &"))[0] == 0
+        lost = asyncio.get_running_loop().create_future()
+        joined = await opened.create(f"sb-{secrets.token_hex(16)}", SandboxSpec(joins=other_id), (), lost.set_result)
+        assert await run(joined, "python3", "-c", FETCH, "http://web:8080/") == (0, "changed\n")
+        code, text = await run(joined, "sh", "-c", "cat /proc/[0-9]*/cmdline | tr '\\0' ' '; ls; cat /proc/net/dev")
+        assert code == 0 and not {"1000", "httpd", "mine", "eth0:"} & set(text.split()), text
+        await other.destroy()
+        assert await lost == "SANDBOX_VANISHED"
+        await joined.destroy()
+        with pytest.raises(FailedPrecondition) as refused:
+            await create(opened, joins=other_id)
+        assert refused.value.reason == "SANDBOX_LOST"
+
+
+def _in_companion(name: str, program: str) -> None:
+    api = dockerd.engine().api
+    api.exec_start(api.exec_create(name, ["/bin/sh", "-c", program])["Id"])

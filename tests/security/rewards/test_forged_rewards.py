@@ -6,8 +6,9 @@ Of all that `reward_forger.sh` does one line is honest work, worth 0.25; everyth
 from __future__ import annotations
 
 import asyncio
+import json
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,10 @@ from tests.support.services.stack import Running, running
 from penstock.client import (
     Command,
     CommandFinished,
+    Companion,
     Failure,
     FailureCause,
+    HealthCheck,
     Limits,
     Phase,
     RewardFrom,
@@ -35,6 +38,7 @@ from penstock.client import (
 )
 
 FORGER = Path(__file__).with_name("reward_forger.sh")
+IN_A_COMPANION = Path(__file__).with_name("companion_forger.py")
 BACKENDS = ("local", "docker")
 MAX_CHANGES = 4 << 20
 
@@ -115,12 +119,12 @@ async def both(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Runnin
             yield started
 
 
-async def run(started: Running, given: Task, backend: str = "local") -> Finished:
+async def run(started: Running, given: Task, backend: str = "local", companions: Sequence[Companion] = ()) -> Finished:
     """One rollout whose agent runs `forge.sh` and is done."""
     label = secrets.token_hex(8)
     async with training(started, label, in_turn(bash("bash forge.sh"), "Done.")):
         handle = await started.ps.rollouts.create(
-            given, "shell", sandbox=SandboxChoice(backend=backend), labels={"test": label}
+            given, "shell", sandbox=SandboxChoice(backend=backend, companions=companions), labels={"test": label}
         )
         return await finish(handle)
 
@@ -427,3 +431,63 @@ async def test_a_verifier_that_says_nothing_of_it_works_in_a_fresh_fork(both: Ru
     grading = finished.result.outcome.grading
     assert grading is not None
     assert (grading.fresh_fork, finished.reward) == (True, 0.25)
+
+
+_PASS = """
+import os, socket
+given = socket.socket(socket.AF_UNIX)
+given.connect("\\0penstock-forger")
+socket.send_fds(given, [b"x"], [os.open("/", os.O_RDONLY), os.open("/proc", os.O_RDONLY)])
+given.recv(1)
+open("work.txt", "w").write("partial")
+"""
+_COMPARE = """
+import json, os, pathlib, socket
+found = json.loads(socket.create_connection(("db", 5432)).makefile().read())
+print(json.dumps(found))
+answer, expected = pathlib.Path("answer.txt"), pathlib.Path("hidden/expected")
+forged = answer.exists() and answer.read_text() == expected.read_text()
+pathlib.Path(os.environ["PENSTOCK_REWARD_FILE"]).write_text(str(int(forged)))
+"""
+
+
+@pytest.mark.requirement("R72", "R75", "R90")
+@pytest.mark.parametrize("fresh_fork", [None, False])
+async def test_what_an_agent_passes_to_a_companion_leads_to_no_verifier_in_a_fresh_fork(
+    both: Running, fresh_fork: bool | None
+) -> None:
+    """Neither to its files nor to its processes, although it asks the companion, as the agent left it.
+
+    In place it does, as the threat model says.
+    """
+    secret = secrets.token_hex(16)
+    companion = Companion(
+        name="db",
+        image=dockerd.BASE,
+        entrypoint=["python3", "-c"],
+        command=[IN_A_COMPANION.read_text()],
+        user="1000:1000",
+        health_check=HealthCheck(argv=["grep", "-q", "@penstock-forger", "/proc/net/unix"], interval=0.1, retries=100),
+    )
+    given = Task(
+        task_id="forge-beside",
+        instruction="Do the work in work.txt.",
+        files=[SeedFile("forge.sh", b"python3 pass.py\n"), SeedFile("pass.py", _PASS.encode())],
+        verifier=Verifier(
+            commands=[Command(["python3", "-I", "compare.py"])],
+            files=[SeedFile("compare.py", _COMPARE.encode()), SeedFile("hidden/expected", secret.encode())],
+            reward=RewardFrom.FILE,
+            command_timeout=20.0,
+            fresh_fork=fresh_fork,
+        ),
+    )
+    finished = await run(both, given, "docker", [companion])
+    (compared,) = finished.commands(Phase.VERIFYING)
+    found = json.loads(compared.stdout_tail or b"{}")
+    grading = finished.result.outcome.grading
+    assert grading is not None
+    in_place = fresh_fork is False
+    assert grading.fresh_fork is not in_place
+    expected = {"work": "partial", "expected": secret if in_place else "", "rewards": int(in_place)}
+    assert found == expected, finished.agent_said()
+    assert finished.reward == float(in_place)

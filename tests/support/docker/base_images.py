@@ -14,12 +14,13 @@ import shutil
 import subprocess
 import tarfile
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 _CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock-tests" / "docker"
-_BASE_TAR = _CACHE / "debian-3.tar"
 _PACKAGES = "ca-certificates,git,procps,python3,python3-venv"
+_DATABASE_PACKAGES = ("libicu72", "libpq5", "libxml2", "postgresql-15", "postgresql-client-15")
+"""What Debian 12's PostgreSQL needs beside the base image."""
 _PASSWD = "root:x:0:0:root:/root:/bin/bash\nnobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin\n"
 _LEFTOVERS = (
     *("var/cache/apt", "var/lib/apt/lists", "var/lib/dpkg/info"),
@@ -39,32 +40,57 @@ def which(name: str) -> str | None:
 
 def base() -> Path:
     """A minimal Debian with Python as a tar, made once a machine; who comes meanwhile waits."""
+    return _once("debian-3", _make_base)
+
+
+def database() -> Path:
+    """The same with PostgreSQL below /usr/lib/postgresql, and its user; for a test on demand."""
+    return _once("postgresql-1", _make_database)
+
+
+def _once(name: str, make: Callable[[Path, Path], None]) -> Path:
+    target = _CACHE / f"{name}.tar"
     _CACHE.mkdir(parents=True, exist_ok=True)
-    with (_CACHE / "lock").open("w") as lock:
+    with (_CACHE / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not _BASE_TAR.exists():
-            _make_base()
-    return _BASE_TAR
+        if not target.exists():
+            with tempfile.TemporaryDirectory(prefix="penstock-debian-") as place:
+                root = Path(place) / "root"
+                make(root, Path(place))
+                partial = target.with_suffix(f".{os.getpid()}")
+                _run(["tar", "-C", str(root), "--exclude=./dev/*", "-cf", str(partial), "."])
+                partial.rename(target)
+    return target
 
 
-def _make_base() -> None:
-    with tempfile.TemporaryDirectory(prefix="penstock-debootstrap-") as place:
-        root = Path(place) / "root"
-        argv = [which("debootstrap") or "debootstrap", "--variant=minbase", f"--include={_PACKAGES}"]
-        _run([*argv, "bookworm", str(root), _mirror()])
-        # As small as can be, and with accounts that name nobody but root.
-        for leftover in (path for pattern in _LEFTOVERS for path in root.glob(pattern)):
-            shutil.rmtree(leftover)
-        for file in ("etc/shadow", "etc/shadow-", "etc/gshadow", "etc/gshadow-", "etc/passwd-", "etc/group-"):
-            (root / file).unlink(missing_ok=True)
-        (root / "etc/passwd").write_text(_PASSWD)
-        partial = _BASE_TAR.with_suffix(f".{os.getpid()}")
-        _run(["tar", "-C", str(root), "--exclude=./dev/*", "-cf", str(partial), "."])
-        partial.rename(_BASE_TAR)
+def _make_base(root: Path, _: Path) -> None:
+    argv = [which("debootstrap") or "debootstrap", "--variant=minbase", f"--include={_PACKAGES}"]
+    _run([*argv, "bookworm", str(root), _mirror()])
+    # As small as can be, and with accounts that name nobody but root.
+    for leftover in (path for pattern in _LEFTOVERS for path in root.glob(pattern)):
+        shutil.rmtree(leftover)
+    for file in ("etc/shadow", "etc/shadow-", "etc/gshadow", "etc/gshadow-", "etc/passwd-", "etc/group-"):
+        (root / file).unlink(missing_ok=True)
+    (root / "etc/passwd").write_text(_PASSWD)
 
 
-def _run(argv: Sequence[str]) -> None:
-    done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+def _make_database(root: Path, place: Path) -> None:
+    """By unpacking: nothing of the packages is run."""
+    root.mkdir()
+    _run(["tar", "-C", str(root), "-xf", str(base())])
+    _run(["apt-get", "-o", "APT::Sandbox::User=root", "download", *_DATABASE_PACKAGES], place)
+    for package in place.glob("*.deb"):
+        files = package.with_suffix(".tar")
+        with files.open("wb") as content:
+            subprocess.run(["dpkg-deb", "--fsys-tarfile", str(package)], stdout=content, check=True)
+        _run(["tar", "-C", str(root), "--keep-directory-symlink", "-xf", str(files)])
+    (root / "etc/passwd").write_text(f"{_PASSWD}postgres:x:700:700::/var/lib/postgresql:/bin/bash\n")
+    with (root / "etc/group").open("a") as groups:
+        groups.write("postgres:x:700:\n")
+
+
+def _run(argv: Sequence[str], folder: Path | None = None) -> None:
+    done = subprocess.run(argv, cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{argv[0]}: {done.stdout[-2000:]}{done.stderr[-2000:]}"
 
 

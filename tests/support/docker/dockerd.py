@@ -18,7 +18,7 @@ import tarfile
 import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -34,6 +34,8 @@ GVISOR_BROKEN: Final = "runsc-broken"
 GVISOR_BASE: Final = "penstock-test/debian-gvisor:1"
 """BASE with others in the place of coreutils' `ls` and `stat`, which ask for what Debian 12's gVisor refuses
 (AT_NO_AUTOMOUNT)."""
+DATABASE: Final = "penstock-test/postgresql:1"
+"""Debian with PostgreSQL; see `with_database`."""
 TINY: Final = "penstock-test/busybox:1"
 """One static program and its names: neither Python nor bash."""
 
@@ -73,6 +75,11 @@ class Engine:
         log = self.folder / f"{NOTED}.log"
         return log.read_text() if log.exists() else ""
 
+    def emptied(self) -> None:
+        """Remove its containers, before its end."""
+        for one in self.api.containers(all=True):
+            self.api.remove_container(one["Id"], force=True, v=True)
+
     @property
     def host(self) -> str:
         """What DOCKER_HOST is for it."""
@@ -86,12 +93,14 @@ class Engine:
         for image in self.api.images(filters={"label": [label]}):
             # Prepared images are a cache; theirs is empty.
             if image["Labels"].get(label):
-                names.append(f"image {image['RepoTags']}")
+                # Podman gives them a registry.
+                names.append(f"image {[name.removeprefix('docker.io/library/') for name in image['RepoTags'] or ()]}")
         if label == "penstock.instance":
             # With whatever label: an image may declare some of its own.
             names = [name for name in names if not name.startswith("volume ")]
             names += [f"volume {one['Name']}" for one in self.api.volumes().get("Volumes") or []]
-        names += [f"network {one['Name']}" for one in self.api.networks() if one["Name"] not in ("host", "none")]
+        own = ("host", "none", "podman", "bridge")
+        names += [f"network {one['Name']}" for one in self.api.networks() if one["Name"] not in own]
         return names
 
     @contextlib.contextmanager
@@ -129,21 +138,20 @@ class Engine:
         return found
 
 
-_engine: Engine | None = None
+_engines: dict[str, Engine] = {}
+"""Those of the session, by the name of their program; `podman` has one too."""
 
 
 def engine() -> Engine:
     """The session's engine, started where it is not. Skips, or fails where CI is set, when this machine has none."""
-    global _engine
-    if _engine is None:
-        missing = [name for name in _NEEDED if which(name) is None]
-        problem = f"no {', '.join(missing)}: {_ADVICE}" if missing else ""
-        if os.geteuid() != 0:
-            problem = "an engine of its own needs root"
-        if problem:
-            absent(f"THE DOCKER BACKEND IS NOT TESTED HERE: {problem}")
-        _engine = _start()
-    return _engine
+    return once("dockerd", _start)
+
+
+def once(name: str, start: Callable[[], Engine]) -> Engine:
+    """An engine of the session by its name."""
+    if name not in _engines:
+        _engines[name] = start()
+    return _engines[name]
 
 
 def gvisor() -> Engine:
@@ -164,43 +172,56 @@ def gvisor() -> Engine:
     return found
 
 
+def with_database() -> Engine:
+    """The session's engine with DATABASE."""
+    found = engine()
+    if not found.api.images(name=DATABASE):
+        put_image(found, DATABASE, base_images.database())
+    return found
+
+
 def kill(sandbox_id: str) -> bool:
-    """Kill a sandbox's container, if the session's engine has it."""
-    if _engine is None:
-        return False
-    found = _engine.api.containers(filters={"label": [f"penstock.sandbox={sandbox_id}"], "status": ["running"]})
-    for one in found:
-        _engine.api.kill(one["Id"])
-    return bool(found)
+    """Kill a sandbox's container, if an engine of the session has it."""
+    for one in _engines.values():
+        found = one.api.containers(filters={"label": [f"penstock.sandbox={sandbox_id}"], "status": ["running"]})
+        for container in found:
+            one.api.kill(container["Id"])
+        if found:
+            return True
+    return False
 
 
 @contextlib.contextmanager
 def nothing_left() -> Iterator[None]:
-    """What is made with the session's engine meanwhile is gone at the end. What another test left is its own fault."""
-    before = set(_engine.remains()) if _engine is not None else set()
+    """What is made with the session's engines meanwhile is gone at the end. What another test left is its own fault."""
+    before = {name: set(one.remains()) for name, one in _engines.items()}
     yield
-    if _engine is not None:
-        left = [one for one in _engine.remains() if one not in before]
-        log = (_engine.folder / "log").read_text(errors="replace").splitlines()[-_LOG_LINES:] if left else []
-        assert left == [], "\n".join([f"{left} left with the engine, whose log ends with", *log])
+    for name, one in _engines.items():
+        if name in before:
+            left = [thing for thing in one.remains() if thing not in before[name]]
+            log = (one.folder / "log").read_text(errors="replace").splitlines()[-_LOG_LINES:] if left else []
+            assert left == [], "\n".join([f"{left} left with {name}, whose log ends with", *log])
 
 
 def stop() -> None:
-    """End the session's engine, if there is one, and remove all that it made."""
-    global _engine
-    stopped, _engine = _engine, None
-    if stopped is not None:
+    """End the session's engines, if there are any, and remove all that they made."""
+    while _engines:
+        _, stopped = _engines.popitem()
         stopped.api.close()
+        stopped.emptied()
         _end(stopped.process, stopped.folder)
 
 
 def _start() -> Engine:
-    import docker
-
+    missing = [name for name in _NEEDED if which(name) is None]
+    problem = f"no {', '.join(missing)}: {_ADVICE}" if missing else ""
+    if os.geteuid() != 0:
+        problem = "an engine of its own needs root"
+    if problem:
+        absent(f"THE DOCKER BACKEND IS NOT TESTED HERE: {problem}")
     # A short path: it holds sockets, whose names are limited.
     folder = Path(tempfile.mkdtemp(prefix="pd-"))
     folder.chmod(0o755)
-    log = folder / "log"
     argv = [which("dockerd") or "dockerd", "--data-root", str(folder / "data"), "--exec-root", str(folder / "exec")]
     argv += ["--pidfile", str(folder / "pid"), "-H", f"unix://{folder}/docker.sock"]
     argv += ["--bridge", "none", "--iptables=false", "--ip6tables=false"]
@@ -214,7 +235,17 @@ def _start() -> Engine:
         runtimes = {GVISOR: {"path": runsc, "runtimeArgs": list(_GVISOR_ARGUMENTS)}, GVISOR_BROKEN: {"path": runsc}}
         configuration.write_text(json.dumps({"runtimes": runtimes}))
         argv += ["--config-file", str(configuration)]
-    environment = {**os.environ, "PATH": f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"}
+    return begin(folder, argv, {})
+
+
+def begin(folder: Path, argv: Sequence[str], further: Mapping[str, str]) -> Engine:
+    """Start an engine that listens on `docker.sock` of its folder, and give it the tests' images. `further` are
+    environment variables.
+    """
+    import docker
+
+    log = folder / "log"
+    environment = {**os.environ, "PATH": f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin", **further}
     with log.open("wb") as output:
         process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment)
     try:
@@ -225,25 +256,30 @@ def _start() -> Engine:
                 api.ping()
                 break
             if process.poll() is not None or time.monotonic() > deadline:
-                raise AssertionError(f"dockerd did not start:\n{log.read_text(errors='replace')[-4000:]}")
+                raise AssertionError(f"{argv[0]} did not start:\n{log.read_text(errors='replace')[-4000:]}")
             time.sleep(0.05)
         made = Engine(folder, process, api)
-        _import(made, BASE, base_images.base())
+        put_image(made, BASE, base_images.base())
         tiny = folder / "tiny.tar"
         base_images.write_tiny(tiny)
-        _import(made, TINY, tiny)
+        put_image(made, TINY, tiny)
     except BaseException:
         _end(process, folder)
         raise
     return made
 
 
-def _import(made: Engine, name: str, archive: Path) -> None:
+def put_image(made: Engine, name: str, archive: Path) -> None:
+    """Give an engine an image of a tar of files."""
     repository, _, tag = name.partition(":")
     with archive.open("rb") as content:
         made.api.import_image_from_data(
             content, repository=repository, tag=tag, changes=["ENV PATH=/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"]
         )
+    # Podman takes no tag.
+    if not made.api.images(name=name):
+        made.api.tag(f"{repository}:latest", repository, tag)
+        made.api.remove_image(f"{repository}:latest")
 
 
 def _end(process: subprocess.Popen[bytes], folder: Path) -> None:
@@ -254,11 +290,24 @@ def _end(process: subprocess.Popen[bytes], folder: Path) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait(30)
+    # Podman's containers clean up after themselves in processes of their own, which would make its mounts again.
+    deadline = time.monotonic() + _READY_S
+    while _used(folder) and time.monotonic() < deadline:
+        time.sleep(0.05)
     for line in reversed(Path("/proc/self/mountinfo").read_text().splitlines()):
         point = line.split()[4]
         if point.startswith(f"{folder}/"):
             subprocess.run(["umount", "-l", point], check=False)
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def _used(folder: Path) -> bool:
+    """Whether a process has a path of an engine's folder in its arguments."""
+    for process in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if f"{folder}/".encode() in process.read_bytes():
+                return True
+    return False
 
 
 # Services on it -------------------------------------------------------------------------------------------------------

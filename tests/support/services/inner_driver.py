@@ -119,6 +119,7 @@ class Boxes:
         labels: Mapping[str, str],
         repeatable: bool = False,
         allowlist: sandbox_pb2.Allowlist | None = None,
+        joins: str = "",
     ) -> SandboxFacts:
         await self._called("fork")
         return await self.create(SandboxTerms(), lease_s, labels)

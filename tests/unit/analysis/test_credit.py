@@ -112,6 +112,17 @@ def test_each_turn_is_credited_with_what_it_changed() -> None:
     assert found.pivotal == found.turns[1]
 
 
+@pytest.mark.requirement("R135")
+def test_advantages_are_annotations_of_their_turns() -> None:
+    """A turn without an advantage has none: nothing is said of it."""
+    parent = rollout("p", [1, 2, 3])
+    found = credit.credited("p", parent.calls, values(parent, {1: [0.0, 1.0], 2: [1.0, 1.0]}), 1.0)
+    first, second = found.annotations("branches, n = 2")
+    assert (first.name, first.author, first.call_id, first.value) == ("advantage", "branches, n = 2", "p-1", 0.5)
+    assert (second.call_id, second.value) == ("p-2", 0.0)
+    assert first.details == {"standard_error": found.turns[1].standard_error, "shared_by": 1}
+
+
 def test_the_error_of_a_single_branch_is_unknown() -> None:
     parent = rollout("p", [1, 2])
     found = credit.credited("p", parent.calls, values(parent, {0: [0.0], 1: [1.0, 1.0]}), 1.0)

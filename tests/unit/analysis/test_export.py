@@ -19,6 +19,7 @@ from tests.unit.analysis.trajectory_cases import trajectory as case
 
 from penstock.analysis.export import (
     ROWS,
+    annotations,
     format_of,
     read_exports,
     read_rows,
@@ -38,6 +39,10 @@ from penstock.trajectory.v1 import trajectory_pb2 as pb
 
 def ids(*values: int) -> bytes:
     return np.array(values, "<i4").tobytes()
+
+
+def floats(*values: float) -> bytes:
+    return np.array(values, "<f4").tobytes()
 
 
 def call(
@@ -83,6 +88,11 @@ def trajectory() -> Trajectory:
     tool = pb.HostToolCall(tool_call_id="t", name="lookup", arguments_json='{"word":"x"}', result_json="[]")
     tool.state, tool.result_bytes = pb.CALL_STATE_DELIVERED, 2
     message.host_tool_calls.append(tool)
+    message.reward.turns.add(call_id="a", value=0.0, components={"style": 0.25}, token_values=floats(0.1, -1))
+    message.samples[0].turns[0].reward = 0.0
+    message.samples[0].token_rewards = floats(0, 0, 0.1, -1, 0, 0)
+    judged = message.annotations.add(name="step", author="judge", call_id="b", value=0.5, token_values=floats(0.3))
+    judged.details.update({"why": {"words": 2}})
     return from_proto(message)
 
 
@@ -93,6 +103,21 @@ def test_host_tool_call_is_a_row_of_its_own_table() -> None:
     assert (row["rollout_id"], row["tool_call_index"], row["name"], row["state"]) == ("r", 0, "lookup", "delivered")
     assert (row["arguments_json"], row["result_json"], row["result_bytes"]) == ('{"word":"x"}', "[]", 2)
     assert (row["is_error"], row["end_reason"], row["result_sha256"]) == (False, None, None)
+
+
+@pytest.mark.requirement("R135")
+def test_rewards_of_turns_and_tokens_are_columns_and_annotations_a_table() -> None:
+    """A turn without a reward has null, which is not zero."""
+    (row,) = sequences(trajectory())
+    tenth = float(np.float32(0.1))
+    assert row["turn_rewards"] == [0.0, None] and row["token_rewards"] == [0, 0, tenth, -1, 0, 0]
+    first, second = turns(trajectory())
+    assert (first["turn_reward"], first["turn_reward_components"]) == (0.0, {"style": 0.25})
+    assert first["token_rewards"] == [tenth, -1.0]
+    assert (second["turn_reward"], second["turn_reward_components"], second["token_rewards"]) == (None, {}, None)
+    (judged,) = annotations(trajectory())
+    assert (judged["name"], judged["author"], judged["call_id"], judged["value"]) == ("step", "judge", "b", 0.5)
+    assert judged["token_values"] == [float(np.float32(0.3))] and judged["details"] == {"why": {"words": 2}}
 
 
 async def several(count: int) -> AsyncIterator[Trajectory]:

@@ -45,7 +45,7 @@ PASSED_ON = {
         "penstock_chassis/rpc_status.py: kind(reason=f'TRANSPORT_{code.name}')": "the transport's own",
     },
     "sandbox": {
-        "penstock_sandbox/host/errors.py: kind(reason=reason)": "from the table above it, which is read",
+        "penstock_sandbox/domain/errno.py: kind(reason=reason)": "from the table above it, which is read",
     },
     "driver": {},
     "interception": {},

@@ -100,7 +100,7 @@ def test_no_modules_import_each_other_in_circles(component: str) -> None:
 
 MOST_PARAMETERS = 8
 WIDE_CONSTRUCTORS = {
-    "penstock_driver/exports/exporter.py Exporter": 11,
+    "penstock_driver/exports/exporter.py Exporter": 12,
     "penstock_sandbox/backends/kubernetes/sandbox.py PodSandbox": 9,
     "penstock_sandbox/backends/local/sandbox.py LocalSandbox": 9,
     "penstock_sandbox/guest/system.py Workload": 10,

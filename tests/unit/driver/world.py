@@ -95,6 +95,8 @@ class Directories:
         self.repeatable: list[bool] = []
         self.allowlists: list[sandbox_pb2.Allowlist | None] = []
         """Of each fork, whether it was to be repeatable."""
+        self.joined: list[str] = []
+        """Of each fork, the sandbox that it joined."""
         self.fail: dict[str, list[PenstockError | None]] = {}
         self.holds: dict[str, asyncio.Event] = {}
         self.installation: list[str] = []
@@ -177,10 +179,12 @@ class Directories:
         labels: Mapping[str, str],
         repeatable: bool = False,
         allowlist: sandbox_pb2.Allowlist | None = None,
+        joins: str = "",
     ) -> SandboxFacts:
         await self._called("fork")
         self.repeatable.append(repeatable)
         self.allowlists.append(allowlist)
+        self.joined.append(joins)
         if snapshot_id not in self.snapshots:
             raise NotFound("no such snapshot", reason="SNAPSHOT_UNKNOWN")
         sandbox_id, box = self._new(labels)

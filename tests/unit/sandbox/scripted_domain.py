@@ -16,9 +16,9 @@ from penstock_chassis.errors import PenstockError
 from penstock_chassis.journal import Journal
 from penstock_sandbox.domain.backend import MountedToolbox
 from penstock_sandbox.domain.model import Resources, Sandbox, SandboxSpec, State
-from penstock_sandbox.domain.records import MIGRATIONS
 from penstock_sandbox.sandboxes.manager import Sandboxes
 from penstock_sandbox.sandboxes.policy import Limits
+from penstock_sandbox.store.records import MIGRATIONS
 
 
 class NoToolboxes:

@@ -11,7 +11,7 @@ from tests.unit.sandbox.scripted_domain import opened
 
 from penstock_chassis.journal import Journal
 from penstock_sandbox.domain.model import ForkKind, SandboxSpec, Snapshot, State, Toolbox, ToolboxFile, ToolboxSpec
-from penstock_sandbox.domain.records import MIGRATIONS, Records, SnapshotRecord, SnapshotRecords
+from penstock_sandbox.store.records import MIGRATIONS, Records, SnapshotRecord, SnapshotRecords
 from penstock_sandbox.toolboxes.installer import Installer
 from penstock_sandbox.toolboxes.manager import Toolboxes
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from tests.unit.sandbox.scripted_domain import Domain, opened
 
-from penstock_sandbox.domain.records import SnapshotRecords
 from penstock_sandbox.snapshots.manager import Snapshots
 from penstock_sandbox.status import Health
+from penstock_sandbox.store.records import SnapshotRecords
 from penstock_sandbox.testing import open_sandboxes
 
 PATIENCE_S = 60.0

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tests.support import foreign_tasks
 
-from penstock.client import Companion, HealthCheck, Resources, Task
+from penstock.client import Companion, HealthCheck, InvalidArgument, Resources, Task
+from penstock.client.rollouts.client import sandbox_of
+from penstock.tasks.images import contexts_of, with_image
 from penstock.tasks.importers import Choices, Imported, import_tasks
 
 FILE = """
@@ -101,10 +104,38 @@ def test_a_harbor_task_may_leave_its_own_container_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.requirement("R63")
+def test_the_image_of_a_companion_is_built_from_its_dockerfile(tmp_path: Path) -> None:
+    """Issue 12, point 6: named after its content, as the agent's is, so that a rollout needs it built first."""
+    foreign_tasks.terminal_bench(tmp_path / "sum")
+    compose = "services:\n  client: {build: .}\n  my_db: {build: {context: ./db}, image: ignored}\n"
+    foreign_tasks.write(
+        tmp_path / "sum", {"docker-compose.yaml": compose, "db/Dockerfile": "FROM debian\nCOPY data /data\n"}
+    )
+    foreign_tasks.write(tmp_path / "sum", {"db/data": "1"})
+    (found,) = import_tasks("terminal-bench", tmp_path / "sum", tmp_path / "out", Choices())
+    assert found.folder is not None, found.problem
+    task = Task.load(found.folder)
+    assert task.sandbox is not None
+    assert task.sandbox.companions == (Companion(name="my-db", image="", aliases=("my_db", "client")),)
+    assert task.companion_builds == {"my-db": found.folder / "companion-my-db"}
+    with pytest.raises(InvalidArgument) as refused:
+        sandbox_of(replace(task, build=None), None)
+    assert refused.value.reason == "TASK_IMAGE"
+    built = with_image(task)
+    assert built.sandbox is not None
+    assert contexts_of(task)[built.sandbox.companions[0].image] == found.folder / "companion-my-db"
+    sandbox_of(built, None)
+
+
+@pytest.mark.requirement("R63")
 @pytest.mark.parametrize(
     ("service", "named"),
     [
-        ("{build: ./db}", "services.db.build: only the agent's image is built"),
+        ("{build: ./db}", "services.db.build: ./db has no Dockerfile"),
+        ("{build: .}", "services.db.build: .: its Dockerfile must be in a directory of its own"),
+        ("{build: ../db}", "services.db.build: ../db: its Dockerfile must be"),
+        ("{build: {context: db, target: x}}", "services.db.build: target"),
+        ("{build: {context: db, dockerfile: Other}}", "services.db.build: Other"),
         ("{}", "services.db.image: is required"),
         ("{image: a, privileged: true}", "services.db: privileged"),
         ("{image: a, volumes: ['./init.sql:/init.sql']}", "services.db.volumes: ./init.sql"),

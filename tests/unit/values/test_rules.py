@@ -143,8 +143,8 @@ def test_a_field_of_a_message_inside_is_named_with_a_dot() -> None:
 
 def test_what_a_function_makes_is_made_by_it() -> None:
     """In both directions; messages inside are found by their classes."""
-    write = writer(Scored, trajectory_pb2.Reward, left_out=("share",), by={"value": lambda it: it.share * 2})
-    read = reader(Scored, trajectory_pb2.Reward, left_out=("value",), by={"share": lambda it: it.value / 2})
+    write = writer(Scored, trajectory_pb2.Reward, left_out=("share", "turns"), by={"value": lambda it: it.share * 2})
+    read = reader(Scored, trajectory_pb2.Reward, left_out=("value", "turns"), by={"share": lambda it: it.value / 2})
     assert write(Scored(0.5)).value == 1.0
     assert read(write(Scored(0.5, components={"a": 1.0}))) == Scored(0.5, components={"a": 1.0})
     outcome = to_proto(Graded(Scored(0.25)), rollout_pb2.Outcome)

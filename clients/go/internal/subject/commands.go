@@ -7,9 +7,12 @@ import (
 	"iter"
 	"time"
 
+	"google.golang.org/protobuf/types/known/structpb"
+
 	"penstock.example/penstock"
 	chatv1 "penstock.example/penstock/gen/chat/v1"
 	driverv1 "penstock.example/penstock/gen/driver/v1"
+	trajectoryv1 "penstock.example/penstock/gen/trajectory/v1"
 )
 
 func (s *subject) carryOut(ctx context.Context, c *command) (object, error) {
@@ -354,6 +357,12 @@ func (s *subject) ofRollout(ctx context.Context, rollout *penstock.Rollout, c *c
 		}
 		keep(s, s.groups, group.ID, group)
 		return object{"group_id": group.ID, "rollout_ids": group.RolloutIDs}, nil
+	case "annotate":
+		annotations, err := annotationsOf(c)
+		if err != nil {
+			return nil, err
+		}
+		return nil, rollout.Annotate(ctx, annotations...)
 	case "pause_rollouts":
 		info, err := rollout.Pause(ctx, "conformance", seconds(c.MaxDurationS))
 		return object{"frozen": info.GetPause().GetSandboxFrozen()}, err
@@ -368,6 +377,27 @@ func (s *subject) ofRollout(ctx context.Context, rollout *penstock.Rollout, c *c
 	default:
 		return nil, fmt.Errorf("there is no command %q for a rollout", c.Do)
 	}
+}
+
+// annotationsOf are those of a command.
+func annotationsOf(c *command) ([]*trajectoryv1.Annotation, error) {
+	annotations := []*trajectoryv1.Annotation{}
+	for _, given := range c.Annotations {
+		values, err := hex.DecodeString(given.TokenValues)
+		if err != nil {
+			return nil, err
+		}
+		one := &trajectoryv1.Annotation{
+			Name: given.Name, Author: given.Author, CallId: given.CallID, Value: given.Value, TokenValues: values,
+		}
+		if given.Details != nil {
+			if one.Details, err = structpb.NewStruct(given.Details); err != nil {
+				return nil, err
+			}
+		}
+		annotations = append(annotations, one)
+	}
+	return annotations, nil
 }
 
 // branches is what a command asks of a parent.

@@ -20,6 +20,16 @@ import (
 // object is a JSON object.
 type object = map[string]any
 
+// annotation is one of the command annotate.
+type annotation struct {
+	Name        string         `json:"name"`
+	Author      string         `json:"author"`
+	CallID      *string        `json:"call_id"`
+	Value       *float64       `json:"value"`
+	TokenValues string         `json:"token_values"`
+	Details     map[string]any `json:"details"`
+}
+
 // command is one line of the input, with whatever fields it may have.
 type command struct {
 	ID       int     `json:"id"`
@@ -53,12 +63,13 @@ type command struct {
 	PolicyVersion *int64 `json:"policy_version"`
 	Messages      bool   `json:"messages"`
 
-	Call         any     `json:"call"`
-	Answer       string  `json:"answer"`
-	Seed         *int64  `json:"seed"`
-	TrainPrefix  bool    `json:"train_prefix"`
-	Replay       string  `json:"replay"`
-	MaxDurationS float64 `json:"max_duration_s"`
+	Call         any          `json:"call"`
+	Answer       string       `json:"answer"`
+	Seed         *int64       `json:"seed"`
+	TrainPrefix  bool         `json:"train_prefix"`
+	Replay       string       `json:"replay"`
+	Annotations  []annotation `json:"annotations"`
+	MaxDurationS float64      `json:"max_duration_s"`
 
 	CallID       string `json:"call_id"`
 	TokenIDs     string `json:"token_ids"`

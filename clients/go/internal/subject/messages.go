@@ -3,6 +3,7 @@ package main
 import (
 	"encoding/hex"
 	"fmt"
+	"maps"
 	"slices"
 	"strings"
 	"time"
@@ -14,6 +15,7 @@ import (
 	driverv1 "penstock.example/penstock/gen/driver/v1"
 	interceptionv1 "penstock.example/penstock/gen/interception/v1"
 	sandboxv1 "penstock.example/penstock/gen/sandbox/v1"
+	trajectoryv1 "penstock.example/penstock/gen/trajectory/v1"
 )
 
 // spec is a rollout's, as cases write it.
@@ -36,8 +38,8 @@ type spec struct {
 
 func (s *spec) message() *driverv1.RolloutSpec {
 	task := &driverv1.Task{TaskId: s.TaskID, Instruction: s.Instruction, Setup: commands(s.Setup)}
-	for path, text := range s.Files {
-		task.Files = append(task.Files, &sandboxv1.SeedFile{Path: path, Content: []byte(text)})
+	for _, path := range slices.Sorted(maps.Keys(s.Files)) { // their order counts where a task is compared
+		task.Files = append(task.Files, &sandboxv1.SeedFile{Path: path, Content: []byte(s.Files[path])})
 	}
 	if s.Verify != nil {
 		task.Verifier = &driverv1.Verifier{Commands: commands(s.Verify)}
@@ -131,6 +133,22 @@ func observedResult(result *penstock.Result) object {
 		samples = append(samples, observedSample(sample))
 	}
 	told["samples"] = samples
+	annotations := []object{}
+	for _, one := range result.Trajectory.GetAnnotations() {
+		annotations = append(annotations, observedAnnotation(one))
+	}
+	told["annotations"] = annotations
+	return told
+}
+
+func observedAnnotation(one *trajectoryv1.Annotation) object {
+	told := object{
+		"name": one.GetName(), "author": one.GetAuthor(), "call_id": one.CallId, "value": one.Value,
+		"token_values": nil, "details": one.GetDetails().AsMap(),
+	}
+	if values := one.GetTokenValues(); len(values) > 0 {
+		told["token_values"] = hex.EncodeToString(penstock.EncodeLogprobs(penstock.Logprobs(values)))
+	}
 	return told
 }
 
@@ -148,7 +166,12 @@ func observedSample(sample penstock.Sample) object {
 	for _, item := range sample.Message.GetTurns() {
 		turns = append(turns, []any{item.GetCallId(), item.GetStart(), item.GetEnd(), item.GetUntrainedReason()})
 	}
+	rewards := []*float64{}
+	for _, item := range sample.Message.GetTurns() {
+		rewards = append(rewards, item.Reward)
+	}
 	told := object{
+		"turn_rewards": rewards, "token_rewards": nil,
 		"input_ids": hex.EncodeToString(penstock.EncodeTokenIDs(sample.InputIDs)),
 		"loss_mask": hex.EncodeToString(mask), "logprobs": nil, "versions": versions, "turns": turns,
 		"prompt_count": sample.Message.GetPromptCount(), "weight": sample.Message.GetWeight(),
@@ -157,6 +180,9 @@ func observedSample(sample penstock.Sample) object {
 	}
 	if sample.Logprobs != nil {
 		told["logprobs"] = hex.EncodeToString(penstock.EncodeLogprobs(sample.Logprobs))
+	}
+	if sample.TokenRewards != nil {
+		told["token_rewards"] = hex.EncodeToString(penstock.EncodeLogprobs(sample.TokenRewards))
 	}
 	if top := sample.Top; top != nil {
 		told["top"] = object{

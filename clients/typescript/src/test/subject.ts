@@ -95,6 +95,16 @@ function observedResult({ rollout, outcome, trajectory }: RolloutResult): object
       top: sample.top
         ? { count: sample.top.count, token_ids: hex(sample.top.tokenIds), logprobs: hex(sample.top.logprobs) }
         : null,
+      turn_rewards: sample.turns.map((turn) => turn.reward ?? null),
+      token_rewards: sample.tokenRewards ? hex(sample.tokenRewards) : null,
+    })),
+    annotations: (trajectory?.annotations ?? []).map(({ name, author, callId, value, tokenValues, details }) => ({
+      name,
+      author,
+      call_id: callId ?? null,
+      value: value ?? null,
+      token_values: tokenValues ? hex(Float32Array.from(tokenValues)) : null,
+      details: details ?? {},
     })),
   };
 }
@@ -228,6 +238,14 @@ const COMMANDS: Readonly<Record<string, Command>> = {
     });
     groups.set(group.groupId, group);
     return { group_id: group.groupId, rollout_ids: group.rolloutIds };
+  },
+  annotate: async (given, signal) => {
+    const annotations = given.annotations.map(({ call_id, token_values, ...rest }: Given) => ({
+      ...rest,
+      callId: call_id,
+      tokenValues: token_values === undefined ? undefined : new Float32Array(unhex(token_values)),
+    }));
+    await (await rolloutOf(given, signal)).annotate(annotations, { signal });
   },
   pause_rollouts: async (given, signal) => {
     const limit = given.max_duration_s === undefined ? {} : { maxDurationMs: given.max_duration_s * 1000 };

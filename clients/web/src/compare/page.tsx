@@ -7,6 +7,8 @@ import { Phase, type RolloutSummary } from "@gen/penstock/driver/v1/rollout_pb";
 import { href, type Params, setQuery } from "../lib/router";
 import { type Key, useKeys } from "../lib/keys";
 import { askToCancel, CancelSheet } from "../ui/cancel";
+import { CopyId } from "../ui/copyid";
+import { groupName } from "../ui/name";
 import { FollowingNotice, TroubleNotice } from "../ui/notice";
 import { type Capture, NO_CAPTURE, vocabulary as readVocabulary } from "../rollout/records";
 import { oneLine } from "../rollout/safe";
@@ -57,8 +59,9 @@ function Known({ model, query }: { model: GroupModel; query: URLSearchParams }) 
       <FollowingNotice following={model.following} />
       <header class="rollout-title">
         <h1>
-          <span class="muted">Group</span> <code>{oneLine(model.id, 140)}</code>
+          <span class="muted">Group</span> <bdi title={model.id}>{groupName({ id: model.id, task: group.spec?.task?.taskId ?? "", agent: group.spec?.agent?.name ?? "" })}</bdi>
         </h1>
+        <CopyId id={model.id} />
         <span class={`chip ${groupTone(rollouts)}`}>
           {ended} of {rollouts.length} ended
         </span>

@@ -29,6 +29,16 @@ export function duration(ms: number): string {
   return minutes % 60 ? `${hours} h ${minutes % 60} min` : `${hours} h`;
 }
 
+/** How long ago, in one unit: "now", "40 s ago", "3 min ago", "5 h ago", "12 days ago". */
+export function ago(ms: number): string {
+  const seconds = Math.floor(ms / 1000);
+  if (seconds < 5) return "now";
+  if (seconds < 60) return `${seconds} s ago`;
+  if (seconds < 3600) return `${Math.floor(seconds / 60)} min ago`;
+  if (seconds < 48 * 3600) return `${Math.floor(seconds / 3600)} h ago`;
+  return `${Math.floor(seconds / 86_400)} days ago`;
+}
+
 /** A moment of today, as the reader's clock says it. */
 export function clockTime(ms: number): string {
   return new Date(ms).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", second: "2-digit" });

@@ -3,12 +3,12 @@ import { Code, ConnectError } from "@connectrpc/connect";
 import { BadRequestSchema, ErrorInfoSchema, RetryInfoSchema } from "@gen/google/rpc/error_details_pb";
 import { describe, expect, test, vi } from "vitest";
 
-import { ticks } from "../overview/curve";
 import { servedWords } from "../services/served";
 import { pushed, rate } from "../services/spark";
+import { ticks } from "../ui/plot";
 import { explain } from "./errors";
 import { delay } from "./follow";
-import { bytes, compact, duration, reward } from "./format";
+import { ago, bytes, compact, duration, reward } from "./format";
 
 describe("words for errors", () => {
   test.each([
@@ -68,6 +68,7 @@ test("numbers are for people", () => {
   expect([0, 999, 1234, 5_600_000].map(compact)).toEqual(["0", "999", "1.2K", "5.6M"]);
   expect([0.5, 0.12345, 1].map(reward)).toEqual(["0.5", "0.123", "1"]);
   expect([840, 12_000, 200_000, 7_500_000].map(duration)).toEqual(["840 ms", "12 s", "3 min 20 s", "2 h 5 min"]);
+  expect([4999, 59_999, 200_000, 7_500_000, 172_800_000].map(ago)).toEqual(["now", "59 s ago", "3 min ago", "2 h ago", "2 days ago"]);
   expect([512, 1536, 3 * 2 ** 30].map(bytes)).toEqual(["512 B", "1.5 KiB", "3 GiB"]);
 });
 

@@ -48,6 +48,26 @@ export function go(...parts: readonly string[]): void {
   location.hash = href(...parts);
 }
 
+/** The query of a place. */
+export function queryOf(place: string): URLSearchParams {
+  return new URLSearchParams(place.split("?")[1] ?? "");
+}
+
+/** A query with other values for some of its keys; an empty one takes the key out. */
+export function changed(query: URLSearchParams, changes: Readonly<Record<string, string>>): URLSearchParams {
+  const next = new URLSearchParams(query);
+  for (const [key, value] of Object.entries(changes)) {
+    if (value) next.set(key, value);
+    else next.delete(key);
+  }
+  return next;
+}
+
+/** Changes some values of the place's query, without an entry in the history. */
+export function changeQuery(changes: Readonly<Record<string, string>>): void {
+  setQuery(changed(queryOf(location_.peek()), changes));
+}
+
 /** Replaces the query of the place, without an entry in the history. */
 export function setQuery(query: URLSearchParams): void {
   const [path = "/"] = location_.peek().split("?");

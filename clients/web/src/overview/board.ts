@@ -37,6 +37,8 @@ export interface Row {
   readonly party: string;
   readonly message: string;
   readonly reward: number | null;
+  /** The least and the most that its reward could be; null = it has none. */
+  readonly range: readonly [number, number] | null;
   readonly calls: number;
   readonly promptTokens: number;
   readonly sampledTokens: number;
@@ -89,6 +91,7 @@ export function rowOf(summary: RolloutSummary): Row {
     party: failure ? (Party[failure.causedBy] ?? "").toLowerCase() : "",
     message: failure?.message ?? "",
     reward: summary.reward?.value ?? null,
+    range: summary.reward ? [summary.reward.rangeMin, summary.reward.rangeMax] : null,
     calls: calls?.calls ?? 0,
     promptTokens: Number(calls?.promptTokens ?? 0n),
     sampledTokens: Number(calls?.completionTokens ?? 0n),
@@ -157,7 +160,8 @@ export class Board {
     return this.rows.values();
   }
 
-  get size(): number {
-    return this.rows.size;
+  /** How many of them have ended. */
+  get endedCount(): number {
+    return this.ended.size;
   }
 }

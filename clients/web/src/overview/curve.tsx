@@ -1,39 +1,17 @@
 // The reward curve: each group's rewards as dots, their range as a band, the mean as a line.
 import { useSignal } from "@preact/signals";
-import { useEffect, useRef } from "preact/hooks";
 
 import { reward } from "../lib/format";
 import { go } from "../lib/router";
+import { ticks, useWidth } from "../ui/plot";
 import { type Point, smooth } from "./groups";
 
 const HEIGHT = 190;
 const EDGE = { left: 38, right: 12, top: 10, bottom: 22 };
 
-/** Round values from low to high, about four of them. */
-export function ticks(low: number, high: number): number[] {
-  const span = high - low || 1;
-  const rough = span / 4;
-  const power = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 2.5, 5, 10].map((factor) => factor * power).find((size) => size >= rough) ?? rough;
-  const out: number[] = [];
-  for (let value = Math.ceil(low / step) * step; value <= high + step / 1e6; value += step) out.push(Math.round(value / step) * step);
-  return out;
-}
-
 export function Curve({ points }: { points: readonly Point[] }) {
-  const box = useRef<HTMLDivElement>(null);
-  const width = useSignal(640);
+  const { box, width } = useWidth();
   const picked = useSignal<number | null>(null);
-  useEffect(() => {
-    const element = box.current;
-    if (!element) return;
-    const observer = new ResizeObserver(([entry]) => {
-      if (entry) width.value = Math.max(200, entry.contentRect.width);
-    });
-    observer.observe(element);
-    return () => observer.disconnect();
-  }, []);
-
   const low = Math.min(0, ...points.map((point) => point.min));
   const high = Math.max(low + 1e-9, 1, ...points.map((point) => point.max));
   const inner = width.value - EDGE.left - EDGE.right;
@@ -70,7 +48,7 @@ export function Curve({ points }: { points: readonly Point[] }) {
         <p class="muted num" aria-live="off">
           {current ? (
             <>
-              <span class="mono">{current.id}</span>: mean {reward(current.mean)}
+              <bdi>{current.name}</bdi>: mean {reward(current.mean)}
               {current.isGroup && `, ${reward(current.min)} to ${reward(current.max)}, spread ${reward(current.spread)}`}
               {current.version !== null && `, version ${current.version}`}
             </>

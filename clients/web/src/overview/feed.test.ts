@@ -2,21 +2,24 @@ import { createConnectRouter } from "@connectrpc/connect";
 import { createFetchHandler } from "@connectrpc/connect/protocol";
 import { effect, type ReadonlySignal } from "@preact/signals";
 import { afterEach, beforeEach, describe, expect, test, vi } from "vitest";
-import { RolloutService } from "@gen/penstock/driver/v1/rollout_service_pb";
+import { RolloutService, type WatchRolloutsRequest } from "@gen/penstock/driver/v1/rollout_service_pb";
 import { OperationsService } from "@gen/penstock/ops/v1/operations_service_pb";
 
 let listed: string[] = [];
 /** The drivers that were watched, by the header that names them. */
 let watched: (string | null)[] = [];
+let asked: WatchRolloutsRequest[] = [];
 
 beforeEach(() => {
   watched = [];
+  asked = [];
   const router = createConnectRouter()
     .service(OperationsService, { getServerInfo: () => ({ members: listed.map((name) => ({ service: "driver", name })) }) })
     .service(RolloutService, {
-      async *watchRollouts(_, { requestHeader, signal }) {
+      async *watchRollouts(request, { requestHeader, signal }) {
         const name = requestHeader.get("penstock-member");
         watched.push(name);
+        asked.push(request);
         yield { rollouts: [{ rolloutId: `of ${name ?? "the only one"}`, home: { driver: name ?? "" } }], snapshotComplete: true };
         await new Promise((resolve) => signal.addEventListener("abort", resolve, { once: true }));
       },
@@ -49,10 +52,10 @@ describe("the rows of all drivers", () => {
   ])("of drivers %j come from %j", async (names, asked) => {
     listed = names;
     const feed = await import("./feed");
-    const stop = feed.watch();
-    const rows = await until(feed.rows, (all) => all.length === asked.length);
+    const stop = feed.newest.watch();
+    const rows = await until(feed.newest.rows, (all) => all.length === asked.length);
     expect(rows.map((row) => row.id).sort()).toEqual(asked.map((name) => `of ${name ?? "the only one"}`));
-    await until(feed.complete, (isComplete) => isComplete);
+    await until(feed.newest.complete, (isComplete) => isComplete);
     expect(watched.sort()).toEqual(asked);
     stop();
   });
@@ -60,11 +63,22 @@ describe("the rows of all drivers", () => {
   test("are of the driver that is asked for by name", async () => {
     listed = ["d0", "d1", "d2", "d3", "d4"];
     const feed = await import("./feed");
-    const stop = feed.watch();
-    await until(feed.rows, (all) => all.length === feed.MOST_DRIVERS);
+    const stop = feed.newest.watch();
+    await until(feed.newest.rows, (all) => all.length === feed.MOST_DRIVERS);
     feed.wanted.value = "d4";
-    const rows = await until(feed.rows, (all) => all.length === 1);
+    const rows = await until(feed.newest.rows, (all) => all.length === 1);
     expect(rows.map((row) => row.id)).toEqual(["of d4"]);
+    stop();
+  });
+
+  test("are those of a run, if it is asked for one, and their number is bounded", async () => {
+    listed = [];
+    const { Feed } = await import("./feed");
+    const feed = new Feed(1, "run-7");
+    const stop = feed.watch();
+    await until(feed.complete, (isComplete) => isComplete);
+    expect(asked.map(({ endedLimit, filter }) => [endedLimit, filter?.runId])).toEqual([[1, "run-7"]]);
+    expect(feed.isFull.peek()).toBe(false);
     stop();
   });
 });

@@ -22,8 +22,8 @@ export function GroupList({ groups }: { groups: readonly Group[] }) {
         </li>
         {groups.map((group) => (
           <li key={group.id}>
-            <a href={href("/groups", group.id)} class="mono" title={group.id}>
-              {group.id}
+            <a href={href("/groups", group.id)} title={group.id}>
+              <bdi>{group.name}</bdi>
             </a>
             <span class="muted num">
               {group.ended}/{group.rows.length} ended

@@ -1,9 +1,12 @@
 // Groups and the reward curve, from the rows: what a group's rewards are, how far apart, and how that goes on over time.
 import { spread } from "../compare/spread";
+import { groupName, rolloutName } from "../ui/name";
 import type { Row } from "./board";
 
 export interface Group {
   readonly id: string;
+  /** What people call it. */
+  readonly name: string;
   readonly rows: readonly Row[];
   readonly ended: number;
   /** Of its graded rollouts, in the order of their index. */
@@ -35,8 +38,10 @@ function groupOf(id: string, members: Row[]): Group {
   const rewards = members.flatMap((row) => (row.reward === null ? [] : [row.reward]));
   const over = spread(rewards);
   const versions = members.flatMap((row) => (row.versions ? [row.versions[1]] : []));
+  const first = members[0];
   return {
     id,
+    name: groupName({ id, task: first?.task ?? "", agent: first?.agent ?? "" }),
     rows: members,
     ended: members.filter((row) => row.ended !== null).length,
     rewards,
@@ -52,6 +57,7 @@ function groupOf(id: string, members: Row[]): Group {
 /** A point of the curve: a group, or a rollout that has none. */
 export interface Point {
   readonly id: string;
+  readonly name: string;
   readonly isGroup: boolean;
   readonly rewards: readonly number[];
   readonly mean: number;
@@ -73,7 +79,7 @@ export function curveOf(rows: readonly Row[], most: number): Point[] {
     .map((row) => {
       const reward = row.reward ?? 0;
       const version = row.versions?.[1] ?? null;
-      return { id: row.id, isGroup: false, rewards: [reward], mean: reward, min: reward, max: reward, spread: 0, version };
+      return { id: row.id, name: rolloutName(row), isGroup: false, rewards: [reward], mean: reward, min: reward, max: reward, spread: 0, version };
     });
 }
 

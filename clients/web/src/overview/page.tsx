@@ -1,47 +1,35 @@
 // What runs, and what it earned: all rollouts, the reward curve, the newest groups.
 import { computed } from "@preact/signals";
-import { useEffect } from "preact/hooks";
 
 import { compact, reward } from "../lib/format";
 import { type Key, useKeys } from "../lib/keys";
-import { href, location_, setQuery } from "../lib/router";
+import { href } from "../lib/router";
 import { CancelSheet } from "../ui/cancel";
-import { FollowingNotice } from "../ui/notice";
+import { Figure } from "../ui/figure";
+import { ViewsButton } from "../ui/views";
 import type { Row } from "./board";
 import { Curve } from "./curve";
-import { complete, drivers, ENDED_SHOWN, followed, followings, MOST_DRIVERS, rows, wanted, watch } from "./feed";
-import { matches, misread, parseFilter } from "./filter";
+import { ENDED_SHOWN, newest } from "./feed";
+import { misread } from "./filter";
+import { Count, FeedNotices, FILTER_KEY, FilterField, setText, shown, text, useNewest } from "./filterfield";
 import { curveOf, groupsOf } from "./groups";
 import { GroupList } from "./grouplist";
 import "./overview.css";
-import { cancelInTable, groupInTable, moveInTable, RolloutTable } from "./table";
+import { cancelInTable, copyInTable, groupInTable, moveInTable, RolloutTable, SortField } from "./table";
 
 const CURVE_POINTS = 200;
 const GROUPS_SHOWN = 8;
 
-/** In the address, so that a filter can be sent to somebody. */
-const query = computed(() => new URLSearchParams(location_.value.split("?")[1] ?? "").get("q") ?? "");
-const filter = computed(() => parseFilter(query.value));
-const shown = computed(() => rows.value.filter((row) => matches(row, filter.value)));
 const curve = computed(() => curveOf(shown.value, CURVE_POINTS));
-const newest = computed(() => groupsOf(shown.value).slice(-GROUPS_SHOWN).reverse());
-
-const isBroken = computed(() => followings.value.some(({ following }) => following.health.value.kind === "broken"));
+const newestGroups = computed(() => groupsOf(shown.value).slice(-GROUPS_SHOWN).reverse());
 
 const KEYS: readonly Key[] = [
-  {
-    key: "/",
-    does: "filter the rollouts",
-    run: () => {
-      const field = document.getElementById("filter");
-      field?.focus();
-      if (field instanceof HTMLInputElement) field.select();
-    },
-  },
+  FILTER_KEY,
   { key: "j", does: "next rollout (also ↓)", run: () => moveInTable(1) },
   { key: "k", does: "rollout before (also ↑)", run: () => moveInTable(-1) },
   { key: "g", does: "to the rollout's group", run: groupInTable },
   { key: "c", does: "cancel the rollout", run: cancelInTable },
+  { key: "y", does: "copy the rollout's id", run: copyInTable },
 ];
 
 const QUICK = [
@@ -51,107 +39,63 @@ const QUICK = [
   ["state:failed", "Failed"],
 ] as const;
 
-export default function Overview() {
+export default function Overview({ query }: { query: URLSearchParams }) {
   useKeys(KEYS);
-  useEffect(watch, []);
-  useEffect(() => {
-    wanted.value = filter.value.driver;
-  }, [filter.value.driver]);
+  useNewest();
   return (
     <div class="overview">
       <h1 class="visually-hidden">Rollouts</h1>
-      {followings.value.map(({ driver, following }) => (
-        <FollowingNotice key={driver} following={following} />
-      ))}
-      <LeftOut />
-      <Numbers rows={shown.value} isKnown={complete.value} isStale={isBroken.value} />
+      <FeedNotices />
+      <Numbers rows={shown.value} isKnown={newest.complete.value} isStale={newest.isBroken.value} />
       {curve.value.length > 0 && (
         <div class="panels">
           <Curve points={curve.value} />
-          {newest.value.length > 0 && <GroupList groups={newest.value} />}
+          {newestGroups.value.length > 0 && <GroupList groups={newestGroups.value} />}
         </div>
       )}
-      <FilterBar />
-      {complete.value && !rows.value.length ? (
+      <FilterBar query={query} />
+      {newest.complete.value && !newest.rows.value.length ? (
         <Nothing />
       ) : (
-        <RolloutTable rows={shown.value} waiting={!complete.value} empty={emptyWords()} />
+        <RolloutTable rows={shown.value} query={query} waiting={!newest.complete.value} empty={emptyWords()} />
       )}
       <CancelSheet />
     </div>
   );
 }
 
-/** The drivers that are not followed, where there are too many. */
-function LeftOut() {
-  const left = drivers.value.filter((name) => !followed.value.includes(name));
-  if (wanted.value || !left.length) return null;
-  return (
-    <p class="notice" role="status">
-      <span>
-        <strong>The rollouts of {MOST_DRIVERS} drivers are shown.</strong> Not shown: {left.map((name) => <code key={name}>{name} </code>)}
-        Filter by <code>driver:{left[0]}</code> to see one of them.
-      </span>
-    </p>
-  );
-}
-
 /** What stands in a table without rows. */
 function emptyWords(): string {
-  if (!complete.value) return isBroken.value ? "Nothing is known of any rollout yet." : "Asking the driver…";
-  return ["No rollout matches.", ...misread(query.value)].join(" ");
+  if (!newest.complete.value) return newest.isBroken.value ? "Nothing is known of any rollout yet." : "Asking the driver…";
+  return ["No rollout matches.", ...misread(text.value)].join(" ");
 }
 
-function FilterBar() {
-  const states = (text: string) => text.replace(/(^|\s)state:\S*/g, " ").trim();
+function FilterBar({ query }: { query: URLSearchParams }) {
+  const without = (filter: string) => filter.replace(/(^|\s)state:\S*/g, " ").trim();
   return (
     <div class="filterbar" role="search">
-      <input
-        id="filter"
-        class="field"
-        type="search"
-        placeholder="Filter: words, state:failed, agent:shell, run:…, group:…, task:…, namespace:…, driver:d0, label:team=a"
-        aria-label="Filter the rollouts"
-        spellcheck={false}
-        autocomplete="off"
-        value={query.value}
-        onInput={(event) => setText(event.currentTarget.value)}
-        onKeyDown={(event) => {
-          if (event.key === "Escape" || event.key === "Enter") event.currentTarget.blur();
-          if (event.key === "Enter") moveInTable(0);
-        }}
-      />
+      <FilterField onEnter={() => moveInTable(0)} />
       <div class="quick" role="group" aria-label="State">
-        {QUICK.map(([text, name]) => {
-          const isOn = text ? query.value.split(/\s+/).includes(text) : !/(^|\s)state:/.test(query.value);
+        {QUICK.map(([state, name]) => {
+          const isOn = state ? text.value.split(/\s+/).includes(state) : !/(^|\s)state:/.test(text.value);
           return (
             <button
               key={name}
               type="button"
               class="button quiet"
               aria-pressed={isOn}
-              onClick={() => setText(`${states(query.value)} ${text}`.trim())}
+              onClick={() => setText(`${without(text.value)} ${state}`.trim())}
             >
               {name}
             </button>
           );
         })}
       </div>
-      <span class="muted num" aria-live="polite">
-        {!complete.value
-          ? ""
-          : shown.value.length === rows.value.length
-            ? `${compact(rows.value.length)} rollouts`
-            : `${compact(shown.value.length)} of ${compact(rows.value.length)}`}
-      </span>
+      <SortField query={query} />
+      <Count />
+      <ViewsButton />
     </div>
   );
-}
-
-function setText(text: string): void {
-  const params = new URLSearchParams();
-  if (text) params.set("q", text);
-  setQuery(params);
 }
 
 /** Figures over the rows; none while nothing is known, and greyed out while nobody tells how they go on. */
@@ -175,7 +119,7 @@ function Numbers({ rows: all, isKnown, isStale }: { rows: readonly Row[]; isKnow
   const mean = rewards.length ? rewards.reduce((sum, value) => sum + value, 0) / rewards.length : null;
   const told = (value: string): string => (isKnown ? value : "–");
   return (
-    <dl class={isStale ? "numbers stale" : "numbers"}>
+    <dl class={isStale ? "figures stale" : "figures"}>
       <Figure name="Live" value={told(compact(live))} tone={live ? "busy" : ""} />
       <Figure name="Completed" value={told(compact(completed))} />
       <Figure name="Failed" value={told(compact(failed))} tone={failed ? "bad" : ""} />
@@ -184,15 +128,6 @@ function Numbers({ rows: all, isKnown, isStale }: { rows: readonly Row[]; isKnow
       <Figure name="Sampled tokens" value={told(compact(tokens))} />
       <Figure name="Policy version" value={version === null ? "–" : String(version)} />
     </dl>
-  );
-}
-
-function Figure({ name, value, tone = "" }: { name: string; value: string; tone?: string }) {
-  return (
-    <div class={`figure ${tone}`}>
-      <dt>{name}</dt>
-      <dd class="num">{value}</dd>
-    </div>
   );
 }
 

@@ -1,11 +1,15 @@
 // All rows, of which only those in sight are in the document: a thousand cost as much as thirty.
 import { computed, signal, useSignal } from "@preact/signals";
-import { useEffect, useLayoutEffect, useRef } from "preact/hooks";
+import { useEffect, useLayoutEffect, useMemo, useRef } from "preact/hooks";
 
 import { now } from "../lib/clock";
 import { compact, duration, plain, reward } from "../lib/format";
-import { go, href } from "../lib/router";
+import { changeQuery, go, href } from "../lib/router";
+import { nextSorting, parseSorting, sorted, type SortKey } from "../lib/sorting";
 import { askToCancel } from "../ui/cancel";
+import { copied } from "../ui/copyid";
+import { ariaSort, SortButton } from "../ui/datatable";
+import { rolloutName, shortName } from "../ui/name";
 import { drivers } from "./feed";
 import { DEFAULT_NAMESPACE, PHASE_NAMES, type Row, type State } from "./board";
 
@@ -43,7 +47,42 @@ export function groupInTable(): void {
   if (row?.group) go("/groups", row.group);
 }
 
-export function RolloutTable({ rows, waiting, empty }: { rows: readonly Row[]; waiting: boolean; empty: string }) {
+/** Puts the id of the row that was gone to last on the clipboard. */
+export function copyInTable(): void {
+  const row = activeRow();
+  if (row) void copied(row.id);
+}
+
+const timeOf = (row: Row): number => (row.ended ?? Date.now()) - row.created;
+
+/** By the names of the columns, in the address in lower case. Without one, the newest is first. */
+const SORTS: Readonly<Record<string, (row: Row) => SortKey>> = {
+  state: stateText,
+  rollout: rolloutName,
+  task: (row) => row.task,
+  agent: (row) => row.agent,
+  version: (row) => row.versions?.[1] ?? null,
+  calls: (row) => row.calls,
+  tokens: (row) => row.sampledTokens,
+  reward: (row) => row.reward,
+  time: timeOf,
+};
+const SORT_NAMES = Object.keys(SORTS);
+
+interface Props {
+  readonly rows: readonly Row[];
+  readonly query: URLSearchParams;
+  readonly waiting: boolean;
+  readonly empty: string;
+}
+
+export function RolloutTable({ rows: unsorted, query, waiting, empty }: Props) {
+  const asked = query.get("sort");
+  const sorting = parseSorting(asked, SORT_NAMES);
+  const rows = useMemo(() => {
+    const keyOf = sorting && SORTS[sorting.by];
+    return sorting && keyOf ? sorted(unsorted, keyOf, sorting.isDown) : unsorted;
+  }, [unsorted, asked]);
   const body = useRef<HTMLDivElement>(null);
   const range = useSignal<readonly [number, number]>([0, 40]);
   useLayoutEffect(() => {
@@ -88,11 +127,17 @@ export function RolloutTable({ rows, waiting, empty }: { rows: readonly Row[]; w
   return (
     <div class="card rollouts" role="table" aria-label="Rollouts" aria-rowcount={rows.length + 1} aria-busy={waiting}>
       <div class="head" role="row" aria-rowindex={1}>
-        {["State", "Rollout", "Task", "Agent", "Version", "Calls", "Tokens", "Reward", "Time", ""].map((name) => (
-          <span role="columnheader" key={name} class={NUMBERS.has(name) ? "right" : ""}>
-            {name || <span class="visually-hidden">Actions</span>}
-          </span>
-        ))}
+        {COLUMNS.map((name) => {
+          const by = name.toLowerCase();
+          return (
+            <span role="columnheader" key={name} class={NUMBERS.has(name) ? "right" : ""} aria-sort={ariaSort(sorting, by)}>
+              <SortButton name={name} by={by} sorting={sorting} onSort={() => changeQuery({ sort: nextSorting(sorting, by, NUMBERS.has(name)) })} />
+            </span>
+          );
+        })}
+        <span role="columnheader">
+          <span class="visually-hidden">Actions</span>
+        </span>
       </div>
       <div
         class="rows"
@@ -110,6 +155,24 @@ export function RolloutTable({ rows, waiting, empty }: { rows: readonly Row[]; w
   );
 }
 
+/** The order, where the table has no heads: on a narrow screen. */
+export function SortField({ query }: { query: URLSearchParams }) {
+  const sorting = parseSorting(query.get("sort"), SORT_NAMES);
+  return (
+    <select class="field sortfield" aria-label="Order" value={sorting ? `${sorting.isDown ? "-" : ""}${sorting.by}` : ""} onChange={(event) => changeQuery({ sort: event.currentTarget.value })}>
+      <option value="">Newest first</option>
+      {COLUMNS.flatMap((name) =>
+        ["", "-"].map((sign) => (
+          <option key={sign + name} value={sign + name.toLowerCase()}>
+            {name} {sign ? "▾" : "▴"}
+          </option>
+        )),
+      )}
+    </select>
+  );
+}
+
+const COLUMNS = ["State", "Rollout", "Task", "Agent", "Version", "Calls", "Tokens", "Reward", "Time"];
 const NUMBERS = new Set(["Version", "Calls", "Tokens", "Reward", "Time"]);
 
 function onKey(event: KeyboardEvent, rows: readonly Row[]): void {
@@ -155,8 +218,8 @@ function RowLine({ row, index, top, focusable }: { row: Row; index: number; top:
         </span>
       </span>
       <span role="cell" class="name">
-        <a href={href("/rollouts", row.id)} tabIndex={-1} class="mono" title={row.id}>
-          <bdi>{row.id}</bdi>
+        <a href={href("/rollouts", row.id)} tabIndex={-1} class="mono" title={row.id} aria-label={rolloutName(row)}>
+          <bdi>{shortName(row)}</bdi>
         </a>
         {row.namespace !== DEFAULT_NAMESPACE && (
           <span class="muted">
@@ -189,7 +252,7 @@ function RowLine({ row, index, top, focusable }: { row: Row; index: number; top:
       <span role="cell" class="right num time">{row.ended === null ? <Elapsed since={row.created} /> : duration(row.ended - row.created)}</span>
       <span role="cell" class="act">
         {row.ended === null && (
-          <button type="button" class="button quiet" tabIndex={-1} aria-label={`Cancel ${row.id}`} onClick={() => askToCancel("rollout", row.id)}>
+          <button type="button" class="button quiet" tabIndex={-1} aria-label={`Cancel ${rolloutName(row)}`} onClick={() => askToCancel("rollout", row.id)}>
             Cancel
           </button>
         )}

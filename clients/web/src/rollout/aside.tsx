@@ -7,7 +7,7 @@ import { CommandView, commandLine } from "./commands";
 import { Fold } from "./fold";
 import { HostileText } from "./hostile";
 import type { Capture } from "./records";
-import { explainReward } from "./reward";
+import { explainReward, judgements } from "./reward";
 import { oneLine } from "./safe";
 import { captureStanding } from "./standing";
 import { counted, exitOk, exitWords, figure } from "./words";
@@ -21,7 +21,7 @@ export function Panel({ title, children, id }: { title: string; children: Compon
   );
 }
 
-export function RewardPanel({ rollout }: { rollout: Rollout }) {
+export function RewardPanel({ rollout, capture }: { rollout: Rollout; capture: Capture }) {
   const { outcome } = rollout;
   const found = explainReward(outcome, rollout.spec?.task?.verifier, rollout.phase);
   return (
@@ -63,8 +63,46 @@ export function RewardPanel({ rollout }: { rollout: Rollout }) {
           </tbody>
         </table>
       )}
+      <Judgements rollout={rollout} capture={capture} />
       <LeftOut rollout={rollout} />
     </Panel>
+  );
+}
+
+function Judgements({ rollout, capture }: { rollout: Rollout; capture: Capture }) {
+  const { shown, whole } = judgements(rollout.outcome, capture.annotations, capture.calls);
+  if (whole === 0) return null;
+  return (
+    <Fold summary={`Rewards of turns, and annotations (${whole})`} isOpen={whole <= 8}>
+      {() => (
+        <>
+          <table class="components">
+            <thead>
+              <tr>
+                <th>what, by whom</th>
+                <th class="right">call</th>
+                <th class="right">value</th>
+              </tr>
+            </thead>
+            <tbody>
+              {shown.map((one, index) => (
+                <tr key={index}>
+                  <td>
+                    {one.name !== "" && `${oneLine(one.name)}, `}
+                    <span class="muted">{oneLine(one.author)}</span>
+                    {one.more !== "" && <div class="muted">{oneLine(one.more)}</div>}
+                    {one.details !== "" && <HostileText text={one.details} label="details of an annotation" />}
+                  </td>
+                  <td class="right num">{one.turn ?? ""}</td>
+                  <td class="right num">{one.value === undefined ? "–" : figure(one.value)}</td>
+                </tr>
+              ))}
+            </tbody>
+          </table>
+          {whole > shown.length && <p class="muted">{whole - shown.length} more are in the trajectory.</p>}
+        </>
+      )}
+    </Fold>
   );
 }
 

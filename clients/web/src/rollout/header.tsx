@@ -5,6 +5,8 @@ import type { ComponentChildren } from "preact";
 import { type Failure, Phase, type Rollout } from "@gen/penstock/driver/v1/rollout_pb";
 import { href } from "../lib/router";
 import { askToCancel } from "../ui/cancel";
+import { CopyId } from "../ui/copyid";
+import { rolloutName } from "../ui/name";
 import { versionsOf, versionWords } from "./completion";
 import { HostileText } from "./hostile";
 import type { Capture } from "./records";
@@ -32,9 +34,10 @@ export function Header({ rollout, capture, siblings }: Props) {
     <header class="rollout-head">
       <div class="rollout-title">
         <h1>
-          <span class="muted">Rollout</span> <code>{oneLine(rollout.rolloutId, 140)}</code>
+          <span class="muted">Rollout</span> <bdi title={rollout.rolloutId}>{nameOf(rollout)}</bdi>
         </h1>
         <StateChip rollout={rollout} />
+        <CopyId id={rollout.rolloutId} />
         {rollout.attempts > 1 && <span class="chip warn">attempt {rollout.attempts}</span>}
         <span class="grow" />
         {groupId !== undefined && <Siblings rollout={rollout} groupId={groupId} siblings={siblings} />}
@@ -58,6 +61,10 @@ export function Header({ rollout, capture, siblings }: Props) {
       <Facts rollout={rollout} capture={capture} />
     </header>
   );
+}
+
+function nameOf({ rolloutId, spec, groupId, index }: Rollout): string {
+  return rolloutName({ id: rolloutId, task: spec?.task?.taskId ?? "", agent: spec?.agent?.name ?? "", group: groupId ?? "", index });
 }
 
 function Siblings({ rollout, groupId, siblings }: { rollout: Rollout; groupId: string; siblings: readonly string[] }) {

@@ -105,7 +105,7 @@ function Known({ model, query }: { model: RolloutModel; query: URLSearchParams }
           </div>
         </div>
         <aside class="rollout-aside">
-          <RewardPanel rollout={rollout} />
+          <RewardPanel rollout={rollout} capture={model.capture.value} />
           <CommandsPanel title="Verifier" phase={Phase.VERIFYING} events={events} none={rollout.spec?.task?.verifier ? "It has not run." : "The task has none."} />
           <CommandsPanel title="Setup" phase={Phase.SETTING_UP} events={events} none={(rollout.spec?.task?.setup.length ?? 0) > 0 ? "It was done for another rollout that shares this prepared state, or has not run yet." : "The task has none."} />
           <TaskPanel rollout={rollout} />

@@ -4,11 +4,11 @@ import fc from "fast-check";
 import { describe, expect, test } from "vitest";
 import { FailureCause, FailureSchema, GradingPlace, OutcomeSchema, Phase, type RolloutEvent, RolloutEventSchema, VerifierSchema } from "@gen/penstock/driver/v1/rollout_pb";
 import { ExitReason, ExitSchema } from "@gen/penstock/sandbox/v1/process_service_pb";
-import { type Branch, BranchSchema, type Call, CallClass, CallSchema, Dialect, SampleSchema } from "@gen/penstock/trajectory/v1/trajectory_pb";
+import { AnnotationSchema, type Branch, BranchSchema, type Call, CallClass, CallSchema, Dialect, SampleSchema } from "@gen/penstock/trajectory/v1/trajectory_pb";
 import { beginning, FIRST_PARTS, messagesOf, newMessages, type Said } from "./bodies";
 import { parseDiff } from "./diff";
 import { phaseBars, seconds } from "./phases";
-import { explainReward } from "./reward";
+import { explainReward, judgements, MOST_JUDGEMENTS } from "./reward";
 import { conversationTree, MAX_NESTING, type TreeBranch, turnsOf } from "./tree";
 import { durationWords, exitWords, untrainedWords } from "./words";
 
@@ -245,6 +245,36 @@ describe("why a reward is what it is", () => {
       { name: "style", value: 0.5, range: "0 to 2" },
     ]);
     expect(found.share).toBe(1);
+  });
+});
+
+describe("rewards of turns, and annotations", () => {
+  const float = (...values: number[]): Uint8Array => new Uint8Array(Float32Array.from(values).buffer);
+
+  test("the verifier's come first, by the indices of their calls", () => {
+    const turns = [{ callId: "c1", value: -1, components: { style: 0.5 }, tokenValues: float(1, 2) }, { callId: "gone" }];
+    const outcome = create(OutcomeSchema, { reward: { value: 1, rangeMax: 1, turns } });
+    const said = [
+      create(AnnotationSchema, { name: "helpful", author: "judge", value: 0, details: { why: "clear" } }),
+      create(AnnotationSchema, { name: "step", author: "me", callId: "c0", tokenValues: float(1) }),
+    ];
+    const found = judgements(outcome, said, [call(0), call(1)]);
+    expect(found.whole).toBe(4);
+    expect(found.shown.map(({ turn, name, author, value, more }) => [turn, name, author, value, more])).toEqual([
+      [1, "", "verifier", -1, "style 0.5, 2 tokens"],
+      [undefined, "", "verifier", undefined, ""],
+      [undefined, "helpful", "judge", 0, ""],
+      [0, "step", "me", undefined, "1 token"],
+    ]);
+    expect(found.shown.map((one) => one.details)).toEqual(["", "", JSON.stringify({ why: "clear" }, null, 2), ""]);
+  });
+
+  test("there are never more than a page can show", () => {
+    const turns = Array.from({ length: 150 }, (_, index) => ({ callId: `c${index}`, value: 1 }));
+    const said = Array.from({ length: 1024 }, () => create(AnnotationSchema, { name: "n", author: "a", value: 1 }));
+    const found = judgements(create(OutcomeSchema, { reward: { turns } }), said, []);
+    expect([found.shown.length, found.whole]).toEqual([MOST_JUDGEMENTS, 1174]);
+    expect(judgements(undefined, [], [])).toEqual({ shown: [], whole: 0 });
   });
 });
 

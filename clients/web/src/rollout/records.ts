@@ -5,6 +5,7 @@ import { InterceptService } from "@gen/penstock/interception/v1/intercept_servic
 import { RolloutGateService } from "@gen/penstock/interception/v1/rollout_gate_service_pb";
 import { RolloutService } from "@gen/penstock/driver/v1/rollout_service_pb";
 import {
+  type Annotation,
   type Branch,
   type Call,
   CaptureLevel,
@@ -27,6 +28,7 @@ export interface Capture {
   readonly samples: readonly Sample[];
   readonly findings: readonly Finding[];
   readonly hostToolCalls: readonly HostToolCall[];
+  readonly annotations: readonly Annotation[];
   readonly grade: Grade;
   readonly captureLevel: CaptureLevel;
   readonly tokenizerSha256: Uint8Array;
@@ -40,6 +42,7 @@ export const NO_CAPTURE: Capture = {
   samples: [],
   findings: [],
   hostToolCalls: [],
+  annotations: [],
   grade: Grade.UNSPECIFIED,
   captureLevel: CaptureLevel.UNSPECIFIED,
   tokenizerSha256: new Uint8Array(),
@@ -57,6 +60,7 @@ async function merged(
   const branches: Branch[] = [];
   const samples: Sample[] = [];
   const findings: Finding[] = [];
+  const annotations: Annotation[] = [];
   let grade: Grade = Grade.UNSPECIFIED;
   let captureLevel: CaptureLevel = CaptureLevel.UNSPECIFIED;
   let tokenizerSha256: Uint8Array = new Uint8Array();
@@ -66,12 +70,13 @@ async function merged(
     branches.push(...trajectory.branches);
     samples.push(...trajectory.samples);
     findings.push(...trajectory.findings);
+    annotations.push(...trajectory.annotations);
     for (const call of trajectory.hostToolCalls) hostToolCalls.set(call.toolCallId, call);
     if (trajectory.grade !== Grade.UNSPECIFIED) grade = trajectory.grade;
     if (trajectory.captureLevel !== CaptureLevel.UNSPECIFIED) captureLevel = trajectory.captureLevel;
     if (trajectory.tokenizerSha256.length > 0) tokenizerSha256 = trajectory.tokenizerSha256;
   }
-  return { calls: inOrder(calls), branches, samples, findings, hostToolCalls: inOrder(hostToolCalls), grade, captureLevel, tokenizerSha256, isWhole };
+  return { calls: inOrder(calls), branches, samples, findings, hostToolCalls: inOrder(hostToolCalls), annotations, grade, captureLevel, tokenizerSha256, isWhole };
 }
 
 function inOrder<T extends { readonly index: number }>(calls: ReadonlyMap<string, T>): T[] {

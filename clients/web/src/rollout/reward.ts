@@ -1,6 +1,7 @@
 /** Why a rollout's reward is what it is, in sentences. Nothing is reckoned anew: it is what the driver recorded, said. */
 
 import { GradingPlace, type Outcome, Phase, type Verifier } from "@gen/penstock/driver/v1/rollout_pb";
+import type { Annotation, Call } from "@gen/penstock/trajectory/v1/trajectory_pb";
 import { trainingSentence, counted, figure } from "./words";
 import { byteCount } from "./safe";
 
@@ -10,6 +11,23 @@ export interface Component {
   readonly value: number;
   readonly range: string;
 }
+
+/** What the verifier gave to one turn, or what a judge outside says of a turn or of the whole rollout. */
+export interface Judgement {
+  /** The call's index; undefined = the whole rollout, or a call that was not read. */
+  readonly turn: number | undefined;
+  /** Empty = it is the verifier's own reward. */
+  readonly name: string;
+  readonly author: string;
+  readonly value: number | undefined;
+  /** "style 0.5", "12 tokens", or both. */
+  readonly more: string;
+  /** As JSON; empty = nothing. */
+  readonly details: string;
+}
+
+/** Judgements that are shown; a trajectory may have 1,024 of each kind. */
+export const MOST_JUDGEMENTS = 200;
 
 export interface Explanation {
   /** "0.75", or what stands there without a reward. */
@@ -59,6 +77,37 @@ export function explainReward(
     sentences,
     components: components(outcome, verifier),
   };
+}
+
+/** The verifier's rewards of turns, then what judges outside say, each in its order; the first MOST_JUDGEMENTS, and how many there are. */
+export function judgements(
+  outcome: Outcome | undefined,
+  annotations: readonly Annotation[],
+  calls: readonly Call[],
+): { readonly shown: readonly Judgement[]; readonly whole: number } {
+  const indices = new Map(calls.map((call) => [call.callId, call.index]));
+  const turns = outcome?.reward?.turns ?? [];
+  const given = turns.slice(0, MOST_JUDGEMENTS).map((turn) => ({
+    turn: indices.get(turn.callId),
+    name: "",
+    author: "verifier",
+    value: turn.value,
+    more: [...Object.entries(turn.components).map(([name, value]) => `${name} ${figure(value)}`), ...tokensOf(turn.tokenValues)].join(", "),
+    details: "",
+  }));
+  const said = annotations.slice(0, MOST_JUDGEMENTS - given.length).map((one) => ({
+    turn: one.callId === undefined ? undefined : indices.get(one.callId),
+    name: one.name,
+    author: one.author,
+    value: one.value,
+    more: tokensOf(one.tokenValues).join(", "),
+    details: one.details && Object.keys(one.details).length > 0 ? JSON.stringify(one.details, null, 2) : "",
+  }));
+  return { shown: [...given, ...said], whole: turns.length + annotations.length };
+}
+
+function tokensOf(values: Uint8Array): string[] {
+  return values.length > 0 ? [counted(values.length / 4, "token")] : [];
 }
 
 function made(outcome: Outcome, verifier: Verifier | undefined): string[] {

@@ -6,7 +6,7 @@ import type { Capture } from "./records";
 import { captureStanding } from "./standing";
 
 const NO_CAPTURE: Capture = {
-  ...{ calls: [], branches: [], samples: [], findings: [], hostToolCalls: [], tokenizerSha256: new Uint8Array(), isWhole: false },
+  ...{ calls: [], branches: [], samples: [], findings: [], hostToolCalls: [], annotations: [], tokenizerSha256: new Uint8Array(), isWhole: false },
   grade: Grade.UNSPECIFIED,
   captureLevel: CaptureLevel.UNSPECIFIED,
 };

@@ -1,6 +1,6 @@
 """Parses completion ids to an assistant message, all at once or as they come.
 
-`machine` has the parts that all families share, a grammar the differences; `registry` has the grammars.
+`state_machine` has the parts that all families share, a grammar the differences; `registry` has the grammars.
 """
 
 from penstock_codec.parsers.grammar import Grammar, Mark, new_call_id

@@ -201,6 +201,7 @@ class GrpcSandboxes:
         labels: Mapping[str, str],
         repeatable: bool = False,
         allowlist: sandbox_pb2.Allowlist | None = None,
+        joins: str = "",
     ) -> SandboxFacts:
         """See ports.Sandboxes."""
         spec = sandbox_pb2.SandboxSpec(lease=times.duration(lease_s), labels=labels, repeatable=repeatable)
@@ -210,7 +211,7 @@ class GrpcSandboxes:
             one = spec.network.one_endpoint if allowlist is None else spec.network.allowlist.one_endpoint
             one.local_port, one.upstream = port, upstream
         request = sandbox_service_pb2.ForkSandboxesRequest(
-            request_id=request_id, snapshot_id=snapshot_id, count=1, spec=spec
+            request_id=request_id, snapshot_id=snapshot_id, count=1, spec=spec, join_sandbox_id=joins
         )
         await self._pace.turn()
         made: SandboxFacts | None = None

@@ -253,9 +253,11 @@ class Sandboxes(Protocol):
         labels: Mapping[str, str],
         repeatable: bool = False,
         allowlist: sandbox_pb2.Allowlist | None = None,
+        joins: str = "",
     ) -> SandboxFacts:
         """Create a sandbox whose only network access is `upstream`, at its own 127.0.0.1:`port`, and what `allowlist`
-        names. It has no network at all without both. `repeatable` as in `penstock.sandbox.v1.SandboxSpec`.
+        names. It has no network at all without both. `repeatable` as in `penstock.sandbox.v1.SandboxSpec`. `joins`: the
+        sandbox whose companions it reaches, and whose programs end.
         """
 
     async def write_files(self, sandbox_id: str, files: Sequence[FileToWrite]) -> None:

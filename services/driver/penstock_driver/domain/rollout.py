@@ -127,13 +127,29 @@ class RolloutFailed(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class TurnReward:
+    """The reward of what the model answered to one call.
+
+    `token_values` are little-endian float32, one for each sampled token; empty = none. A verifier names the call by its
+    `call_index`, its position among the rollout's calls from 0; `call_id` is empty until it is looked up.
+    """
+
+    value: float | None = None
+    components: Mapping[str, float] = field(default_factory=dict)
+    token_values: bytes = b""
+    call_index: int = -1
+    call_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Reward:
-    """Finite and in [range_min, range_max]."""
+    """Finite and in [range_min, range_max], which do not bound `turns`."""
 
     value: float
     range_min: float
     range_max: float
     components: Mapping[str, float] = field(default_factory=dict)
+    turns: tuple[TurnReward, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

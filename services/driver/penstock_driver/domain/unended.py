@@ -21,7 +21,7 @@ class Stage(StrEnum):
     CARRIED = "CARRIED"
     """The agent's work is in a file of this driver, and its sandbox may be deleted."""
     GRADING = "GRADING"
-    """A verifier may have begun in the agent's own sandbox."""
+    """A verifier may have begun in the agent's own sandbox, or beside its companions."""
     DECIDED = "DECIDED"
     """The attempt's outcome is known; what it had may be released."""
 

@@ -107,8 +107,8 @@ def check_rollout(spec: RolloutSpec, found: Violations) -> None:
     """Check a rollout's whole spec, but for its agent's options (`launch.check_choice`)."""
     where = "spec."
     _check_task(spec.task, where, found)
-    _check_nesting(spec.request.task.metadata, f"{where}task.metadata", found)
-    _check_nesting(spec.request.agent.options, f"{where}agent.options", found)
+    check_nesting(spec.request.task.metadata, f"{where}task.metadata", found)
+    check_nesting(spec.request.agent.options, f"{where}agent.options", found)
     for name in ("prepare", "setup", "agent", "verify"):
         _check_limit(getattr(spec.limits, f"{name}_s"), f"{where}limits.{name}", found)
     _check_labels(spec.labels, where, found)
@@ -373,21 +373,20 @@ def _check_networks(spec: RolloutSpec, where: str, found: Violations) -> None:
 
 
 def _check_grading_beside(spec: RolloutSpec, where: str, found: Violations) -> None:
-    """Check that a rollout with companions needs no fork after its agent: what the agent did to them is in none."""
-    problem = "needs a fork, which would not have what the agent did to sandbox.companions"
-    verifier = spec.task.verifier
+    """Check that a rollout with companions can be graded where they are: in the network that they share, now."""
     if spec.keep_end_state:
-        found.add(f"{where}keep_end_state", f"{problem}: leave it unset")
+        found.add(f"{where}keep_end_state", "would not have what the agent did to sandbox.companions: leave it unset")
+    verifier = spec.task.verifier
     if verifier is None:
         return
-    if verifier.fresh_fork:
-        found.add(f"{where}task.verifier.fresh_fork", f"{problem}: leave it unset")
-    if verifier.changes_below:
-        found.add(f"{where}task.verifier.changes_below", f"{problem}: leave it empty")
-    if named := verifier.needs_fork:
-        found.add(f"{where}task.verifier.{named}", problem)
+    if verifier.has_own_sandbox:
+        named = "image" if verifier.sandbox.image else "resources"
+        found.add(f"{where}task.verifier.{named}", "a verifier has the agent's own sandbox.companions: leave it unset")
+    # They could answer in the place of what a verifier reaches there.
+    if verifier.judge is not None:
+        found.add(f"{where}task.verifier.judge", "sandbox.companions would share its network: leave it unset")
     if spec.verifier_network is not None:
-        found.add(f"{where}sandbox.verifier_network", problem)
+        found.add(f"{where}sandbox.verifier_network", "sandbox.companions would share it: leave it unset")
 
 
 def _check_packages(packages: Packages, where: str, found: Violations) -> None:
@@ -410,7 +409,7 @@ def _check_packages(packages: Packages, where: str, found: Violations) -> None:
             found.add(f"{where}sandbox.packages.python", f"{package.name}: {package.marker} is not a condition")
 
 
-def _check_nesting(struct: Struct, field: str, found: Violations) -> None:
+def check_nesting(struct: Struct, field: str, found: Violations) -> None:
     """Check how deep a Struct's objects and lists nest, the Struct itself counted."""
     pending: list[tuple[Struct | ListValue, int]] = [(struct, 1)]
     while pending:

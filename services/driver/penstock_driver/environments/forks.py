@@ -32,6 +32,7 @@ class ThrottledForks:
         upstream: str = "",
         repeatable: bool = False,
         allowlist: sandbox_pb2.Allowlist | None = None,
+        joins: str = "",
         has_room_elsewhere: Callable[[], bool] = never,
     ) -> SandboxFacts:
         """Fork a snapshot of `backend` as in `ports.Sandboxes`; idempotent.
@@ -49,6 +50,7 @@ class ThrottledForks:
                 labels=labels,
                 repeatable=repeatable,
                 allowlist=allowlist,
+                joins=joins,
             ),
             full_s=patience_s,
             has_room_elsewhere=has_room_elsewhere,

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 import orjson
 
+from penstock.tables.rows import ROWS
 from penstock_chassis.aio.retry import Delays, retry
 from penstock_chassis.errors import FailedPrecondition
 
@@ -79,7 +80,7 @@ class Destination:
         `is_known`: this driver has written there before; then an error that looks transient is returned.
         FailedPrecondition (EXPORT_NOT_WRITABLE) otherwise.
         """
-        content = orjson.dumps({"driver": driver, "tables": ["rollouts", "sequences", "tool_calls", "turns"]})
+        content = orjson.dumps({"driver": driver, "tables": sorted(ROWS)})
         name = f"{_MARK}/{driver}.json"
 
         def write() -> None:

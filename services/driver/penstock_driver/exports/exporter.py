@@ -35,10 +35,11 @@ from penstock_driver import metrics
 from penstock_driver.domain.ports import Captures
 from penstock_driver.exports.batch import Batch, clean
 from penstock_driver.exports.destination import Destination, described
-from penstock_driver.exports.trajectories import whole
+from penstock_driver.store.annotations import Annotations
 from penstock_driver.store.event_log import EventLog
 from penstock_driver.store.exports import Backlog, ExportQueue, Queued
 from penstock_driver.store.records import Records
+from penstock_driver.trajectories.reading import whole
 
 DELAYS: Final = Delays(1.0, 60.0, jitter=(0.75, 1.25))
 """Between attempts to send a file, and to go on after another error."""
@@ -83,6 +84,7 @@ class Exporter:
         records: Records,
         event_log: EventLog,
         captures: Captures,
+        annotations: Annotations,
         destination: Destination,
         *,
         driver: str,
@@ -96,6 +98,7 @@ class Exporter:
         self._records = records
         self._event_log = event_log
         self._captures = captures
+        self._annotations = annotations
         self._destination = destination
         self._driver = driver
         self._spool = spool
@@ -260,7 +263,7 @@ class Exporter:
                 continue
             try:
                 async with asyncio.timeout(READ_S):
-                    trajectory = await whole(self._captures, record, include_bodies=self._bodies)
+                    trajectory = await whole(self._captures, self._annotations, record, include_bodies=self._bodies)
                 size = await self._destination.run(lambda found=trajectory: batch.add(found))  # type: ignore[misc]
             except _TRANSIENT as error:
                 _log.info("cannot read a trajectory yet", rollout_id=one.rollout_id, gate=one.gate, error=repr(error))

@@ -13,12 +13,15 @@ import io
 import json
 import math
 import secrets
+import struct
 import tarfile
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
 
 from penstock_chassis.errors import FailedPrecondition, NotFound, PermissionDenied
 from penstock_driver.agents.launch import FileToWrite
@@ -32,6 +35,7 @@ from penstock_driver.domain.rollout import (
     Phase,
     Reward,
     RolloutFailed,
+    TurnReward,
     Verifier,
     failed,
 )
@@ -41,7 +45,10 @@ from penstock_driver.grading.judge import JudgeAccess
 REWARD_VARIABLE: Final = "PENSTOCK_REWARD_FILE"
 MAX_REWARD_BYTES: Final = 64 << 10
 MAX_NAME: Final = 256
+MAX_TURNS: Final = 1024
 OUTPUT_LIMIT: Final = 2 * TAIL_BYTES
+_OF_A_TURN: Final = frozenset(("reward", "components", "tokens"))
+_MAX_INDEX: Final = (1 << 31) - 1
 _OF_NUMBERS: Final = frozenset("0123456789+-.eE")
 _NOT_FINITE: Final = frozenset(("nan", "inf", "infinity"))
 
@@ -224,12 +231,21 @@ async def _reward_of_file(
         raise _failure("REWARD_FILE_ABSENT", message) from error
     if size > MAX_REWARD_BYTES:
         raise _failure("REWARD_INVALID", f"the reward file has {size} bytes; at most {MAX_REWARD_BYTES} are allowed")
-    value, components = parse_reward(content)
-    return in_range(value, verifier, components)
+    parsed = parse_reward(content)
+    return replace(in_range(parsed.value, verifier, parsed.components), turns=parsed.turns)
 
 
-def parse_reward(content: bytes) -> tuple[float, dict[str, float]]:
-    """The reward and its components, from one number or {"reward": NUMBER, "components": {NAME: NUMBER}}.
+class ParsedReward(NamedTuple):
+    """What a verifier wrote. The turns are in its order, each of another call."""
+
+    value: float
+    components: Mapping[str, float] = MappingProxyType({})
+    turns: tuple[TurnReward, ...] = ()
+
+
+def parse_reward(content: bytes) -> ParsedReward:
+    """The reward of a file: one number, or {"reward": NUMBER, "components": {NAME: NUMBER}, "turns": [TURN]}, where a
+    turn is {"call": INDEX, "reward": NUMBER, "components": {NAME: NUMBER}, "tokens": [NUMBER]}.
 
     RolloutFailed (VERIFIER): REWARD_ABSENT, REWARD_INVALID, REWARD_OUT_OF_RANGE for a number that is not finite.
     """
@@ -237,20 +253,51 @@ def parse_reward(content: bytes) -> tuple[float, dict[str, float]]:
     if not text:
         raise _failure("REWARD_ABSENT", "the verifier wrote no reward")
     if text[:1] != b"{":
-        return _parsed_number(text.decode("ascii", "replace")), {}
+        return ParsedReward(_parsed_number(text.decode("ascii", "replace")))
     try:
         data = json.loads(text, object_pairs_hook=_without_repetition, parse_constant=float)
     except (ValueError, RecursionError) as error:
         raise _failure("REWARD_INVALID", f"the reward file is not JSON: {error}") from None
-    if set(data) - {"reward", "components"} or "reward" not in data:
-        raise _failure("REWARD_INVALID", 'expected {"reward": NUMBER} and optionally "components"')
-    components = data.get("components", {})
+    if set(data) - {"reward", "components", "turns"} or "reward" not in data:
+        raise _failure("REWARD_INVALID", 'expected {"reward": NUMBER} and optionally "components" and "turns"')
+    return ParsedReward(_finite(data["reward"], "the reward"), _components(data), _turns(data.get("turns", [])))
+
+
+def _turns(items: Any) -> tuple[TurnReward, ...]:
+    if not isinstance(items, list) or len(items) > MAX_TURNS:
+        raise _failure("REWARD_INVALID", f"turns: expected a list of at most {MAX_TURNS}")
+    turns = tuple(_turn(item, f"turns[{index}]") for index, item in enumerate(items))
+    calls = Counter(turn.call_index for turn in turns)
+    if repeated := [call for call, count in calls.items() if count > 1]:
+        raise _failure("REWARD_INVALID", f"turns: call {repeated[0]} is there twice")
+    return turns
+
+
+def _turn(item: Any, where: str) -> TurnReward:
+    if not isinstance(item, dict) or set(item) - {"call", *_OF_A_TURN} or not set(item) & _OF_A_TURN:
+        message = f'{where}: expected {{"call": INDEX}} and "reward", "components" or "tokens"'
+        raise _failure("REWARD_INVALID", message)
+    call, value, tokens = item.get("call"), item.get("reward"), item.get("tokens", [])
+    if not isinstance(call, int) or isinstance(call, bool) or not 0 <= call <= _MAX_INDEX:
+        raise _failure("REWARD_INVALID", f"{where}.call: expected the index of a call, from 0")
+    if not isinstance(tokens, list):
+        raise _failure("REWARD_INVALID", f"{where}.tokens: expected a list of numbers")
+    numbers = [_finite(number, f"a number of {where}.tokens") for number in tokens]
+    try:
+        values = struct.pack(f"<{len(numbers)}f", *numbers)
+    except OverflowError:
+        raise _failure("REWARD_OUT_OF_RANGE", f"{where}.tokens has a number beyond those of float32") from None
+    reward = None if "reward" not in item else _finite(value, f"{where}.reward")
+    return TurnReward(reward, _components(item, f"{where}."), values, call)
+
+
+def _components(holder: Mapping[str, Any], where: str = "") -> dict[str, float]:
+    components = holder.get("components", {})
     if not isinstance(components, dict) or len(components) > MAX_COMPONENTS:
-        raise _failure("REWARD_INVALID", f"components: expected an object of at most {MAX_COMPONENTS} numbers")
+        raise _failure("REWARD_INVALID", f"{where}components: expected an object of at most {MAX_COMPONENTS} numbers")
     for name in components:
         _check_name(name)
-    named = {name: _finite(value, f"component {name!r}") for name, value in components.items()}
-    return _finite(data["reward"], "the reward"), named
+    return {name: _finite(value, f"{where}component {name!r}") for name, value in components.items()}
 
 
 def _check_name(name: str) -> None:
@@ -291,7 +338,7 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def in_range(value: float, verifier: Verifier, components: dict[str, float]) -> Reward:
+def in_range(value: float, verifier: Verifier, components: Mapping[str, float]) -> Reward:
     """The reward, if it and its components are finite and in their declared ranges, and no component is missing."""
     if not math.isfinite(value) or not verifier.range_min <= value <= verifier.range_max:
         raise _failure(
@@ -341,6 +388,11 @@ def _layer(files: Iterable[FileToWrite]) -> io.BytesIO:
 
 def _absolute(workdir: str, path: str) -> str:
     return path if path.startswith("/") else f"{workdir}/{path}"
+
+
+def invalid_reward(message: str) -> RolloutFailed:
+    """The failure of a verifier whose reward file cannot be right (REWARD_INVALID)."""
+    return _failure("REWARD_INVALID", message)
 
 
 def _failure(reason: str, message: str) -> RolloutFailed:

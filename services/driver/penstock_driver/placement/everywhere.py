@@ -88,6 +88,7 @@ class AllSandboxes:
         labels: Mapping[str, str],
         repeatable: bool = False,
         allowlist: sandbox_pb2.Allowlist | None = None,
+        joins: str = "",
     ) -> SandboxFacts:
         return await self._of(snapshot_id).fork(
             snapshot_id,
@@ -98,6 +99,7 @@ class AllSandboxes:
             labels=labels,
             repeatable=repeatable,
             allowlist=allowlist,
+            joins=joins,
         )
 
     async def write_files(self, sandbox_id: str, files: Sequence[FileToWrite]) -> None:

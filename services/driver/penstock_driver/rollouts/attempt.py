@@ -41,6 +41,7 @@ from penstock_driver.domain.failures import (
     is_of_a_sandbox_at_work,
 )
 from penstock_driver.domain.ports import (
+    CallEnded,
     CommandReport,
     Exit,
     ExitReason,
@@ -80,7 +81,8 @@ from penstock_driver.rollouts.agent_process import brings_files, fetch_artifacts
 from penstock_driver.rollouts.context import AttemptResult, AttemptSpec, Cancellation
 from penstock_driver.rollouts.held_agent import HeldAgent
 from penstock_driver.rollouts.recorder import RolloutRecorder
-from penstock_driver.rollouts.recording import RecordingFile
+from penstock_driver.rollouts.recovery.replayed_answers import RecordingFile
+from penstock_driver.trajectories.turn_rewards import with_call_ids
 from penstock_driver.workdir.capture import WorkdirCapture
 
 CLEAN_UP_S: Final = 60.0
@@ -425,7 +427,9 @@ class Attempt:
         self._recorder.fork_kind = prepared.snapshot.fork_kind
         return sandbox, prepared
 
-    async def _fork(self, prepared: PreparedEnvironment, *, upstream: str = "", purpose: str = "") -> SandboxFacts:
+    async def _fork(
+        self, prepared: PreparedEnvironment, *, upstream: str = "", purpose: str = "", joins: str = ""
+    ) -> SandboxFacts:
         """Fork the prepared state; `purpose` distinguishes the attempt's forks, so that each request is idempotent."""
         snapshot_id = prepared.snapshot.snapshot_id
         return await self._services.forks.fork(
@@ -439,6 +443,7 @@ class Attempt:
             upstream=upstream,
             repeatable=self._spec.repeatable and not purpose,
             allowlist=self._allowlist(purpose),
+            joins=joins,
             has_room_elsewhere=never if purpose else self._services.has_room_elsewhere,
         )
 
@@ -484,6 +489,7 @@ class Attempt:
         def ended(end: Exit) -> None:
             # The gate opens no judge before the rollout is closed there.
             is_early = self._asked is not None or end.reason is ExitReason.SANDBOX_LOST
+            is_early = is_early or bool(self._spec.sandbox.companions)  # their sandbox is read before it is joined
             if self._grader and self._grader.grading.fresh_fork and not is_early:
                 self._begin_to_fork(prepared)
 
@@ -526,6 +532,8 @@ class Attempt:
             async with asyncio.timeout(self._spec.limits.verify_s):
                 access = self._asked.access if self._asked else None
                 reward = await grader.grade(sandbox, self._recorder.append, access)
+            if reward.turns:
+                reward = with_call_ids(reward, [ended.call for ended in await self._ended_calls()])
         except RolloutFailed as error:
             if self._asked is None:
                 raise
@@ -537,11 +545,21 @@ class Attempt:
             self._outcome = replace(self._outcome, grading=grader.grading)
         self._outcome = replace(self._outcome, reward=reward)
 
+    async def _ended_calls(self) -> Sequence[CallEnded]:
+        """What the gate knows of the calls of this attempt that have ended."""
+        return await self._of_gate(
+            patiently(lambda: self._gate.ended_calls(self._id), full_s=CLEAN_UP_S, absent_s=CLEAN_UP_S)
+        )
+
     async def _move_to_fresh_fork(
         self, grader: Grader, sandbox: SandboxFacts | None, prepared: PreparedEnvironment
     ) -> SandboxFacts:
-        """Read the results from the agent's sandbox, delete it, and apply the agent's changes to a fresh fork."""
-        forking = self._forking or self._begin_to_fork(prepared)
+        """Read the results from the agent's sandbox, delete it, and apply the agent's changes to a fresh fork.
+
+        With companions it is kept, empty of programs, since the fork joins its network.
+        """
+        companions = sandbox is not None and bool(self._spec.sandbox.companions)
+        forking = self._forking or (None if companions else self._begin_to_fork(prepared))
         try:
             if sandbox is not None:
                 await grader.collect(
@@ -550,7 +568,11 @@ class Attempt:
                 async with asyncio.timeout(CARRY_S):
                     await grader.take(sandbox)
                     self._artifacts = await self._fetch_artifacts(sandbox, prepared)
-                    await self._carry(grader, self._artifacts)
+                    if not companions:
+                        await self._carry(grader, self._artifacts)
+            if sandbox is not None and companions:
+                forking = self._begin_to_fork(prepared, joins=sandbox.sandbox_id)
+            elif sandbox is not None:
                 # Start the deletion before waiting for the fork: rollouts that hold one slot while waiting for another
                 # would deadlock. It runs while the verifier runs; no verifier waits for it.
                 self._deleting = asyncio.ensure_future(
@@ -558,9 +580,12 @@ class Attempt:
                 )
                 self._releasing.append(("sandbox", self._deleting))
             await self._keep_end_state(grader)
+            assert forking is not None
             self._sandbox = fork = await forking
             await grader.put(fork)
             self._forking = None
+            if companions:
+                await self._recorder.reach(Stage.GRADING)
         except TimeoutError:
             message = f"copying the agent's changes took longer than {CARRY_S:g} s"
             raise failed(
@@ -631,7 +656,9 @@ class Attempt:
     def _keeps(self) -> bool:
         """Whether the end state is kept."""
         states = self._attempt.end_states
-        return states is not None and states.is_on and self._spec.keep_end_state is not False
+        # What the agent did to companions is in no end state.
+        wanted = self._spec.keep_end_state is not False and not self._spec.sandbox.companions
+        return states is not None and states.is_on and wanted
 
     def _grader_of(self, verifier: Verifier, sha256: str = "") -> Grader:
         services = self._services
@@ -655,8 +682,8 @@ class Attempt:
         )
         return Judge(self._gate, request, self._services.agent_port)
 
-    def _begin_to_fork(self, prepared: PreparedEnvironment) -> asyncio.Task[SandboxFacts]:
-        """Request the grading fork; it is created while the agent's sandbox is read."""
+    def _begin_to_fork(self, prepared: PreparedEnvironment, *, joins: str = "") -> asyncio.Task[SandboxFacts]:
+        """Request the grading fork; it is created while the agent's sandbox is read, unless it `joins` that."""
 
         insisting = partial(self._services.openings.run, full_s=self._spec.limits.prepare_s)
 
@@ -664,7 +691,7 @@ class Attempt:
             state = await self._prepared_for_verifier(prepared)
             upstream = await self._asked.open(insisting) if self._asked else ""
             try:
-                return await self._fork(state, purpose="/grading", upstream=upstream)
+                return await self._fork(state, purpose="/grading", upstream=upstream, joins=joins)
             except NotFound:
                 if state is prepared:
                     raise
@@ -752,7 +779,7 @@ class Attempt:
         async with asyncio.TaskGroup() as tasks:
             if self._services.is_node_lost():
                 self._cleanup_pending |= self._gate_asked
-            elif self._sandbox and self._forking is None and not self._life:
+            elif self._sandbox and self._forking is None and not self._life and not self._spec.sandbox.companions:
                 deletion = self._try_release("sandbox", self._sandboxes.delete(self._sandbox.sandbox_id))
                 self._releasing.append(("sandbox", tasks.create_task(deletion)))
             elif self._gate_asked:

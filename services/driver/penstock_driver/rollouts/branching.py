@@ -24,9 +24,9 @@ from penstock_driver.domain.ports import Captures
 from penstock_driver.domain.records import GroupRecord, Record, recording_of, seed_of
 from penstock_driver.domain.unended import Unended
 from penstock_driver.domain.validation import MAX_GROUP, MAX_SEED, Violations
-from penstock_driver.rollouts.adoption import NotAdoptable, SealedSpecs
 from penstock_driver.rollouts.branch_room import BranchRoom, Recorded
-from penstock_driver.rollouts.recording import RecordingFile
+from penstock_driver.rollouts.recovery.replayed_answers import RecordingFile
+from penstock_driver.rollouts.recovery.sealed_specs import NotAdoptable, SealedSpecs
 from penstock_driver.store.records import Records
 
 MAX_ANSWER_BYTES: Final = 1 << 20

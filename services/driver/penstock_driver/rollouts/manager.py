@@ -41,12 +41,12 @@ from penstock_driver.domain.rollout import (
 from penstock_driver.domain.unended import Unended
 from penstock_driver.environments.cleanup import DRIVER_LABEL, Cleanups
 from penstock_driver.placement.placement import Placement
-from penstock_driver.rollouts.adoption import NotAdoptable, SealedSpecs
 from penstock_driver.rollouts.event_limits import DEFAULT_LIMITS, EventLimits
 from penstock_driver.rollouts.groups import GroupPolicy, GroupWatch
-from penstock_driver.rollouts.history import History
 from penstock_driver.rollouts.pausing import Pausing
 from penstock_driver.rollouts.recorder import RolloutRecorder, count_end, serializable
+from penstock_driver.rollouts.recovery.history import History
+from penstock_driver.rollouts.recovery.sealed_specs import NotAdoptable, SealedSpecs
 from penstock_driver.rollouts.runner import STOPPED, Left, RolloutRunner
 from penstock_driver.store.end_states import EndStates
 from penstock_driver.store.event_log import EventLog

@@ -86,8 +86,7 @@ def check_backend(spec: RolloutSpec, backends: Sequence[BackendFacts]) -> Rollou
         _check_capabilities(backend, verifier.sandbox, {})
     _check_hosts(backend, _listed(spec.sandbox), spec.agent_network, spec.verifier_network)
     if verifier and verifier.fresh_fork is None:
-        # What the agent did to its companions is in no fork.
-        fresh_fork = (backend.diff and not spec.sandbox.companions) or bool(in_a_fork)
+        fresh_fork = backend.diff or bool(in_a_fork)
         spec = replace(spec, task=replace(spec.task, verifier=replace(verifier, fresh_fork=fresh_fork)))
     return replace(spec, sandbox=replace(spec.sandbox, backend=backend.name), reports_changes=backend.diff)
 

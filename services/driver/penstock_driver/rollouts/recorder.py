@@ -34,7 +34,7 @@ from penstock_driver.domain.rollout import (
 )
 from penstock_driver.domain.unended import AttemptPlace, Stage
 from penstock_driver.rollouts.event_limits import Allowance, EventLimits
-from penstock_driver.rollouts.history import History
+from penstock_driver.rollouts.recovery.history import History
 from penstock_driver.store.event_log import EventLog
 from penstock_driver.wire.to_proto import outcome_to_proto
 

@@ -33,7 +33,7 @@ from penstock_chassis.errors import (
 )
 from penstock_driver.agents.registry import AgentRegistry
 from penstock_driver.domain.failures import ended_by_its_agent, failure_of, is_of_a_sandbox_at_work
-from penstock_driver.domain.ports import Sandboxes, SandboxFacts
+from penstock_driver.domain.ports import Captures, Sandboxes, SandboxFacts
 from penstock_driver.domain.records import Record
 from penstock_driver.domain.rollout import (
     CARRY_S,
@@ -54,10 +54,12 @@ from penstock_driver.grading.carried import Work
 from penstock_driver.grading.grader import Grader
 from penstock_driver.placement.placement import Avoid, Place, Placement
 from penstock_driver.placement.services import RunnerServices
-from penstock_driver.rollouts.adoption import SealedSpecs
 from penstock_driver.rollouts.branching import kept_spec
+from penstock_driver.rollouts.recovery.sealed_specs import SealedSpecs
 from penstock_driver.store.end_states import EndStates
 from penstock_driver.store.records import Records
+from penstock_driver.trajectories.reading import without_tokens
+from penstock_driver.trajectories.turn_rewards import with_call_ids
 from penstock_driver.wire.specs import rollout_spec, verifier_sha256
 from penstock_driver.wire.to_proto import outcome_to_proto
 
@@ -101,10 +103,12 @@ class Regrader:
         agents: AgentRegistry,
         end_states: EndStates,
         placement: Placement,
+        captures: Captures,
         *,
         instance_id: str,
         most: int,
     ) -> None:
+        self._captures = captures
         self._records = records
         self._specs = specs
         self._agents = agents
@@ -215,12 +219,23 @@ class Regrader:
         try:
             async with self._slots:
                 with acting_in(order.record.namespace):
-                    outcome = await self._graded(order)
+                    outcome = await self._with_call_ids(order, await self._graded(order))
             return await self._record(order, _grade(order, outcome))
         except OSError as error:
             raise _interrupted(f"the driver's disk: {error.strerror or error!r}") from error
         finally:
             self._working -= 1
+
+    async def _with_call_ids(self, order: _Order, outcome: Outcome) -> Outcome:
+        """The outcome, whose turns name their calls. FailedPrecondition (TRAJECTORY_ABSENT)."""
+        reward = outcome.reward
+        if reward is None or not reward.turns:
+            return outcome
+        trajectory = await without_tokens(self._captures, order.record)
+        try:
+            return replace(outcome, reward=with_call_ids(reward, trajectory.calls))
+        except RolloutFailed as error:
+            return Outcome(failure=error.failure, grading=outcome.grading)
 
     async def _record(self, order: _Order, grade: rollout_pb2.Grade) -> rollout_pb2.Grade:
         rollout_id = order.record.rollout_id

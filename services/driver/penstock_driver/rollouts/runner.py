@@ -29,9 +29,9 @@ from penstock_driver.grading.carried import CarriedWork
 from penstock_driver.placement.placement import Avoid, Place, Placement
 from penstock_driver.rollouts.attempt import Attempt
 from penstock_driver.rollouts.context import AttemptResult, AttemptSpec, Cancellation, RolloutResult, TakenUp
-from penstock_driver.rollouts.continued import ContinuedAttempt
 from penstock_driver.rollouts.pausing import Pausing
 from penstock_driver.rollouts.recorder import RolloutRecorder
+from penstock_driver.rollouts.recovery.continued_attempt import ContinuedAttempt
 from penstock_driver.store.end_states import EndStates
 from penstock_driver.wire.outcomes import outcome_from_proto
 

@@ -23,17 +23,19 @@ from penstock_driver.domain.records import Filter, GroupPlan, GroupRecord, Recor
 from penstock_driver.domain.rollout import FIRST_GRADE, RolloutSpec
 from penstock_driver.domain.validation import Violations, check_chosen_id, check_group, check_seeds
 from penstock_driver.exports.exporter import Exporter
-from penstock_driver.exports.trajectories import fragments
-from penstock_driver.rollouts.adoption import SealedSpecs
 from penstock_driver.rollouts.branch_room import Recorded
 from penstock_driver.rollouts.branching import BranchOrder, Parents
 from penstock_driver.rollouts.manager import RolloutManager, end_not_recorded
 from penstock_driver.rollouts.preflight import Preflight
-from penstock_driver.rollouts.recording import RecordingFile
+from penstock_driver.rollouts.recovery.replayed_answers import RecordingFile
+from penstock_driver.rollouts.recovery.sealed_specs import SealedSpecs
 from penstock_driver.rollouts.regrading import Regrader
+from penstock_driver.store.annotations import Annotations
 from penstock_driver.store.end_states import EndStates, gone
 from penstock_driver.store.event_log import EventLog
 from penstock_driver.store.records import Records
+from penstock_driver.trajectories.annotating import Annotator
+from penstock_driver.trajectories.reading import fragments
 from penstock_driver.wire.specs import effective_spec, rollout_spec, with_locks
 from penstock_driver.wire.to_proto import add_driver_fields
 
@@ -244,11 +246,19 @@ class RolloutCreation:
 class RolloutReading:
     """Reads events, and trajectories with what the gate captured."""
 
-    def __init__(self, manager: RolloutManager, records: Records, event_log: EventLog, captures: Captures) -> None:
+    def __init__(
+        self,
+        manager: RolloutManager,
+        records: Records,
+        event_log: EventLog,
+        captures: Captures,
+        annotations: Annotations,
+    ) -> None:
         self._manager = manager
         self._records = records
         self._event_log = event_log
         self._captures = captures
+        self._annotations = annotations
 
     async def ended(self, rollout_id: str) -> Record:
         """An ended rollout. NotFound (ROLLOUT_UNKNOWN); FailedPrecondition (ROLLOUT_RUNNING)."""
@@ -348,7 +358,14 @@ class RolloutReading:
     def _trajectory(
         self, record: Record, *, include_bodies: bool, include_top: bool, grade: str
     ) -> AsyncIterator[trajectory_pb2.Trajectory]:
-        return fragments(self._captures, record, include_bodies=include_bodies, include_top=include_top, grade=grade)
+        return fragments(
+            self._captures,
+            self._annotations,
+            record,
+            include_bodies=include_bodies,
+            include_top=include_top,
+            grade=grade,
+        )
 
 
 class RolloutUseCases:
@@ -361,6 +378,7 @@ class RolloutUseCases:
         creation: RolloutCreation,
         deletion: RolloutDeletion,
         reading: RolloutReading,
+        annotator: Annotator,
         regrader: Regrader | None = None,
     ) -> None:
         self._manager = manager
@@ -368,6 +386,7 @@ class RolloutUseCases:
         self.creation = creation
         self.deletion = deletion
         self.reading = reading
+        self._annotator = annotator
         self._regrader = regrader
 
     async def wait_group(self, group_id: str, timeout_s: float | None) -> GroupRecord:
@@ -412,3 +431,7 @@ class RolloutUseCases:
             raise gone(rollout_id, "this driver keeps none")
         with self._manager.room(record.namespace, 0):  # none while it drains
             return await self._regrader.regrade(record, verifier, name)
+
+    async def annotate(self, rollout_id: str, annotations: Sequence[trajectory_pb2.Annotation]) -> None:
+        """Annotate an ended rollout. Raises as `Annotator.annotate`, and FailedPrecondition (ROLLOUT_RUNNING)."""
+        await self._annotator.annotate(await self.reading.ended(rollout_id), annotations)

@@ -23,10 +23,12 @@ from penstock_driver.store.summaries import Summaries
 from penstock_driver.wire.converters import page_token
 from penstock_driver.wire.to_proto import group_to_proto, listed_to_proto, rollout_to_proto
 
-FEATURES: Final = ("rollouts.pause",)
+FEATURES: Final = ("rollouts.pause", "annotations", "turn_rewards")
 WAIT_SHARE: Final = 0.8
 HOLD_S: Final = 45.0
 """How long at most a pause, or its end, is waited for."""
+PAGE_BYTES: Final = 16 << 20
+"""The most of a page of rollouts, but for a single larger one: verifiers may reward each token."""
 _PAUSE_S: Final = (1.0, 86_400.0)
 SERVICE: Final = "penstock.driver.v1.RolloutService"
 
@@ -70,14 +72,17 @@ class RolloutServicer(rollout_service_pb2_grpc.RolloutServiceServicer):
     async def ListRollouts(  # noqa: N802
         self, request: rollout_service_pb2.ListRolloutsRequest, context: Any
     ) -> rollout_service_pb2.ListRolloutsResponse:
-        """Newest first."""
-        records, more = await self._records.list(
-            _filter(request.filter), page_token(request.page_token), page_size(request.page_size)
-        )
-        return rollout_service_pb2.ListRolloutsResponse(
-            rollouts=[listed_to_proto(self._manager.current(record)) for record in records],
-            next_page_token=str(more) if more else "",
-        )
+        """Newest first. A page of rollouts with long rewards is shorter than was asked for."""
+        matching, before, limit = _filter(request.filter), page_token(request.page_token), page_size(request.page_size)
+        while True:
+            records, more = await self._records.list(matching, before, limit)
+            answer = rollout_service_pb2.ListRolloutsResponse(
+                rollouts=[listed_to_proto(self._manager.current(record)) for record in records],
+                next_page_token=str(more) if more else "",
+            )
+            if limit == 1 or answer.ByteSize() <= PAGE_BYTES:
+                return answer
+            limit = max(1, limit // 4)
 
     async def WatchRollout(  # noqa: N802
         self, request: rollout_service_pb2.WatchRolloutRequest, context: Any
@@ -255,6 +260,13 @@ class RolloutServicer(rollout_service_pb2_grpc.RolloutServiceServicer):
                         trajectory.ClearField(name)
                 yield rollout_service_pb2.GetTrajectoryResponse(trajectory=trajectory)
 
+    async def AnnotateTrajectory(  # noqa: N802
+        self, request: rollout_service_pb2.AnnotateTrajectoryRequest, context: Any
+    ) -> rollout_service_pb2.AnnotateTrajectoryResponse:
+        """Returns when they are on disk."""
+        await self._service.annotate(request.rollout_id, request.annotations)
+        return rollout_service_pb2.AnnotateTrajectoryResponse()
+
     async def ExportTrajectories(  # noqa: N802
         self, request: rollout_service_pb2.ExportTrajectoriesRequest, context: Any
     ) -> AsyncIterator[rollout_service_pb2.ExportTrajectoriesResponse]:
@@ -282,7 +294,7 @@ def owned(records: Records) -> Mapping[str, Owned]:
     group = Owned(("group_id",), records.namespace_of_group)
     of_rollouts = (
         *("GetRollout", "WatchRollout", "WaitRollout", "CancelRollout", "PauseRollout", "ResumeRollout"),
-        *("BranchRollout", "RegradeRollout", "DeleteRollout", "GetTrajectory"),
+        *("BranchRollout", "RegradeRollout", "DeleteRollout", "GetTrajectory", "AnnotateTrajectory"),
     )
     of_groups = ("GetGroup", "WatchGroup", "WaitGroup", "CancelGroup", "PauseGroup", "ResumeGroup", "DeleteGroup")
     return {

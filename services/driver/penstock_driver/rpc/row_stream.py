@@ -129,4 +129,5 @@ def row_to_proto(row: RolloutRow) -> rollout_pb2.RolloutSummary:
             wire.failure.CopyFrom(row.outcome.failure)
         if row.outcome.HasField("reward"):
             wire.reward.CopyFrom(row.outcome.reward)
+            wire.reward.ClearField("turns")  # a row is small, and sent at each change
     return wire

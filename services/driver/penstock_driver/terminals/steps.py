@@ -32,7 +32,7 @@ from penstock_driver.domain.rollout import (
 from penstock_driver.domain.terminal_episode import TerminalSpec
 from penstock_driver.environments.throttle import patiently
 from penstock_driver.grading.grader import ROOT, check_system
-from penstock_driver.grading.verifier import verify
+from penstock_driver.grading.verifier import invalid_reward, verify
 from penstock_driver.rollouts.process_watch import watched
 from penstock_driver.terminals.records import PlaceRecord
 from penstock_driver.terminals.shell import Capture, ShellState, in_shell
@@ -100,12 +100,15 @@ class TerminalSteps:
         limit = spec.limits.verify_s
         try:
             async with asyncio.timeout(limit):
-                return await verify(
+                reward = await verify(
                     self._sandboxes, place.sandbox_id, place.workdir, with_answer(verifier, text), report
                 )
         except TimeoutError:
             message = f"the verifier took longer than {limit:g} s"
             raise failed(Cause.VERIFIER, "VERIFIER_TIMED_OUT", message, Phase.VERIFYING) from None
+        if reward.turns:
+            raise invalid_reward("turns: a terminal episode has steps and no calls of a model")
+        return reward
 
     async def _check_system(self, spec: TerminalSpec, place: PlaceRecord) -> None:
         """Check the system as for a rollout graded in place, if the backend reports changes."""

@@ -18,7 +18,7 @@ from penstock_driver.domain.rollout import (
     Grading,
     Outcome,
     Phase,
-    Reward,
+    TurnReward,
 )
 from penstock_driver.wire.converters import exit_from_proto
 
@@ -40,7 +40,7 @@ failure_from_proto: Final = reader(
 )
 """Why a rollout, or an attempt, did not complete."""
 
-_reward: Final = reader(Reward, trajectory_pb2.Reward, left_out=("turns",))
+reader(TurnReward, trajectory_pb2.TurnReward, left_out=("call_index",))
 
 
 def _commands(grading: rollout_pb2.Grading) -> tuple[CommandFinished, ...]:

@@ -33,6 +33,7 @@ from penstock_driver.domain.rollout import (
     PhaseChanged,
     Progress,
     RolloutEvent,
+    TurnReward,
 )
 from penstock_driver.domain.terminal_episode import Observation, TerminalSpec
 from penstock_driver.wire.agents import EVENT_KINDS
@@ -81,6 +82,8 @@ _grading: Final = writer(
 
 changes_to_proto: Final = writer(Changes, rollout_pb2.Grading.Changes)
 """What was copied of an agent's work."""
+
+writer(TurnReward, trajectory_pb2.TurnReward, left_out=("call_index",))
 
 outcome_to_proto: Final = writer(Outcome, rollout_pb2.Outcome)
 """How a rollout ended."""
@@ -211,17 +214,24 @@ def group_to_proto(group: GroupRecord, ended: Sequence[Record], paused: int = 0)
     return wire
 
 
+def reward_of(record: Record, grade: str = "") -> trajectory_pb2.Reward | None:
+    """The reward of the further grade of the name `grade`; empty or "first" = the one that the rollout ended with. None
+    = there is no such grade, or it has no reward.
+    """
+    graded: rollout_pb2.Outcome | rollout_pb2.Grade | None = record.outcome
+    if grade not in ("", FIRST_GRADE):
+        graded = next((one for one in record.grades if one.name == grade), None)
+    return graded.reward if graded is not None and graded.HasField("reward") else None
+
+
 def add_driver_fields(
     trajectory: trajectory_pb2.Trajectory, record: Record, grade: str = ""
 ) -> trajectory_pb2.Trajectory:
     """Add the fields that only the driver knows to a trajectory's first fragment, and return it.
 
-    The reward is that of the further grade of the name `grade`, none if there is none; empty or "first" = the one that
-    the rollout ended with.
+    The reward is that of `reward_of`.
     """
     outcome, spec = record.outcome or rollout_pb2.Outcome(), record.spec
-    further = next((one for one in record.grades if one.name == grade), rollout_pb2.Grade())
-    graded = outcome if grade in ("", FIRST_GRADE) else further
     trajectory.rollout_id = record.rollout_id
     trajectory.namespace = record.namespace
     # The gate's record also has the driver's own labels, used to find resources for cleanup.
@@ -230,8 +240,8 @@ def add_driver_fields(
     if record.group_id:
         trajectory.group_id = record.group_id
         trajectory.group_index = record.index
-    if graded.HasField("reward"):
-        trajectory.reward.CopyFrom(graded.reward)
+    if (reward := reward_of(record, grade)) is not None:
+        trajectory.reward.CopyFrom(reward)
     if outcome.HasField("failure"):
         trajectory.failure_cause = rollout_pb2.FailureCause.Name(outcome.failure.cause).removeprefix("FAILURE_CAUSE_")
         trajectory.failure_reason = outcome.failure.reason

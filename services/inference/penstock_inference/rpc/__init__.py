@@ -1,1 +1,1 @@
-"""The gRPC servicer: the only package here that knows protos."""
+"""The gRPC servicer: messages to calls, results to messages."""

@@ -15,11 +15,11 @@ from penstock_interception.domain.audit import Event
 from penstock_interception.domain.budgets import CallRate, RunBudgets, Spent, exhausted, tokens_left
 from penstock_interception.domain.calls import CallRequest, RolloutSpec, RolloutState
 from penstock_interception.domain.requests import with_max_tokens
-from penstock_interception.domain.runs import Run
 from penstock_interception.domain.state import Call, Rollout
 from penstock_interception.domain.totals import journal_bytes, tokens_of
 from penstock_interception.gate.context import GateContext
 from penstock_interception.metrics import BUDGET_STOPS
+from penstock_interception.store.runs import Run
 
 MAX_DELAY_S = 60.0
 """The longest delay that SDKs respect; they ignore a longer one and retry at once."""

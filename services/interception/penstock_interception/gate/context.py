@@ -10,7 +10,7 @@ from typing import TypeAlias
 from penstock_interception.domain.audit import Audit
 from penstock_interception.domain.deadlines import Clock, Deadlines
 from penstock_interception.domain.kept_captures import CAPTURE_LIMITS, CaptureLimits
-from penstock_interception.domain.registry import Registry
+from penstock_interception.domain.live_rollouts import Registry
 from penstock_interception.gate.events import CallEvents
 from penstock_interception.store.store import CallStore
 

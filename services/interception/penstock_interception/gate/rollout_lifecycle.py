@@ -17,7 +17,6 @@ from penstock_interception.domain.agent_keys import AgentKey
 from penstock_interception.domain.calls import ModelFacts, RolloutSpec, RolloutState
 from penstock_interception.domain.host_tools import HostTool
 from penstock_interception.domain.kept_captures import Discarded
-from penstock_interception.domain.runs import Run
 from penstock_interception.domain.state import Call, Rollout
 from penstock_interception.gate.budgets import BudgetEnforcer
 from penstock_interception.gate.call_timeouts import CallTimeouts
@@ -25,6 +24,7 @@ from penstock_interception.gate.context import DeadlineKind, GateContext
 from penstock_interception.gate.driver_leases import DriverLeases
 from penstock_interception.gate.leasing import Leasing
 from penstock_interception.store.commits import failed
+from penstock_interception.store.runs import Run
 
 LOOK_S: Final = 60.0
 """How often captures are looked for that are kept beyond the limits."""

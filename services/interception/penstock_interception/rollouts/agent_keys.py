@@ -17,7 +17,7 @@ from penstock_interception.domain.agent_keys import ALL, ID_BYTES, AgentKey, Key
 from penstock_interception.domain.audit import Audit, Event
 from penstock_interception.domain.calls import RolloutSpec, RolloutState
 from penstock_interception.domain.deadlines import Clock
-from penstock_interception.domain.registry import Registry
+from penstock_interception.domain.live_rollouts import Registry
 from penstock_interception.domain.state import Rollout
 from penstock_interception.store.commits import durable, failed
 from penstock_interception.store.store import CallStore

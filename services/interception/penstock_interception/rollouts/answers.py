@@ -16,7 +16,7 @@ from penstock_chassis.errors import AlreadyExists
 from penstock_interception.domain.calls import Answerer, CallState
 from penstock_interception.domain.completions import Completion, Failure
 from penstock_interception.domain.deadlines import Clock
-from penstock_interception.domain.registry import Registry
+from penstock_interception.domain.live_rollouts import Registry
 from penstock_interception.domain.results import (
     Accepted,
     Answered,

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from penstock_chassis.errors import NotFound
 from penstock_interception.conversation.conversation import Conversation
 from penstock_interception.domain.calls import Dialect, RolloutSpec, RolloutState
-from penstock_interception.domain.registry import Registry
+from penstock_interception.domain.live_rollouts import Registry
 from penstock_interception.domain.requests import ChatRequest
 from penstock_interception.domain.state import Rollout
 from penstock_interception.gate.gate import Gate

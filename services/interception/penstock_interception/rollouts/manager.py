@@ -18,7 +18,7 @@ from penstock_codec import CodecError
 from penstock_interception import cache, metrics
 from penstock_interception.domain.calls import RolloutSpec, RolloutState
 from penstock_interception.domain.kept_captures import Discarded
-from penstock_interception.domain.registry import Registry
+from penstock_interception.domain.live_rollouts import Registry
 from penstock_interception.domain.state import Rollout
 from penstock_interception.gate.gate import Gate
 from penstock_interception.gate.host_tools.broker import HostToolBroker

@@ -230,12 +230,12 @@ _totals_to = writer(
 _branch_to = writer(Branch, pb.Branch, renamed={"call_class": "branch_class"})
 _finding_to = writer(Finding, pb.Finding)
 writer(BranchPoint, pb.BranchPoint)
-writer(TurnSpan, pb.TurnSpan, renamed={"untrained": "untrained_reason"})
+writer(TurnSpan, pb.TurnSpan, renamed={"untrained": "untrained_reason"}, left_out=("reward",))
 _sample_to = writer(
     Sample,
     pb.Sample,
     renamed={"call_class": "branch_class"},
-    left_out=("modes_mixed", "top"),
+    left_out=("modes_mixed", "top", "token_rewards"),  # rewards are the driver's
     by={
         "parent_rollout_id": lambda sample: "",
         "branch_call_id": lambda sample: "",

@@ -18,7 +18,7 @@ from penstock_interception import metrics
 from penstock_interception.domain.calls import CallState, RolloutState
 from penstock_interception.domain.deadlines import Clock
 from penstock_interception.domain.kept_captures import CAPTURE_LIMITS, CaptureLimits, Discarded
-from penstock_interception.domain.registry import Registry
+from penstock_interception.domain.live_rollouts import Registry
 from penstock_interception.domain.state import HOLD, Call, Rollout, Session
 
 _CONNECTED: Final = ("connected",)

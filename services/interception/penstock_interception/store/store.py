@@ -20,22 +20,22 @@ import structlog
 
 from penstock_chassis.errors import FailedPrecondition
 from penstock_chassis.journal import Journal, Statement
-from penstock_interception.domain import runs as runs_store
 from penstock_interception.domain.calls import CallState, Prompt, RolloutState
 from penstock_interception.domain.completions import Failure
 from penstock_interception.domain.host_tools import HostTool
 from penstock_interception.domain.kept_captures import Discarded
 from penstock_interception.domain.results import Answered
-from penstock_interception.domain.runs import Run, RunStore
 from penstock_interception.domain.state import Call, Rollout
 from penstock_interception.store import agent_keys, discarded_captures, reading, serde
 from penstock_interception.store import host_tools as tools_store
 from penstock_interception.store import recordings as recordings_store
+from penstock_interception.store import runs as runs_store
 from penstock_interception.store.agent_keys import AgentKeyStore
 from penstock_interception.store.discarded_captures import DiscardedStore
 from penstock_interception.store.host_tools import ToolStore
 from penstock_interception.store.reading import StoredRollout
 from penstock_interception.store.recordings import RecordingStore
+from penstock_interception.store.runs import Run, RunStore
 
 _log = structlog.get_logger(__name__)
 

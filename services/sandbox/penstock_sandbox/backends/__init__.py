@@ -1,1 +1,1 @@
-"""Backends create the sandboxes. ``domain.backend`` is their interface; each module or package here is one backend."""
+"""Backends create the sandboxes. ``domain.backend`` is their interface; each package here is one backend."""

@@ -147,6 +147,8 @@ class SandboxSpec:
     own_kernel: bool = False
     repeatable: bool = False
     companions: tuple[Companion, ...] = ()
+    joins: str = ""
+    """Id of the sandbox whose network, and with it whose companions, it joins; empty for none."""
     to_be_sealed: bool = field(default=False, compare=False)
     """Whether it will become a snapshot: it has no companions, and some backends must record the state of its files."""
 

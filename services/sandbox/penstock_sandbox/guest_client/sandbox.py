@@ -25,6 +25,7 @@ from penstock_sandbox.domain.backend import (
     StartFailed,
 )
 from penstock_sandbox.domain.diffs import DEFAULT_BYTES
+from penstock_sandbox.domain.errno import Refused, file_error
 from penstock_sandbox.domain.model import FileInfo, NetworkPolicy, PtySize, Stats
 from penstock_sandbox.guest import frames
 from penstock_sandbox.guest_client.endpoint import Endpoint
@@ -34,7 +35,6 @@ from penstock_sandbox.guest_client.messages import Exited, Greeting
 from penstock_sandbox.guest_client.pipe import Opener
 from penstock_sandbox.guest_client.process import AttendedProcess
 from penstock_sandbox.guest_client.stream import LinkLost, Stream
-from penstock_sandbox.host.errors import Refused, file_error
 
 _BY_A_GUEST = frozenset({"ATTENDANT_ENDED", "ATTENDANT_RESTARTED"})
 

@@ -13,7 +13,7 @@ from penstock_chassis.errors import PenstockError
 from penstock_chassis.validation import invalid_field
 
 HUB: Final = "docker.io"
-_OLD_HUB: Final = "index.docker.io"
+HUB_NAMES: Final = (HUB, "index.docker.io")
 _PART = r"[a-z0-9]+(?:(?:\.|_{1,2}|-+)[a-z0-9]+)*"
 _REPOSITORY = re.compile(rf"{_PART}(?:/{_PART})*")
 _REGISTRY = re.compile(r"(?:[A-Za-z0-9](?:[A-Za-z0-9.-]*[A-Za-z0-9])?|\[[0-9a-fA-F:]+\])(?::[0-9]{1,5})?")
@@ -47,7 +47,7 @@ def parse(text: str, field: str = "spec.image") -> Reference:
     registry, slash, repository = rest.partition("/")
     if not slash or not (registry == "localhost" or any(sign in registry for sign in ".:[")):
         registry, repository = HUB, rest
-    if registry == _OLD_HUB:
+    if registry in HUB_NAMES:
         registry = HUB
     tag = "latest"
     if ":" in repository:

@@ -229,6 +229,14 @@ class Processes:
             for other in others:
                 await other.kill()
 
+    async def kill_all(self) -> None:
+        """Kills everything in the sandbox; returns once all are dead. Raises Internal (KILL_FAILED)."""
+        known = list(self._known.values())
+        for process in known:
+            await process.kill()
+        if known:
+            await self._kill_others(known[-1])
+
     def condemn(self) -> None:
         """Marks every process: the sandbox is about to be deleted."""
         for process in self._known.values():

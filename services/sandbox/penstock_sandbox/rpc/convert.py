@@ -98,14 +98,14 @@ spec_from = reader(
     SandboxSpec,
     sandbox_pb2.SandboxSpec,
     renamed={"image": "base.image", "snapshot_id": "base.snapshot_id"},
-    left_out=("to_be_sealed",),
+    left_out=("to_be_sealed", "joins"),
     by={"network": lambda spec: network_from(spec.network, "spec.network")},
 )
 spec_to = writer(
     SandboxSpec,
     sandbox_pb2.SandboxSpec,
     renamed={"image": "base.image", "snapshot_id": "base.snapshot_id"},
-    left_out=("to_be_sealed",),
+    left_out=("to_be_sealed", "joins"),
     by={"network": lambda spec: network_to(spec.network)},
 )
 """A sandbox's spec."""

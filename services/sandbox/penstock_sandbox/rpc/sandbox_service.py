@@ -157,7 +157,9 @@ class SandboxServicer(sandbox_service_pb2_grpc.SandboxServiceServicer):
         taken = ("backend", "base", "resources", "toolbox_ids", "user", "own_kernel", "companions")
         if any(field.name in taken for field, _ in spec.ListFields()):
             raise invalid_field("spec", f"{', '.join(taken)} come from the source and must be unset")
-        asked, wait_s = convert.spec_from(spec), _may_wait(context)
+        asked, wait_s, joins = convert.spec_from(spec), _may_wait(context), request.join_sandbox_id
+        if joins and (request.WhichOneof("source") == "sandbox_id" or request.count != 1):
+            raise invalid_field("join_sandbox_id", "needs a snapshot and a count of 1")
         if request.WhichOneof("source") == "sandbox_id":
             children = self._forks.of_sandbox(
                 _scoped(request.request_id), request.sandbox_id, request.count, asked, wait_s, caller().namespace
@@ -168,7 +170,14 @@ class SandboxServicer(sandbox_service_pb2_grpc.SandboxServiceServicer):
                 raise unknown(request.snapshot_id)
             origin = self._snapshots.sandbox_spec(snapshot.id)
             children = self._forks.of_snapshot(
-                _scoped(request.request_id), snapshot.id, origin, request.count, asked, wait_s, snapshot.namespace
+                _scoped(request.request_id),
+                snapshot.id,
+                origin,
+                request.count,
+                asked,
+                wait_s,
+                snapshot.namespace,
+                joins,
             )
         async with aclosing(children):
             async for index, child in children:

@@ -51,14 +51,15 @@ from penstock_sandbox.domain.model import (
     SandboxSpec,
     State,
 )
-from penstock_sandbox.domain.records import Record, Records
 from penstock_sandbox.processes.manager import Processes
 from penstock_sandbox.sandboxes.admission import Admission, Owner, Watermark
+from penstock_sandbox.sandboxes.joining import Joins
 from penstock_sandbox.sandboxes.layer_refs import LayerRefs, unknown
 from penstock_sandbox.sandboxes.leases import Leases
 from penstock_sandbox.sandboxes.policy import Limits, Policy, is_narrower, network_problems
 from penstock_sandbox.sandboxes.removal import Teardowns
 from penstock_sandbox.sandboxes.table import SandboxEntry, Table
+from penstock_sandbox.store.records import Record, Records
 
 _log = structlog.get_logger(__name__)
 
@@ -148,6 +149,7 @@ class Sandboxes:
         self._watermark = Watermark(spool, limits.min_free_bytes, limits.min_free_inodes)
         self.layer_refs = LayerRefs(pause)
         self.table = Table()
+        self._joins = Joins(self.table, limits.owner_label)
         # A repeated request never gets a sandbox that is being removed: it creates another one.
         self._teardowns = Teardowns(
             self.table, self._records, pause, lambda live: self._requests.forget(live.request_id, live)
@@ -215,13 +217,14 @@ class Sandboxes:
 
         ``wait_s`` limits the wait for a slot, in addition to the operator's limit. A ``shared`` sandbox belongs to the
         service and counts towards no owner. Every sandbox counts towards its namespace's quota. The snapshot and the
-        toolboxes in the spec must be of the same namespace. Request ids of all namespaces share one table: the caller
-        puts the namespace into them.
+        toolboxes in the spec must be of the same namespace, and so must the sandbox that it joins. Request ids of all
+        namespaces share one table: the caller puts the namespace into them.
 
         Raises InvalidArgument (FIELD_INVALID), AlreadyExists (REQUEST_ID_REUSED), FailedPrecondition
         (CAPABILITY_MISSING, UPSTREAM_NOT_ALLOWED, HOST_NOT_ALLOWED, BACKEND_UNAVAILABLE), NotFound (SNAPSHOT_UNKNOWN,
         TOOLBOX_UNKNOWN), ResourceExhausted (NAMESPACE_QUOTA, SANDBOX_LIMIT, OWNER_LIMIT, DISK_LOW), Aborted
-        (DELETED_MEANWHILE), Unavailable (DRAINING, CREATE_FAILED, JOURNAL_FAILED), Internal (CREATE_FAILED).
+        (DELETED_MEANWHILE), Unavailable (DRAINING, CREATE_FAILED, JOURNAL_FAILED), Internal (CREATE_FAILED), and as
+        ``Joins.take`` does.
         """
         owner = None if shared else f"{namespace}/{spec.labels.get(self._limits.owner_label, '')}"
 
@@ -293,9 +296,12 @@ class Sandboxes:
         assert spec.lease_s is not None
         # Released here if no sandbox results, otherwise with the sandbox.
         with ExitStack() as holds:
-            self._quotas.check(namespace, self._held[namespace])
-            self._held[namespace] += 1
-            holds.callback(self._held.subtract, (namespace,))
+            if spec.joins:
+                holds.callback(self._joins.take(spec, namespace, backend))
+            else:
+                self._quotas.check(namespace, self._held[namespace])
+                self._held[namespace] += 1
+                holds.callback(self._held.subtract, (namespace,))
             mounted = [
                 self._toolboxes.mounted(toolbox, namespace, host_programs=backend.shows_host_programs(spec))
                 for toolbox in spec.toolbox_ids
@@ -308,7 +314,10 @@ class Sandboxes:
                 holds.callback(self.layer_refs.release, spec.snapshot_id)
                 if not await backend.has_layer(spec.snapshot_id):
                     raise unknown(spec.snapshot_id)
-            holds.callback(await self._admission.slot(owner, wait_s))
+            if spec.joins:
+                await self._quiet(spec.joins)
+            else:
+                holds.callback(await self._admission.slot(owner, wait_s))
             await backend.fetch(spec)
             async with self._admission.turn(backend.name, backend.creates_at_once, owner):
                 self._watermark.check()
@@ -359,6 +368,12 @@ class Sandboxes:
             raise
         _log.info("sandbox ready", sandbox_id=view.id, backend=backend.name)
         return live
+
+    async def _quiet(self, sandbox_id: str) -> None:
+        """Ends the programs and the network access of a sandbox that another one joins."""
+        _, _, processes = self.table.usable(sandbox_id)
+        await processes.kill_all()
+        await self.set_network(sandbox_id, NetworkPolicy())
 
     # Backends ----------------------------------------------------------------------------------------------------
 

@@ -19,9 +19,9 @@ from penstock_chassis.aio.retry import Pause
 from penstock_chassis.aio.tasks import TaskOwner
 from penstock_sandbox.domain.backend import Backend
 from penstock_sandbox.domain.model import ENDED_INSIDE, SNAPSHOT_LABEL, Sandbox, SandboxSpec, State
-from penstock_sandbox.domain.records import Record, Records
 from penstock_sandbox.metrics import LOST
 from penstock_sandbox.sandboxes.table import SandboxEntry, Table
+from penstock_sandbox.store.records import Record, Records
 
 _log = structlog.get_logger(__name__)
 

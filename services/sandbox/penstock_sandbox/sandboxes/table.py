@@ -16,8 +16,8 @@ from penstock_chassis.aio.broadcast import Signal
 from penstock_chassis.aio.deletion import Deletion
 from penstock_chassis.errors import FailedPrecondition, NotFound
 from penstock_sandbox.domain.backend import Backend, SandboxHandle
+from penstock_sandbox.domain.errno import sandbox_lost
 from penstock_sandbox.domain.model import Sandbox, State
-from penstock_sandbox.host.errors import sandbox_lost
 from penstock_sandbox.processes.manager import Processes
 
 

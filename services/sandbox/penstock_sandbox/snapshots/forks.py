@@ -53,17 +53,18 @@ class Forks:
         asked: SandboxSpec,
         wait_s: float | None = None,
         namespace: str = DEFAULT_NAMESPACE,
+        joins: str = "",
     ) -> AsyncGenerator[Child, None]:
         """Makes ``count`` sandboxes in the snapshot's ``namespace``; yields each when it is ready, or its error.
 
         ``origin`` is the spec of the sealed sandbox; ``asked`` gives lease, labels, network, additional environment and
         whether the children are repeatable.
-        ``wait_s`` is as in ``Sandboxes.create``.
+        ``wait_s`` is as in ``Sandboxes.create``. ``joins``: they have no companions, but those of that sandbox.
         """
         self._layer_refs.hold(snapshot_id)
         try:
             async with aclosing(
-                self._children(request_id, snapshot_id, origin, count, asked, wait_s, namespace)
+                self._children(request_id, snapshot_id, origin, count, asked, wait_s, namespace, joins)
             ) as children:
                 async for child in children:
                     yield child
@@ -103,6 +104,7 @@ class Forks:
         asked: SandboxSpec,
         wait_s: float | None,
         namespace: str,
+        joins: str = "",
     ) -> AsyncGenerator[Child, None]:
         spec = dataclasses.replace(
             origin,
@@ -113,6 +115,8 @@ class Forks:
             lease_s=asked.lease_s,
             repeatable=asked.repeatable,
             labels=asked.labels,
+            companions=() if joins else origin.companions,
+            joins=joins,
         )
         self._sandboxes.check(spec)  # what all of them would be refused for fails the call itself
 

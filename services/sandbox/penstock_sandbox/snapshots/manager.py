@@ -32,6 +32,7 @@ from penstock_chassis.errors import FailedPrecondition, PenstockError
 from penstock_chassis.times import even_time
 from penstock_sandbox import files
 from penstock_sandbox.domain.backend import Backend
+from penstock_sandbox.domain.errno import sandbox_lost
 from penstock_sandbox.domain.model import (
     SNAPSHOT_LABEL,
     Command,
@@ -42,10 +43,9 @@ from penstock_sandbox.domain.model import (
     Snapshot,
     SnapshotSpec,
 )
-from penstock_sandbox.domain.records import SnapshotRecord, SnapshotRecords
-from penstock_sandbox.host.errors import sandbox_lost
 from penstock_sandbox.sandboxes.layer_refs import unknown
 from penstock_sandbox.sandboxes.manager import Sandboxes
+from penstock_sandbox.store.records import SnapshotRecord, SnapshotRecords
 
 _OUTPUT_LIMIT = 64 * 1024
 _SETUP_LEASE_S = 3600.0

@@ -27,6 +27,7 @@ from penstock_driver.domain.records import Record, RequestKey, RolloutEnd
 from penstock_driver.exports.destination import Destination, check_url
 from penstock_driver.exports.exporter import BatchLimits, Exporter, Failing, run_directory
 from penstock_driver.status import ExportHealth
+from penstock_driver.store.annotations import Annotations
 from penstock_driver.store.event_log import EventLog
 from penstock_driver.store.exports import ExportQueue
 from penstock_driver.store.records import Records
@@ -134,7 +135,7 @@ class World:
     async def exporter(self, limits: BatchLimits = AT_ONCE) -> Exporter:
         destination = await Destination.opened(check_url(f"file://{self.place}"), self.pool)
         return Exporter(
-            self.queue, self.records, self.log, self.gates, destination,
+            self.queue, self.records, self.log, self.gates, Annotations(self.queue._journal), destination,
             driver="d0-1", spool=self.place.parent / "spool", limits=limits, delays=NOW,
         )  # fmt: skip
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+import struct
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock_driver.domain.ports import Command
-from penstock_driver.domain.rollout import Outcome, Reward, RolloutFailed, Verifier
-from penstock_driver.grading.verifier import in_range, parse_reward
+from penstock_driver.domain.rollout import Outcome, Reward, RolloutFailed, TurnReward, Verifier
+from penstock_driver.grading.verifier import ParsedReward, in_range, parse_reward
 from penstock_driver.wire.to_proto import outcome_to_proto
 
 VERIFIER = Verifier(commands=(Command(shell="true"),), reward_by_file=True)
@@ -19,8 +20,8 @@ VERIFIER = Verifier(commands=(Command(shell="true"),), reward_by_file=True)
 def refusal(content: bytes, verifier: Verifier = VERIFIER) -> str:
     """Why it is no reward."""
     with pytest.raises(RolloutFailed) as caught:
-        value, components = parse_reward(content)
-        in_range(value, verifier, components)
+        parsed = parse_reward(content)
+        in_range(parsed.value, verifier, parsed.components)
     assert caught.value.failure.cause == "VERIFIER"
     assert not caught.value.failure.retriable
     assert len(caught.value.failure.message) < 2000
@@ -41,7 +42,7 @@ def refusal(content: bytes, verifier: Verifier = VERIFIER) -> str:
     ],
 )
 def test_a_number_is_a_reward(content: bytes, value: float) -> None:
-    assert parse_reward(content) == (value, {})
+    assert parse_reward(content) == ParsedReward(value)
 
 
 @pytest.mark.requirement("R73", "R74", "R77")
@@ -95,13 +96,13 @@ def test_reward_outside_its_range_is_the_verifiers_failure(content: bytes, reaso
 @given(st.binary(max_size=200) | st.text(max_size=100).map(str.encode))
 def test_any_content_is_a_reward_or_a_failure_of_the_verifier(content: bytes) -> None:
     try:
-        value, components = parse_reward(content)
+        parsed = parse_reward(content)
     except RolloutFailed as error:
         assert error.failure.cause == "VERIFIER"
     else:
-        assert math.isfinite(value)
-        assert all(map(math.isfinite, components.values()))
-        assert outcome_to_proto(Outcome(reward=Reward(value, 0.0, 1.0, components))).HasField("reward")
+        assert math.isfinite(parsed.value)
+        assert all(map(math.isfinite, parsed.components.values()))
+        assert outcome_to_proto(Outcome(reward=Reward(parsed.value, 0.0, 1.0, parsed.components))).HasField("reward")
 
 
 @pytest.mark.requirement("R73")
@@ -111,9 +112,49 @@ def test_components_have_their_declared_names_and_ranges() -> None:
         commands=VERIFIER.commands, reward_by_file=True, component_ranges={"tests": (0, 1), "style": (-1, 0)}
     )
     good = b'{"reward": 0.5, "components": {"tests": 1, "style": -0.5}}'
-    value, components = parse_reward(good)
-    assert in_range(value, verifier, components).components == {"tests": 1.0, "style": -0.5}
+    parsed = parse_reward(good)
+    assert in_range(parsed.value, verifier, parsed.components).components == {"tests": 1.0, "style": -0.5}
     assert refusal(b'{"reward": 0.5, "components": {"tests": 1}}', verifier) == "REWARD_INVALID"
     assert refusal(b'{"reward": 0.5, "components": {"tests": 1, "style": 0, "x": 1}}', verifier) == "REWARD_INVALID"
     assert refusal(b'{"reward": 0.5, "components": {"tests": 1, "style": 1}}', verifier) == "REWARD_OUT_OF_RANGE"
     assert refusal(b"0.5", verifier) == "REWARD_INVALID"
+
+
+@pytest.mark.requirement("R135")
+def test_a_verifier_rewards_turns_and_tokens() -> None:
+    """Each of them by the index of its call, whatever the range of the whole reward."""
+    content = b"""{"reward": 1, "turns": [
+        {"call": 2, "reward": -3, "components": {"style": 0.5}}, {"call": 0, "tokens": [0.25, -1]}
+    ]}"""
+    assert parse_reward(content).turns == (
+        TurnReward(-3.0, {"style": 0.5}, b"", 2),
+        TurnReward(None, {}, struct.pack("<2f", 0.25, -1.0), 0),
+    )
+
+
+@pytest.mark.requirement("R135")
+@pytest.mark.parametrize(
+    ("turns", "reason"),
+    [
+        (b"{}", "REWARD_INVALID"),
+        (b"[1]", "REWARD_INVALID"),
+        (b"[{}]", "REWARD_INVALID"),
+        (b'[{"call": 0}]', "REWARD_INVALID"),
+        (b'[{"reward": 1}]', "REWARD_INVALID"),
+        (b'[{"call": -1, "reward": 1}]', "REWARD_INVALID"),
+        (b'[{"call": true, "reward": 1}]', "REWARD_INVALID"),
+        (b'[{"call": 2147483648, "reward": 1}]', "REWARD_INVALID"),
+        (b'[{"call": 0, "reward": null}]', "REWARD_INVALID"),
+        (b'[{"call": 0, "reward": NaN}]', "REWARD_OUT_OF_RANGE"),
+        (b'[{"call": 0, "reward": 1, "note": 1}]', "REWARD_INVALID"),
+        (b'[{"call": 0, "reward": 1}, {"call": 0, "reward": 1}]', "REWARD_INVALID"),
+        (b'[{"call": 0, "components": {"a": Infinity}}]', "REWARD_OUT_OF_RANGE"),
+        (b'[{"call": 0, "tokens": 1}]', "REWARD_INVALID"),
+        (b'[{"call": 0, "tokens": ["1"]}]', "REWARD_INVALID"),
+        (b'[{"call": 0, "tokens": [-Infinity]}]', "REWARD_OUT_OF_RANGE"),
+        (b'[{"call": 0, "tokens": [1e39]}]', "REWARD_OUT_OF_RANGE"),
+        (b"[" + b",".join(b'{"call":%d,"reward":1}' % n for n in range(1025)) + b"]", "REWARD_INVALID"),
+    ],
+)
+def test_an_invalid_turn_is_the_verifiers_failure(turns: bytes, reason: str) -> None:
+    assert refusal(b'{"reward": 1, "turns": ' + turns + b"}") == reason

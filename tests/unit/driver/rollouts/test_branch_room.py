@@ -20,7 +20,7 @@ from penstock_driver.domain.validation import MAX_GROUP, MAX_SEED, Violations
 from penstock_driver.rollouts.branch_room import BranchRoom
 from penstock_driver.rollouts.branching import Parents, branch_order
 from penstock_driver.rollouts.preflight import check_backend
-from penstock_driver.rollouts.recording import RecordingFile
+from penstock_driver.rollouts.recovery.replayed_answers import RecordingFile
 from penstock_driver.wire.specs import effective_spec, rollout_spec
 
 LONG = "x" * 50_000

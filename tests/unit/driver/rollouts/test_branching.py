@@ -26,7 +26,7 @@ from penstock_driver.domain.validation import MAX_SEED, Violations, check_seeds
 from penstock_driver.placement.services import LOADINGS
 from penstock_driver.rollouts.branch_room import BranchRoom
 from penstock_driver.rollouts.branching import Parents, branch_order
-from penstock_driver.rollouts.recording import RecordingFile
+from penstock_driver.rollouts.recovery.replayed_answers import RecordingFile
 from penstock_driver.store.event_log import EventLog
 from penstock_driver.store.records import MIGRATION_KEPT_SPECS
 from penstock_driver.wire.specs import effective_spec

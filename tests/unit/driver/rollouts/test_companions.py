@@ -1,9 +1,11 @@
-"""Rollouts with companions: graded beside what the agent did to them, and nowhere else."""
+"""Rollouts with companions: graded in a fork that joins their network, or in the agent's sandbox, and nowhere else."""
 
 from __future__ import annotations
 
+import tarfile
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from google.protobuf.duration_pb2 import Duration
@@ -14,8 +16,12 @@ from penstock.interception.v1 import interception_pb2
 from penstock.sandbox.v1 import sandbox_pb2
 from penstock_chassis.errors import FailedPrecondition, InvalidArgument
 from penstock_driver.domain.ports import BackendFacts
-from penstock_driver.domain.rollout import RolloutSpec
+from penstock_driver.domain.rollout import RolloutSpec, Verifier
+from penstock_driver.domain.unended import Stage
+from penstock_driver.grading import grader
 from penstock_driver.rollouts.preflight import check_backend
+from penstock_driver.rollouts.recorder import RolloutRecorder
+from penstock_driver.store.end_states import EndStates
 from penstock_driver.wire.specs import rollout_spec
 
 ABLE = BackendFacts("b", True, "", True, True, True, False, True, True, True, companions=True)
@@ -36,14 +42,13 @@ def read(driver: Driver, spec: rollout_pb2.RolloutSpec) -> RolloutSpec:
 
 
 @pytest.mark.requirement("R90")
-def test_a_rollout_with_companions_is_graded_in_the_agents_sandbox(driver: Driver) -> None:
-    """Although the backend can read what the agent changed: it cannot of a database."""
-    placed = check_backend(read(driver, wanted()), [ABLE])
-    assert placed.task.verifier is not None and placed.task.verifier.fresh_fork is False
-    alone = wanted()
-    alone.sandbox.ClearField("companions")
-    placed = check_backend(read(driver, alone), [ABLE])
-    assert placed.task.verifier is not None and placed.task.verifier.fresh_fork is True
+@pytest.mark.parametrize("asked", [None, True, False])
+def test_a_rollout_with_companions_is_graded_in_a_fresh_fork_as_any_other(driver: Driver, asked: bool | None) -> None:
+    spec = wanted()
+    if asked is not None:
+        spec.task.verifier.fresh_fork = asked
+    placed = check_backend(read(driver, spec), [ABLE])
+    assert placed.task.verifier is not None and placed.task.verifier.fresh_fork is (asked is not False)
 
 
 @pytest.mark.requirement("R46", "R55")
@@ -58,12 +63,12 @@ def test_companions_are_refused_where_the_backend_has_none(driver: Driver) -> No
     check_backend(read(driver, limited), [replace(ABLE, limits=frozenset({"pids"}))])
 
 
-def _fresh(spec: rollout_pb2.RolloutSpec) -> None:
-    spec.task.verifier.fresh_fork = True
+def _judged(spec: rollout_pb2.RolloutSpec) -> None:
+    spec.task.verifier.judge.source.upstream.name = "judge"
 
 
-def _below(spec: rollout_pb2.RolloutSpec) -> None:
-    spec.task.verifier.changes_below.append("/srv")
+def _limited(spec: rollout_pb2.RolloutSpec) -> None:
+    spec.task.verifier.resources.pids = 100
 
 
 def _image(spec: rollout_pb2.RolloutSpec) -> None:
@@ -86,18 +91,18 @@ def _wrong(spec: rollout_pb2.RolloutSpec) -> None:
 @pytest.mark.parametrize(
     ("change", "field"),
     [
-        (_fresh, "task.verifier.fresh_fork"),
-        (_below, "task.verifier.changes_below"),
+        (_judged, "task.verifier.judge"),
+        (_limited, "task.verifier.resources"),
         (_image, "task.verifier.image"),
         (_kept, "keep_end_state"),
         (_network, "sandbox.verifier_network"),
         (_wrong, "sandbox.companions[0].health_check.timeout"),
     ],
 )
-def test_what_needs_a_fork_is_refused_beside_companions(
+def test_what_a_verifier_beside_companions_cannot_have_is_refused(
     driver: Driver, change: Callable[[rollout_pb2.RolloutSpec], None], field: str
 ) -> None:
-    """A fork has them as they are in their images: a verifier there would grade work that it does not see."""
+    """Another sandbox than the agent's, a network that they would share, a grade when they are gone."""
     spec = wanted()
     change(spec)
     with pytest.raises(InvalidArgument) as refused:
@@ -113,3 +118,59 @@ async def test_companions_start_with_the_agents_sandbox_only(driver: Driver) -> 
     (prepared,) = driver.sandboxes.wanted
     assert prepared.terms.companions == (database,)
     assert [terms.companions for terms in driver.sandboxes.looked_at] == [()]
+
+
+@pytest.mark.requirement("R49", "R90")
+@pytest.mark.parametrize("beside", [True, False])
+async def test_the_agents_sandbox_is_read_then_joined_and_goes_with_its_fork(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, beside: bool
+) -> None:
+    """What holds the companions lives as long as the verifier. No end state is kept, which would not have them.
+
+    The next driver process grades from the agent's sandbox, until a verifier may have begun.
+    """
+    run, fork, reach = driver.sandboxes.run, driver.sandboxes.fork, RolloutRecorder.reach
+    steps: list[str] = []
+
+    async def unchanged(sandbox_id: str, below: Any, sink: Any, max_bytes: int) -> list[str]:
+        tarfile.open(fileobj=sink, mode="w").close()
+        steps.append(f"read {sandbox_id}")
+        return []
+
+    async def seen_run(sandbox_id: str, *args: Any, **options: Any) -> Any:
+        if steps:
+            steps.append(f"verified beside {sorted(driver.sandboxes.boxes.keys() - {sandbox_id})}")
+        return await run(sandbox_id, *args, **options)
+
+    async def seen_fork(*args: Any, **options: Any) -> Any:
+        if options["joins"]:
+            steps.append(f"joined {options['joins']}")
+        return await fork(*args, **options)
+
+    async def seen_reach(recorder: RolloutRecorder, stage: Stage, *args: Any) -> None:
+        steps.append(stage.value)
+        await reach(recorder, stage, *args)
+
+    async def keep(*_: Any) -> bool:
+        steps.append("kept")
+        return True
+
+    monkeypatch.setattr(driver.sandboxes, "diff", unchanged)
+    monkeypatch.setattr(driver.sandboxes, "run", seen_run)
+    monkeypatch.setattr(driver.sandboxes, "fork", seen_fork)
+    monkeypatch.setattr(RolloutRecorder, "reach", seen_reach)
+    monkeypatch.setattr(EndStates, "keep", keep)
+    monkeypatch.setattr(grader, "IN_MEMORY", ())  # where these boxes are
+    spec, database = driver.spec(), sandbox_pb2.Companion(name="db", image="postgres:16")
+    assert spec.task.verifier is not None
+    fresh: Verifier = replace(spec.task.verifier, fresh_fork=True)
+    companions = (database,) if beside else ()
+    spec = replace(spec, task=replace(spec.task, verifier=fresh), sandbox=replace(spec.sandbox, companions=companions))
+    outcome = await driver.run(spec)
+    assert outcome.HasField("reward"), outcome.failure
+    agents = steps[0].removeprefix("read ")
+    if beside:
+        graded = [f"joined {agents}", "GRADING", f"verified beside ['{agents}']", "DECIDED"]
+        assert steps == [f"read {agents}", *graded]
+    else:
+        assert {"CARRIED", "kept"} < set(steps) and not [step for step in steps if step.startswith("joined")]

@@ -92,8 +92,10 @@ from penstock_driver.rollouts.use_cases import RolloutCreation, RolloutDeletion,
 from penstock_driver.rpc.rollout_service import RolloutServicer
 from penstock_driver.settings import DriverSettings
 from penstock_driver.store import event_log
+from penstock_driver.store.annotations import Annotations
 from penstock_driver.store.records import Records
 from penstock_driver.store.summaries import Summaries
+from penstock_driver.trajectories.annotating import Annotator
 from penstock_driver.wire.to_proto import decode_event, event_to_proto
 
 LOST = Unavailable("injected", reason="INJECTED")
@@ -840,8 +842,9 @@ def _servicer(
     parents = Parents(records, specs, captures, recordings, room)
     manager, deletion = driver.manager, RolloutDeletion(driver.manager, records, captures)
     creation = RolloutCreation(manager, records, driver.registry, preflight, specs, home, parents, deletion)
-    reading = RolloutReading(manager, records, driver.history, captures)
-    service = RolloutUseCases(manager, records, creation, deletion, reading)
+    judged = Annotations(driver.journal)
+    reading = RolloutReading(manager, records, driver.history, captures, judged)
+    service = RolloutUseCases(manager, records, creation, deletion, reading, Annotator(judged, captures))
     return RolloutServicer(service, driver.manager, records, driver.history, Summaries(driver.journal), home)
 
 

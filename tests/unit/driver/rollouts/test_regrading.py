@@ -15,6 +15,7 @@ from tests.support.waiting import eventually, eventually_async
 from tests.unit.driver.conftest import Driver, wire_spec
 
 from penstock.driver.v1 import rollout_pb2, rollout_service_pb2
+from penstock.trajectory.v1 import trajectory_pb2
 from penstock_chassis.errors import (
     FailedPrecondition,
     InvalidArgument,
@@ -30,6 +31,7 @@ from penstock_driver.domain.rollout import Changes
 from penstock_driver.rollouts import regrading
 from penstock_driver.rollouts.preflight import check_backend
 from penstock_driver.rollouts.regrading import MOST_GRADES, OUTPUT_BYTES, PATH_BYTES, REGRADE_LABEL, Regrader
+from penstock_driver.rpc import rollout_service
 from penstock_driver.store.end_states import Bounds, EndStates
 from penstock_driver.wire.specs import effective_spec, rollout_spec
 
@@ -67,6 +69,7 @@ class World:
             self.driver.registry,
             self.states,
             one_place(self.driver.sandboxes, self.driver.gate, opened.settings),
+            self.driver.gate,
             instance_id=opened.parts.instance_id,
             most=most,
         )
@@ -273,6 +276,26 @@ async def test_what_work_prints_and_names_is_bounded_in_its_grade(world: World) 
     (row,) = (await world.driver.opened.parts.rollout_servicer.ListRollouts(asked, None)).rollouts
     assert row.grades[0].reward.value == 1.0 and row.grades[0].grading.changes.left_out == 32
     assert not row.grades[0].grading.commands and not row.grades[0].grading.changes.left_out_paths
+
+
+@pytest.mark.requirement("R135")
+async def test_a_page_of_long_rewards_is_shorter_and_the_next_one_goes_on(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A verifier may reward each token, and a page must fit into a message."""
+    reward = trajectory_pb2.Reward(value=1, turns=[trajectory_pb2.TurnReward(call_id="c", token_values=bytes(4000))])
+    for number in range(3):
+        await world.ended(f"r{number}")
+        await world.driver.records.set_grades(f"r{number}", [rollout_pb2.Grade(name="v2", reward=reward)])
+    monkeypatch.setattr(rollout_service, "PAGE_BYTES", 6000)
+    servicer, token, pages = world.driver.opened.parts.rollout_servicer, "", list[list[str]]()
+    while token or not pages:
+        asked = rollout_service_pb2.ListRolloutsRequest(page_token=token, page_size=3)
+        answer = await servicer.ListRollouts(asked, None)
+        token = answer.next_page_token
+        pages.append([row.rollout_id for row in answer.rollouts])
+        assert all(len(row.grades[0].reward.turns[0].token_values) == 4000 for row in answer.rollouts)
+    assert pages == [["r2"], ["r1"], ["r0"]]
 
 
 async def test_a_driver_that_stops_leaves_no_sandbox_and_no_grade(world: World, held: Held) -> None:

@@ -13,9 +13,8 @@ from typing import cast
 import pytest
 
 from penstock_chassis.journal import Statement
-from penstock_interception.domain import runs
 from penstock_interception.domain.state import Call
-from penstock_interception.store import agent_keys, store
+from penstock_interception.store import agent_keys, runs, store
 from penstock_interception.store import host_tools as tools_store
 from penstock_interception.store.store import CallStore
 

@@ -16,7 +16,7 @@ from penstock_sandbox.backends.local import bubblewrap
 from penstock_sandbox.backends.local.channel import ChannelClosed
 from penstock_sandbox.backends.local.spawner_process import SpawnerProcess
 from penstock_sandbox.backends.local.stage import Stage
-from penstock_sandbox.host.errors import Refused
+from penstock_sandbox.domain.errno import Refused
 
 # Like bubblewrap before its first word to its child: killing it leaves the child, which tells its own id.
 _EARLY = """#!/bin/bash

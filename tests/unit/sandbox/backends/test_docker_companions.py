@@ -125,7 +125,7 @@ async def test_who_may_not_be_a_companion_is_refused_before_anything_starts(
             return ids_of(user, POSTGRES, GROUPS)
 
     images, unused = cast(Any, Known()), cast(Any, None)
-    companions = Companions(DockerOptions(tmp_path, "a", "b"), unused, Owner("i", "r"), unused, images)
+    companions = Companions(DockerOptions(tmp_path, "a", "b"), unused, Owner("i", "r"), unused, images, "")
     planning = companions.plan([Companion("db", "postgres:16", user=user)], root=root)
     if not reason:
         assert [one.image for one in await planning] == ["sha256:1"]

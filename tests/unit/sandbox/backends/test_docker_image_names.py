@@ -17,6 +17,7 @@ _SNAPSHOT = f"sha256:ad{'1' * 62}"
 _PYTHON = f"sha256:be{'2' * 62}"
 _OWN = f"sha256:cf{'3' * 62}"
 _OPERATORS = f"sha256:d0{'4' * 62}"
+_BUILT = f"sha256:e1{'6' * 62}"
 _DIGEST = f"sha256:{'5' * 64}"
 
 
@@ -32,6 +33,7 @@ class Finding:
             _image(_PYTHON, ["python:3.13"], {"maintainer": "x", "penstock.instance": ""}, [f"python@{_DIGEST}"]),
             _image(_OWN, ["team/tools:1", "penstock-prepared:a"], {"penstock.kind": "prepared"}),
             _image(_OPERATORS, ["team/base:1"], {}),
+            _image(_BUILT, ["localhost/built:2"], {}),
         ]
 
     async def image(self, name: str) -> Json:
@@ -95,6 +97,14 @@ async def test_images_of_the_service_itself_are_refused(name: str) -> None:
 )
 async def test_an_image_is_found_by_each_of_its_names(name: str) -> None:
     assert (await _images(Finding()).inspected(name, "spec.image"))["Id"] == _PYTHON
+
+
+async def test_an_image_that_podman_built_is_found_without_its_registry() -> None:
+    """A caller that names another registry gets none of it."""
+    assert (await _images(Finding()).inspected("built:2", "spec.image"))["Id"] == _BUILT
+    for name in ("docker.io/built:2", "index.docker.io/library/built:2", "a.example/built:2"):
+        with pytest.raises(NotFound):
+            await _images(Finding()).inspected(name, "spec.image")
 
 
 async def test_the_operator_may_name_an_image_by_its_id() -> None:

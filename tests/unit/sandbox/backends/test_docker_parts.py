@@ -30,7 +30,7 @@ from penstock_sandbox.backends.docker.engine.errors import Missing, Refused
 from penstock_sandbox.backends.docker.engine.streams import CommandPipes
 from penstock_sandbox.backends.docker.images import additions, changes, pause_program, workdir_owner
 from penstock_sandbox.backends.docker.images.images import Images
-from penstock_sandbox.backends.docker.images.prepared_images import Prepared
+from penstock_sandbox.backends.docker.images.prepared_images import Prepared, described
 from penstock_sandbox.guest import confinement
 
 MACHINE = {"x86_64": "amd64", "aarch64": "arm64"}.get(os.uname().machine, "")
@@ -172,6 +172,32 @@ def test_images_user_is_kept_and_no_id_is_reused() -> None:
 def test_no_account_file_makes_the_user_root(passwd: str, group: str) -> None:
     account, written, _ = additions.account_in(passwd, group, "/bin/sh")
     assert account.uid > 0 and account.gid > 0 and account.home.startswith("/") and "agent:x:" in written
+
+
+@pytest.mark.requirement("R45")
+def test_the_first_process_has_a_line_of_its_own_so_that_podman_adds_none() -> None:
+    """Once, and in no file that is not there."""
+    held = additions.with_holder("root:x:0:0::/root:/bin/sh", "root:x:0:")
+    assert held == (
+        "root:x:0:0::/root:/bin/sh\npenstock-hold:x:65531:65531::/:/sbin/nologin\n",
+        "root:x:0:\npenstock-hold:x:65531:\n",
+    )
+    assert additions.with_holder(*held) == held
+    assert additions.with_holder("", "") == ("", "")
+
+
+@pytest.mark.requirement("R45")
+def test_what_podman_adds_to_an_image_is_none_of_a_sandboxs() -> None:
+    """Its variable; another value is the image's own. Account and directory may have any characters."""
+    labels = {"penstock.account": "a%20b:7:8:/home/a%20b:/bin/sh", "penstock.workdir": "/srv/%24x"}
+    env = ["container=podman", "PATH=/bin", "A=container=podman"]
+    image = {"Id": "sha256:1", "Architecture": "amd64", "Config": {"Labels": labels, "Env": env}}
+    ready = described(image)
+    assert ready.env == {"PATH": "/bin", "A": "container=podman"}
+    assert (ready.account.name, ready.account.home, ready.workdir) == ("a b", "/home/a b", "/srv/$x")
+    assert not ready.checks_health
+    image["Config"] = {"Labels": labels, "Env": ["container=oci"], "Healthcheck": {"Test": ["CMD", "true"]}}
+    assert described(image).env == {"container": "oci"} and described(image).checks_health
 
 
 @pytest.mark.requirement("R45", "R63")

@@ -15,9 +15,9 @@ from tests.unit.sandbox.scripted_domain import Domain, opened, pass_turns
 
 from penstock_chassis.errors import NotFound, Unavailable
 from penstock_sandbox.domain.model import Command, Sandbox, SandboxSpec, Snapshot, SnapshotSpec, State
-from penstock_sandbox.domain.records import SnapshotRecords
 from penstock_sandbox.snapshots.forks import Forks
 from penstock_sandbox.snapshots.manager import Snapshots, key_of
+from penstock_sandbox.store.records import SnapshotRecords
 
 
 class Cache:

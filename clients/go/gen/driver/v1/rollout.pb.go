@@ -906,8 +906,11 @@ func (x *RewardRange) GetMax() float64 {
 
 // RewardFile reads the reward from a file that the commands write. The service creates it, empty, where the agent has no
 // access; its path is in the environment variable PENSTOCK_REWARD_FILE. Content: one number, or a JSON object {"reward":
-// NUMBER, "components": {NAME: NUMBER}}. Anything else is a failure of the verifier: an empty file, other or repeated
-// names, numbers that are not finite or not in their range, more than 64 KiB or 256 components.
+// NUMBER, "components": {NAME: NUMBER}, "turns": [TURN]}, where TURN is {"call": INDEX, "reward": NUMBER, "components": {NAME:
+// NUMBER}, "tokens": [NUMBER]}: the Call.index of a call that has an answer, each at most once, with at least one of its rewards;
+// "tokens" has a number for each token of that answer. Anything else is a failure of the verifier: an empty file, other or
+// repeated names, numbers that are not finite or not in their range, more than 64 KiB, 256 components or 1024 turns, and turns
+// of an answer that is not there. A terminal episode has no turns.
 type RewardFile struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	unknownFields protoimpl.UnknownFields
@@ -1241,9 +1244,10 @@ type SandboxChoice struct {
 	// What the verifier may reach, after the agent's sandbox is dead, from a fresh fork: it needs Verifier.fresh_fork.
 	// Otherwise as agent_network, with a recording of its own.
 	VerifierNetwork *v1.Allowlist `protobuf:"bytes,10,opt,name=verifier_network,json=verifierNetwork,proto3" json:"verifier_network,omitempty"`
-	// Containers beside the agent's sandbox, as in SandboxSpec.companions. None runs while the task's setup does. What the agent
-	// does to them is in no fork, so the rollout is graded in the agent's sandbox: Verifier.fresh_fork, keep_end_state and what
-	// needs a fresh fork are refused. A backend without companions refuses them (CAPABILITY_MISSING).
+	// Containers beside the agent's sandbox, as in SandboxSpec.companions. None runs while the task's setup does. A fresh fork
+	// joins the network of the agent's sandbox, so its verifier reaches them as the agent left them. Refused beside them are
+	// an image and resources of the verifier, a judge, verifier_network and keep_end_state. A backend without companions
+	// refuses them (CAPABILITY_MISSING).
 	Companions    []*v1.Companion `protobuf:"bytes,11,rep,name=companions,proto3" json:"companions,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -2514,7 +2518,7 @@ type RolloutSummary struct {
 	Attempts int32 `protobuf:"varint,11,opt,name=attempts,proto3" json:"attempts,omitempty"`
 	// See Outcome.failure. Unset = it runs, or completed.
 	Failure *Failure `protobuf:"bytes,12,opt,name=failure,proto3,oneof" json:"failure,omitempty"`
-	// See Outcome.reward.
+	// See Outcome.reward. Without turns.
 	Reward *v13.Reward `protobuf:"bytes,13,opt,name=reward,proto3,oneof" json:"reward,omitempty"`
 	Calls  *CallSums   `protobuf:"bytes,14,opt,name=calls,proto3" json:"calls,omitempty"`
 	// The namespace to which it belongs.

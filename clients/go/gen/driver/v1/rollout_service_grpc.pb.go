@@ -65,7 +65,7 @@ type RolloutServiceClient interface {
 	// GetRollout returns a rollout.
 	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
 	GetRollout(ctx context.Context, in *GetRolloutRequest, opts ...grpc.CallOption) (*GetRolloutResponse, error)
-	// ListRollouts lists rollouts, newest first.
+	// ListRollouts lists rollouts, newest first. A page may be shorter than was asked for: at most 16 MiB, but for one rollout.
 	ListRollouts(ctx context.Context, in *ListRolloutsRequest, opts ...grpc.CallOption) (*ListRolloutsResponse, error)
 	// WatchRollout streams a rollout's events after a sequence number, past ones first, and ends after `ended`.
 	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN), UNAVAILABLE (DRIVER_STOPPING: ask its next process).
@@ -142,10 +142,10 @@ type RolloutServiceClient interface {
 	// the grade or nothing; then a repeat begins again.
 	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN), ALREADY_EXISTS (GRADE_EXISTS: the name is that of another verifier's grade),
 	// INVALID_ARGUMENT (FIELD_INVALID; also changes_below that are not the rollout's own, or no verifier at all),
-	// FAILED_PRECONDITION (ROLLOUT_RUNNING; END_STATE_GONE: it was never kept, or made room for others; SPEC_FORGOTTEN: see the
-	// setting `kept_spec_bytes`; REGRADE_FAILED: its prepared state cannot be made again), RESOURCE_EXHAUSTED (GRADE_LIMIT: it has
-	// 16 of them; REGRADE_LIMIT, with RetryInfo: the driver has enough to regrade), UNAVAILABLE (REGRADE_INTERRUPTED: the sandbox
-	// service failed, and a repeat may succeed; DRAINING).
+	// FAILED_PRECONDITION (ROLLOUT_RUNNING; TRAJECTORY_ABSENT: the verifier rewards turns; END_STATE_GONE: it was never kept, or
+	// made room for others; SPEC_FORGOTTEN: see the setting `kept_spec_bytes`; REGRADE_FAILED: its prepared state cannot be made
+	// again), RESOURCE_EXHAUSTED (GRADE_LIMIT: it has 16 of them; REGRADE_LIMIT, with RetryInfo: the driver has enough to
+	// regrade), UNAVAILABLE (REGRADE_INTERRUPTED: the sandbox service failed, and a repeat may succeed; DRAINING).
 	RegradeRollout(ctx context.Context, in *RegradeRolloutRequest, opts ...grpc.CallOption) (*RegradeRolloutResponse, error)
 	// GetGroup returns a group.
 	// Errors: NOT_FOUND (GROUP_UNKNOWN).
@@ -178,9 +178,10 @@ type RolloutServiceClient interface {
 	// before the gate was opened).
 	GetTrajectory(ctx context.Context, in *GetTrajectoryRequest, opts ...grpc.CallOption) (RolloutService_GetTrajectoryClient, error)
 	// AnnotateTrajectory adds what somebody outside the environment says about an ended rollout's trajectory. All are added or
-	// none is. Idempotent by name, author and call.
-	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN, CALL_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_RUNNING, TRAJECTORY_ABSENT),
-	// RESOURCE_EXHAUSTED (ANNOTATION_LIMIT: the trajectory would have more than 1024, or more than 64 MiB of them).
+	// none is, and they are on disk when this returns. Idempotent by name, author and call: an equal one changes nothing.
+	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN, CALL_UNKNOWN), INVALID_ARGUMENT (FIELD_INVALID), FAILED_PRECONDITION (ROLLOUT_RUNNING,
+	// TRAJECTORY_ABSENT), RESOURCE_EXHAUSTED (ANNOTATION_LIMIT: the trajectory would have more than 1024, or more than 64 MiB of
+	// them; or, with RetryInfo, other requests are being checked).
 	AnnotateTrajectory(ctx context.Context, in *AnnotateTrajectoryRequest, opts ...grpc.CallOption) (*AnnotateTrajectoryResponse, error)
 	// GetTensor returns the data of one tensor of an ended rollout's trajectory, in messages of at most 4 MiB. Each has the rows
 	// that follow those before it, with their own start and shape. Their data joined, then their row_lengths joined, have the
@@ -651,7 +652,7 @@ type RolloutServiceServer interface {
 	// GetRollout returns a rollout.
 	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
 	GetRollout(context.Context, *GetRolloutRequest) (*GetRolloutResponse, error)
-	// ListRollouts lists rollouts, newest first.
+	// ListRollouts lists rollouts, newest first. A page may be shorter than was asked for: at most 16 MiB, but for one rollout.
 	ListRollouts(context.Context, *ListRolloutsRequest) (*ListRolloutsResponse, error)
 	// WatchRollout streams a rollout's events after a sequence number, past ones first, and ends after `ended`.
 	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN), UNAVAILABLE (DRIVER_STOPPING: ask its next process).
@@ -728,10 +729,10 @@ type RolloutServiceServer interface {
 	// the grade or nothing; then a repeat begins again.
 	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN), ALREADY_EXISTS (GRADE_EXISTS: the name is that of another verifier's grade),
 	// INVALID_ARGUMENT (FIELD_INVALID; also changes_below that are not the rollout's own, or no verifier at all),
-	// FAILED_PRECONDITION (ROLLOUT_RUNNING; END_STATE_GONE: it was never kept, or made room for others; SPEC_FORGOTTEN: see the
-	// setting `kept_spec_bytes`; REGRADE_FAILED: its prepared state cannot be made again), RESOURCE_EXHAUSTED (GRADE_LIMIT: it has
-	// 16 of them; REGRADE_LIMIT, with RetryInfo: the driver has enough to regrade), UNAVAILABLE (REGRADE_INTERRUPTED: the sandbox
-	// service failed, and a repeat may succeed; DRAINING).
+	// FAILED_PRECONDITION (ROLLOUT_RUNNING; TRAJECTORY_ABSENT: the verifier rewards turns; END_STATE_GONE: it was never kept, or
+	// made room for others; SPEC_FORGOTTEN: see the setting `kept_spec_bytes`; REGRADE_FAILED: its prepared state cannot be made
+	// again), RESOURCE_EXHAUSTED (GRADE_LIMIT: it has 16 of them; REGRADE_LIMIT, with RetryInfo: the driver has enough to
+	// regrade), UNAVAILABLE (REGRADE_INTERRUPTED: the sandbox service failed, and a repeat may succeed; DRAINING).
 	RegradeRollout(context.Context, *RegradeRolloutRequest) (*RegradeRolloutResponse, error)
 	// GetGroup returns a group.
 	// Errors: NOT_FOUND (GROUP_UNKNOWN).
@@ -764,9 +765,10 @@ type RolloutServiceServer interface {
 	// before the gate was opened).
 	GetTrajectory(*GetTrajectoryRequest, RolloutService_GetTrajectoryServer) error
 	// AnnotateTrajectory adds what somebody outside the environment says about an ended rollout's trajectory. All are added or
-	// none is. Idempotent by name, author and call.
-	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN, CALL_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_RUNNING, TRAJECTORY_ABSENT),
-	// RESOURCE_EXHAUSTED (ANNOTATION_LIMIT: the trajectory would have more than 1024, or more than 64 MiB of them).
+	// none is, and they are on disk when this returns. Idempotent by name, author and call: an equal one changes nothing.
+	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN, CALL_UNKNOWN), INVALID_ARGUMENT (FIELD_INVALID), FAILED_PRECONDITION (ROLLOUT_RUNNING,
+	// TRAJECTORY_ABSENT), RESOURCE_EXHAUSTED (ANNOTATION_LIMIT: the trajectory would have more than 1024, or more than 64 MiB of
+	// them; or, with RetryInfo, other requests are being checked).
 	AnnotateTrajectory(context.Context, *AnnotateTrajectoryRequest) (*AnnotateTrajectoryResponse, error)
 	// GetTensor returns the data of one tensor of an ended rollout's trajectory, in messages of at most 4 MiB. Each has the rows
 	// that follow those before it, with their own start and shape. Their data joined, then their row_lengths joined, have the

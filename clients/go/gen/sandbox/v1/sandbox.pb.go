@@ -934,8 +934,8 @@ func (x *HealthCheck) GetStartPeriod() *durationpb.Duration {
 	return nil
 }
 
-// Companion is a container beside a sandbox, such as the database of a task. It shares the sandbox's network and nothing
-// else: programs in the sandbox and other companions reach it at its name, which is 127.0.0.1, and no two of them can listen
+// Companion is a container beside a sandbox, such as the database of a task. It shares the sandbox's network, with its
+// abstract sockets: a program there that passes it an open file gives it that file. Programs in the sandbox and other companions reach it at its name, which is 127.0.0.1, and no two of them can listen
 // on the same port. It has files of its own, which no snapshot, diff or fork has, and is started from its image for each
 // sandbox. It reaches what the sandbox reaches. If it ends after the sandbox was READY, the sandbox lives on without it.
 type Companion struct {
@@ -1465,7 +1465,7 @@ type Capabilities struct {
 	LimitInodes bool      `protobuf:"varint,19,opt,name=limit_inodes,json=limitInodes,proto3" json:"limit_inodes,omitempty"`
 	// What is the same in each sandbox of a kind. See SandboxSpec.repeatable.
 	Repeatable []RepeatablePart `protobuf:"varint,20,rep,packed,name=repeatable,proto3,enum=penstock.sandbox.v1.RepeatablePart" json:"repeatable,omitempty"`
-	// Whether a sandbox may have companions.
+	// Whether a sandbox may have companions, and a fork may join it (ForkSandboxesRequest.join_sandbox_id).
 	Companions    bool `protobuf:"varint,21,opt,name=companions,proto3" json:"companions,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache

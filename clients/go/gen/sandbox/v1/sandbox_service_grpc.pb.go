@@ -116,6 +116,8 @@ type SandboxServiceClient interface {
 	// only.
 	// Errors: NOT_FOUND (SNAPSHOT_UNKNOWN, SANDBOX_UNKNOWN), FAILED_PRECONDITION (CAPABILITY_MISSING, SANDBOX_LOST,
 	// SANDBOX_NOT_READY), UNAVAILABLE (PAUSE_FAILED), ALREADY_EXISTS (REQUEST_ID_REUSED), INTERNAL (SEAL_FAILED).
+	// Of the sandbox that a child joins, each is the child's: NOT_FOUND (SANDBOX_UNKNOWN), FAILED_PRECONDITION
+	// (SANDBOX_LOST, SANDBOX_NOT_READY, SANDBOX_PAUSED), RESOURCE_EXHAUSTED (SANDBOX_JOINED).
 	ForkSandboxes(ctx context.Context, in *ForkSandboxesRequest, opts ...grpc.CallOption) (SandboxService_ForkSandboxesClient, error)
 	// SetNetworkPolicy narrows what a sandbox may reach. Connections that the new policy forbids are cut.
 	// Errors: FAILED_PRECONDITION (POLICY_WIDER, CAPABILITY_MISSING), NOT_FOUND (SANDBOX_UNKNOWN).
@@ -549,6 +551,8 @@ type SandboxServiceServer interface {
 	// only.
 	// Errors: NOT_FOUND (SNAPSHOT_UNKNOWN, SANDBOX_UNKNOWN), FAILED_PRECONDITION (CAPABILITY_MISSING, SANDBOX_LOST,
 	// SANDBOX_NOT_READY), UNAVAILABLE (PAUSE_FAILED), ALREADY_EXISTS (REQUEST_ID_REUSED), INTERNAL (SEAL_FAILED).
+	// Of the sandbox that a child joins, each is the child's: NOT_FOUND (SANDBOX_UNKNOWN), FAILED_PRECONDITION
+	// (SANDBOX_LOST, SANDBOX_NOT_READY, SANDBOX_PAUSED), RESOURCE_EXHAUSTED (SANDBOX_JOINED).
 	ForkSandboxes(*ForkSandboxesRequest, SandboxService_ForkSandboxesServer) error
 	// SetNetworkPolicy narrows what a sandbox may reach. Connections that the new policy forbids are cut.
 	// Errors: FAILED_PRECONDITION (POLICY_WIDER, CAPABILITY_MISSING), NOT_FOUND (SANDBOX_UNKNOWN).

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from penstock.client.errors import InvalidArgument
 from penstock.client.types.results import POLICY_CAUSES, RolloutResult
-from penstock.client.types.trajectories import Call, Sample, Trajectory
+from penstock.client.types.trajectories import Annotation, Call, Sample, Trajectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +132,23 @@ class RolloutCredit:
         """
         samples = (replace(one, advantages=self.token_advantages(one)) for one in trajectory.samples)
         return replace(trajectory, samples=tuple(samples))
+
+    def annotations(self, author: str, name: str = "advantage") -> list[Annotation]:
+        """Returns the advantages as annotations of the turns that have one, for `ps.rollouts.annotate`.
+
+        `author` says who estimated, such as "branches, n = 8". Details: the standard error, and `shared_by`.
+        """
+        return [
+            Annotation(
+                name=name,
+                author=author,
+                call_id=turn.call_id,
+                value=turn.advantage,
+                details={"standard_error": turn.standard_error, "shared_by": turn.shared_by},
+            )
+            for turn in self.turns
+            if turn.advantage is not None
+        ]
 
 
 def turns_of(trajectory: Trajectory) -> list[Call]:

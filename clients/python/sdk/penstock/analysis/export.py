@@ -1,7 +1,7 @@
 """Exports trajectories to files: the tables `turns` (a row per model call, lossless), `sequences` (a row per training
-sample), `tool_calls` (a row per call of a host tool), `rollouts`, and `chat` (a conversation per branch, for supervised
-fine-tuning), as JSON Lines or Parquet. docs/exports.md documents each column; `penstock.tables.rows` makes the rows of
-all tables but `chat`, for drivers too.
+sample), `tool_calls` (a row per call of a host tool), `annotations`, `rollouts`, and `chat` (a conversation per branch,
+for supervised fine-tuning), as JSON Lines or Parquet. docs/exports.md documents each column; `penstock.tables.rows`
+makes the rows of all tables but `chat`, for drivers too.
 
 Each row has its own digest and its rollout's number of rows in the table; `verify_chain.verify` checks both.
 """
@@ -28,6 +28,7 @@ __all__ = [
     "Format",
     "Row",
     "Table",
+    "annotations",
     "chat",
     "format_of",
     "read_exports",
@@ -64,6 +65,11 @@ def tool_calls(trajectory: Trajectory) -> Iterator[Row]:
     return _rows(Table.TOOL_CALLS, trajectory)
 
 
+def annotations(trajectory: Trajectory) -> Iterator[Row]:
+    """Yields a row per annotation, in the order of their creation."""
+    return _rows(Table.ANNOTATIONS, trajectory)
+
+
 def rollouts(trajectory: Trajectory, prices: Prices | None = None) -> Iterator[Row]:
     """Yields the one row of the rollout, which exists also for one without a call; with `prices`, with its cost."""
     return _rows(Table.ROLLOUTS, trajectory, prices)
@@ -82,6 +88,7 @@ ROWS: Final[dict[Table, Callable[[Trajectory], Iterator[Row]]]] = {
     Table.TURNS: turns,
     Table.SEQUENCES: sequences,
     Table.TOOL_CALLS: tool_calls,
+    Table.ANNOTATIONS: annotations,
     Table.ROLLOUTS: rollouts,
     Table.CHAT: chat,
 }

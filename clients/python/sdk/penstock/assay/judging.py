@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from penstock.assay.model import Code, Finding, Severity, Trial
-from penstock.assay.order import was_not_loaded
+from penstock.assay.reversed_tests import was_not_loaded
 from penstock.client.tasks.task import Task
 from penstock.client.types.results import Phase
 

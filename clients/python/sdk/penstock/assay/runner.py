@@ -12,11 +12,11 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any, Final, TypeVar
 
-from penstock.assay import judging, view
+from penstock.assay import judging, leaks
 from penstock.assay.attacks import attacks
 from penstock.assay.model import Assay, Code, Finding, Kind, Severity, Trial
 from penstock.assay.mutations import answer_blocks, mutants
-from penstock.assay.order import reversed_order, uses_pytest
+from penstock.assay.reversed_tests import reversed_order, uses_pytest
 from penstock.assay.scripts import MAX_SCRIPT_BYTES, of_solution
 from penstock.assay.trials import Trials
 from penstock.client.connection import Penstock
@@ -160,9 +160,9 @@ class _Work:
         if not judging.is_top(task, first):
             return  # without a solution that passes, neither mutants nor orders show anything
         diff = first.diff or ""
-        look = await self._try(Kind.VIEW, "search for the answer", view.script(task, diff))
-        self._size = view.size(look.reports)
-        yield list(view.findings(look.reports))
+        look = await self._try(Kind.VIEW, "search for the answer", leaks.script(task, diff))
+        self._size = leaks.size(look.reports)
+        yield list(leaks.findings(look.reports))
         if uses_pytest(task.verifier):
             other = replace(task, verifier=reversed_order(task.verifier))
             trial = await self._try(Kind.ORDER, "tests in the reverse order", self._solution, task=other)

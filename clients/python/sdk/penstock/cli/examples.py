@@ -64,6 +64,10 @@ EXAMPLES: Final[Mapping[str, Sequence[str]]] = {
         "penstock rewards diff run-7",
         "penstock rewards diff run-7 --grade strict --limit 0 --json",
     ),
+    "annotate": (
+        "penstock annotate ROLLOUT --name helpfulness --author me --value 0.8",
+        "penstock annotate ROLLOUT --file judged.jsonl --author judge-v2",
+    ),
     "terminal": (
         "penstock terminal task.yaml",
         "penstock terminal task.yaml --answer 42 < commands.txt",

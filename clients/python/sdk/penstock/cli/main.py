@@ -35,7 +35,7 @@ from penstock.cli.commands.assay import scan
 from penstock.cli.commands.assistant import command as assistant
 from penstock.cli.commands.doctor import command as doctor
 from penstock.cli.commands.evals import command as evals
-from penstock.cli.commands.grades import bias, regrade, rewards
+from penstock.cli.commands.grades import annotate, bias, regrade, rewards
 from penstock.cli.examples import add_examples, epilog
 from penstock.cli.terminal.console import EXIT_CODES, INTERRUPTED, err, out
 
@@ -131,6 +131,7 @@ _add(replay.replay)
 _add(diff.diff)
 _add(regrade.regrade)
 app.add_typer(rewards.app, name="rewards")
+_add(annotate.annotate)
 _add(bias.bias)
 _add(terminal.terminal)
 app.add_typer(agents.app, name="agents")

@@ -173,6 +173,7 @@ from penstock.client.types.sandboxes import (
 )
 from penstock.client.types.toolboxes import PythonTarget, Runtime, Toolbox, ToolboxFile, ToolboxSpec
 from penstock.client.types.trajectories import (
+    Annotation,
     Branch,
     BranchPoint,
     Call,
@@ -182,6 +183,7 @@ from penstock.client.types.trajectories import (
     Reward,
     Sample,
     Trajectory,
+    TurnReward,
     TurnSpan,
 )
 
@@ -196,6 +198,7 @@ __all__ = [
     "Allowlist",
     "AlreadyDelivered",
     "AlreadyExists",
+    "Annotation",
     "ArtifactCollected",
     "Assays",
     "AttemptFailed",
@@ -363,6 +366,7 @@ __all__ = [
     "ToolboxSpec",
     "Trajectory",
     "Trouble",
+    "TurnReward",
     "TurnSpan",
     "Unauthenticated",
     "Unavailable",

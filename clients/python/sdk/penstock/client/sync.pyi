@@ -75,7 +75,7 @@ from penstock.client.types.sandboxes import (
     Stats,
 )
 from penstock.client.types.toolboxes import Toolbox, ToolboxSpec
-from penstock.client.types.trajectories import Call, Trajectory
+from penstock.client.types.trajectories import Annotation, Call, Trajectory
 from penstock.driver.v1.agent_pb2 import AgentSpec
 
 LIVE: Final[tuple[type, ...]]
@@ -257,6 +257,23 @@ class RolloutsClient:
             FailedPrecondition: `ROLLOUT_RUNNING`; `END_STATE_GONE`; `SPEC_FORGOTTEN`; `REGRADE_FAILED`.
             ResourceExhausted: `GRADE_LIMIT`; `REGRADE_LIMIT`.
             Unavailable: `REGRADE_INTERRUPTED`: nothing was graded, and a repeat may succeed.
+        """
+    def annotate(self, rollout_id: str, *annotations: Annotation) -> None:
+        """Adds what somebody outside the environment says about an ended rollout's trajectory: all or none.
+
+        Returns once they are on disk. An annotation of the same name, author and call replaces the earlier one; an
+        equal one changes nothing, so a repeat is safe.
+
+        Args:
+            rollout_id: an ended rollout.
+            annotations: 1 to 1024. A trajectory has at most 1024, and at most 64 MiB of them.
+
+        Raises:
+            NotFound: `ROLLOUT_UNKNOWN`; `CALL_UNKNOWN`.
+            InvalidArgument: `FIELD_INVALID`; `TOKEN_VALUES`: not one dimension of numbers.
+            FailedPrecondition: `ROLLOUT_RUNNING`; `TRAJECTORY_ABSENT`.
+            ResourceExhausted: `ANNOTATION_LIMIT`.
+            Unsupported: `RPC_NOT_SERVED`: the driver is of an earlier version.
         """
     def regrade_all(
         self,
@@ -1148,8 +1165,8 @@ class OperationsClient:
         """
 
 class RolloutHandle:
-    """One rollout: `events`, `result`, `trajectory`, `calls`, `branch`, `regrade`, `pause`, `resume`, `cancel`,
-    `delete`.
+    """One rollout: `events`, `result`, `trajectory`, `calls`, `branch`, `regrade`, `annotate`, `pause`, `resume`,
+    `cancel`, `delete`.
     """
     @property
     def info(self) -> Rollout:
@@ -1197,6 +1214,8 @@ class RolloutHandle:
         """Starts n rollouts that continue this one from one of its calls; see `ps.rollouts.branch`."""
     def regrade(self, verifier: Verifier | None = None, *, name: str = "") -> Grade:
         """Runs a verifier on the ended rollout's end state; see `ps.rollouts.regrade`."""
+    def annotate(self, *annotations: Annotation) -> None:
+        """Adds annotations to the ended rollout's trajectory; see `ps.rollouts.annotate`."""
     def cancel(self, reason: str = "") -> None:
         """Cancels it: returns when agent and sandbox are removed. An ended rollout keeps its outcome."""
     def pause(self, reason: str = "", *, max_duration: float | None = None) -> bool:

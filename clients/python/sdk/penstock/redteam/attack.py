@@ -90,7 +90,7 @@ class Attack(BaseModel):
     model: Literal["source", "echo", "black_box"] = "source"
     """Answers its model calls: the run's source, or an endpoint that echoes requests."""
     host_tool: bool = False
-    """Whether it is offered the host tool of `surroundings.py`."""
+    """Whether it is offered the host tool of `fixtures.py`."""
     beside: str | None = None
     """Python program of a concurrent agent in another sandbox; the attack begins when it reports `tried`."""
     beside_ends: bool = False

@@ -30,12 +30,12 @@ def image_of(task: Task) -> str:
 
 
 def contexts_of(task: Task) -> Mapping[str, Path]:
-    """Returns the directories of Dockerfiles of a task and its verifier, by the names of their images.
+    """Returns the directories of Dockerfiles of a task, its verifier and its companions, by the names of their images.
 
     Raises:
         ConfigurationError: `IMAGE_CONTEXT`, a directory cannot be read.
     """
-    folders = (task.build, None if task.verifier is None else task.verifier.build)
+    folders = (task.build, None if task.verifier is None else task.verifier.build, *task.companion_builds.values())
     return {_image_of(task, folder): folder for folder in folders if folder is not None}
 
 
@@ -67,9 +67,13 @@ def _add_file(found: Any, path: Path) -> None:
 
 
 def with_image(task: Task) -> Task:
-    """Returns the task with the images of its Dockerfile and its verifier's set."""
+    """Returns the task with the images of its Dockerfile, its verifier's and its companions' set."""
     if image := image_of(task):
         task = replace(task, sandbox=replace(task.sandbox or SandboxChoice(), image=image))
+    if task.companion_builds and task.sandbox is not None:
+        images = {name: _image_of(task, folder) for name, folder in task.companion_builds.items()}
+        beside = [replace(one, image=images.get(one.name, one.image)) for one in task.sandbox.companions]
+        task = replace(task, sandbox=replace(task.sandbox, companions=tuple(beside)))
     if task.verifier is not None and task.verifier.build is not None:
         image = _image_of(task, task.verifier.build)
         task = replace(task, verifier=replace(task.verifier, image=image))

@@ -21,6 +21,7 @@ class Table(StrEnum):
     TURNS = "turns"
     SEQUENCES = "sequences"
     TOOL_CALLS = "tool_calls"
+    ANNOTATIONS = "annotations"
     ROLLOUTS = "rollouts"
     CHAT = "chat"
 
@@ -113,6 +114,9 @@ COLUMNS: Final = MappingProxyType(
             "rollout_chain_sha256": Kind.TEXT,
             "replayed_from": Kind.JSON,
             "branch_point": Kind.BOOL,
+            "turn_reward": Kind.DOUBLE,
+            "turn_reward_components": Kind.JSON,
+            "token_rewards": Kind.FLOATS,
             **_SEAL,
         },
         Table.SEQUENCES: {
@@ -143,6 +147,8 @@ COLUMNS: Final = MappingProxyType(
             "parent_rollout_id": Kind.TEXT,
             "branch_call_id": Kind.TEXT,
             "advantages": Kind.FLOATS,
+            "turn_rewards": Kind.DOUBLES,
+            "token_rewards": Kind.FLOATS,
             **_SEAL,
         },
         Table.TOOL_CALLS: {
@@ -159,6 +165,20 @@ COLUMNS: Final = MappingProxyType(
             "end_reason": Kind.TEXT,
             "receive_time": Kind.TEXT,
             "end_time": Kind.TEXT,
+            **_SEAL,
+        },
+        Table.ANNOTATIONS: {
+            **_COMMON,
+            "annotation_index": Kind.INT32,
+            "name": Kind.TEXT,
+            "author": Kind.TEXT,
+            "call_id": Kind.TEXT,
+            "value": Kind.DOUBLE,
+            "token_values": Kind.FLOATS,
+            "details": Kind.JSON,
+            "create_time": Kind.TEXT,
+            "judged_chain_sha256": Kind.TEXT,
+            "rollout_chain_sha256": Kind.TEXT,
             **_SEAL,
         },
         Table.ROLLOUTS: {

@@ -38,6 +38,7 @@ _INT32, _FLOAT32 = "i", "f"
 def turns(trajectory: trajectory_pb2.Trajectory) -> Iterator[Row]:
     """Yields a row per model call, in order of arrival."""
     calls = {call.call_id: call for call in trajectory.calls}
+    rewards = {turn.call_id: turn for turn in trajectory.reward.turns}
     for call in trajectory.calls:
         done = call.completion if call.HasField("completion") else None
         span = completion_pb2.TokenSpan() if done is None else done.span
@@ -98,6 +99,7 @@ def turns(trajectory: trajectory_pb2.Trajectory) -> Iterator[Row]:
             "rollout_chain_sha256": trajectory.chain_sha256.hex() or None,
             "replayed_from": _origin(call.replayed_from) if call.HasField("replayed_from") else None,
             "branch_point": call.branch_point,
+            **_turn_reward(rewards.get(call.call_id)),
         }
         yield sealed(row, len(trajectory.calls))
 
@@ -155,6 +157,8 @@ def sequences(
             "parent_rollout_id": sample.parent_rollout_id or None,
             "branch_call_id": sample.branch_call_id or None,
             "advantages": _advantages(sample.sample_id, mask, advantages.get(sample.sample_id)),
+            "turn_rewards": [_optional(turn, "reward") for turn in sample.turns],
+            "token_rewards": _token_rewards(sample),
         }
         yield sealed(row, len(trajectory.samples))
 
@@ -178,6 +182,25 @@ def tool_calls(trajectory: trajectory_pb2.Trajectory) -> Iterator[Row]:
             "end_time": _time(call, "end_time"),
         }
         yield sealed(row, len(trajectory.host_tool_calls))
+
+
+def judgements(trajectory: trajectory_pb2.Trajectory) -> Iterator[Row]:
+    """Yields a row per annotation, in the order of their creation."""
+    for index, one in enumerate(trajectory.annotations):
+        row = {
+            **common(trajectory),
+            "annotation_index": index,
+            "name": one.name,
+            "author": one.author,
+            "call_id": _optional(one, "call_id"),
+            "value": _optional(one, "value"),
+            "token_values": _numbers(_FLOAT32, one.token_values) if one.token_values else None,
+            "details": _whole(MessageToDict(one.details)),
+            "create_time": _time(one, "create_time"),
+            "judged_chain_sha256": one.chain_sha256.hex() or None,
+            "rollout_chain_sha256": trajectory.chain_sha256.hex() or None,
+        }
+        yield sealed(row, len(trajectory.annotations))
 
 
 def rollouts(trajectory: trajectory_pb2.Trajectory, cost: Row | None = None) -> Iterator[Row]:
@@ -213,6 +236,7 @@ ROWS: Final[Mapping[Table, Callable[[trajectory_pb2.Trajectory], Iterator[Row]]]
     Table.TURNS: turns,
     Table.SEQUENCES: sequences,
     Table.TOOL_CALLS: tool_calls,
+    Table.ANNOTATIONS: judgements,
     Table.ROLLOUTS: rollouts,
 }
 """The function that makes each table's rows. `rollouts` is last: it has a row for each rollout. Clients alone make
@@ -245,6 +269,23 @@ def reward(trajectory: trajectory_pb2.Trajectory) -> Row:
         "reward": None if given is None else given.value,
         "reward_components": {} if given is None else dict(given.components),
     }
+
+
+def _turn_reward(turn: trajectory_pb2.TurnReward | None) -> Row:
+    return {
+        "turn_reward": None if turn is None else _optional(turn, "value"),
+        "turn_reward_components": {} if turn is None else dict(turn.components),
+        "token_rewards": None if turn is None or not turn.token_values else _numbers(_FLOAT32, turn.token_values),
+    }
+
+
+def _token_rewards(sample: trajectory_pb2.Sample) -> list[float] | None:
+    if not sample.token_rewards:
+        return None
+    values = _numbers(_FLOAT32, sample.token_rewards)
+    if len(values) != sample.count or not all(map(math.isfinite, values)):
+        raise BrokenSample(f"sample {sample.sample_id} has rewards of other tokens, or ones that are no numbers")
+    return values
 
 
 def _findings(trajectory: trajectory_pb2.Trajectory) -> list[Row]:

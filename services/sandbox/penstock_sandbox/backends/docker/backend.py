@@ -1,7 +1,7 @@
 """The Docker backend: sandboxes as containers of a daemon, here or elsewhere, served by guest agents.
 
 Purpose: combines the parts. One sandbox is: a hardened container of a prepared image, whose first process does nothing;
-a guest agent, in one of several ways (``reach``, ``inside``); and its mounts (``sandboxes`` makes and ends them).
+a guest agent, in one of several ways (``access``); and its mounts (``sandboxes`` makes and ends them).
 
 Invariants
 - Capabilities are tested: ``open`` makes a sandbox and checks it from inside before the backend is available.
@@ -22,6 +22,7 @@ from pathlib import Path
 import structlog
 
 from penstock_chassis.errors import FailedPrecondition, Internal, PenstockError, Unavailable
+from penstock_sandbox.backends.docker import seccomp
 from penstock_sandbox.backends.docker.access.started_inside import Inside
 from penstock_sandbox.backends.docker.access.ways import Direct, Reach, Sidecar
 from penstock_sandbox.backends.docker.cleanup.exits import Deaths
@@ -99,7 +100,9 @@ class DockerBackend(Backend):
                 "default_backend, which pulls the image at its start",
                 reason="BACKEND_UNAVAILABLE",
             )
-        companions = Companions(options, daemon, owner, reaper, images)
+        companions = Companions(
+            options, daemon, owner, reaper, images, await seccomp.offered(daemon, options.state_dir)
+        )
         boxes = DockerSandboxes(options, daemon, owner, reaper, layers, companions)
         deaths = Deaths(daemon, owner, _epoch(str(info["SystemTime"])), boxes.died, boxes.signalled, boxes.names)
         self._stack.push_async_callback(deaths.aclose)

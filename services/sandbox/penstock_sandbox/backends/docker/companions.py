@@ -4,7 +4,8 @@ Purpose: they join the network namespace of the sandbox's container, so the sand
 network is made; the hosts file of that container, which the daemon gives them too, has their names.
 
 Invariants
-- Nothing of a companion is in the sandbox but its listeners: files, processes and limits are its own.
+- Nothing of a companion is in the sandbox but its listeners: files, processes and limits are its own. The sandbox's
+  programs can pass it theirs by abstract sockets, so what joins the network later is a container of its own.
 - A failed or cancelled start removes all of them.
 - They begin after the sandbox's own listeners, which therefore keep their ports.
 """
@@ -41,18 +42,29 @@ _NO_CHECK: Final = HealthCheck()
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A companion whose image is there: the image's id, the ids that it runs as, and its check."""
+    """A companion whose image is there: the image's id, the ids that it runs as, its check, and whether the image
+    declares one."""
 
     spec: Companion
     image: str
     ids: Ids
     check: HealthCheck
+    declares_check: bool
 
 
 class Companions:
-    """Starts the companions of one daemon's sandboxes."""
+    """Starts the companions of one daemon's sandboxes. ``seccomp_profile``: as ``seccomp.offered`` returns it."""
 
-    def __init__(self, options: DockerOptions, daemon: Daemon, owner: Owner, reaper: Reaper, images: Images) -> None:
+    def __init__(
+        self,
+        options: DockerOptions,
+        daemon: Daemon,
+        owner: Owner,
+        reaper: Reaper,
+        images: Images,
+        seccomp_profile: str,
+    ) -> None:
+        self._seccomp_profile = seccomp_profile
         self._options = options
         self._daemon = daemon
         self._owner = owner
@@ -75,7 +87,9 @@ class Companions:
             except Refused as error:
                 raise _failed(spec.name, f"its image cannot be used: {error.what}") from error
             ids = _allowed(spec, f"spec.companions[{index}].user", ids, user, root=root)
-            found.append(Planned(spec, str(image["Id"]), ids, spec.health_check or declared_check(config)))
+            declared = declared_check(config)
+            declares = bool(config.get("Healthcheck"))
+            found.append(Planned(spec, str(image["Id"]), ids, spec.health_check or declared, declares))
         return tuple(found)
 
     async def start(self, sandbox_id: str, sandbox: str, planned: Sequence[Planned]) -> tuple[str, ...]:
@@ -129,6 +143,8 @@ class Companions:
             labels,
             sandbox,
             one.ids,
+            seccomp_profile=self._seccomp_profile,
+            declares_check=one.declares_check,
             shm_bytes=self._options.tmp_bytes,
             runtime=self._options.runtime,
         )

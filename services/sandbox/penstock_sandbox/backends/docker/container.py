@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from penstock_sandbox.backends.docker import seccomp
 from penstock_sandbox.backends.docker.engine.errors import Json
 from penstock_sandbox.backends.docker.images import account_files, pause_program
 from penstock_sandbox.backends.docker.images.account_files import Ids
@@ -43,12 +42,11 @@ _INHABITANT_CAPABILITIES = ("KILL", "SETGID", "SETPCAP", "SETUID")
 # What entry points of images need that begin as root: to prepare their directories, and to become and end another user.
 _COMPANION_CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "NET_BIND_SERVICE", "SETGID", "SETUID")
 
-
-# The daemon's own, which a list replaces, and the files that it mounts in a container.
-_READ_ONLY = (
+# The daemon's own, which a list replaces, and the files that it mounts in a container: one hosts file in all containers
+# of a network namespace.
+_NAMES_READ_ONLY = (
     *("/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger"),
     *("/etc/hosts", "/etc/hostname", "/etc/resolv.conf"),
-    *account_files.PATHS,
 )
 
 
@@ -63,8 +61,12 @@ def sandbox(
     read_only: bool,
     runtime: str,
     own_names: Sequence[str] = (),
+    joins: str = "",
 ) -> tuple[Json, Json]:
-    """Returns a sandbox's container settings and their host part. ``own_names`` lead to its own 127.0.0.1."""
+    """Returns a sandbox's container settings and their host part. ``own_names`` lead to its own 127.0.0.1.
+
+    ``joins`` is the id of a container whose network it shares, with the names that lead there.
+    """
     settings: Json = {
         "image": image.name,
         # A bare name removes the image's variable.
@@ -75,7 +77,7 @@ def sandbox(
         "hostname": HOSTNAME,
         "working_dir": "/",
         "labels": dict(labels),
-        "healthcheck": {"test": ["NONE"]},
+        **_unchecked(image.checks_health),
         "stop_signal": "SIGKILL",
     }
     tmpfs = {
@@ -102,13 +104,19 @@ def sandbox(
         "read_only": read_only,
         "mounts": [dict(mount) for mount in mounts],
     }
-    if network is not NetworkKind.OPEN:
+    if joins:
+        # The daemon gives it the other's names, and refuses any of its own.
+        del settings["hostname"]
+        host["network_mode"] = f"container:{joins}"
+    elif network is not NetworkKind.OPEN:
         # Otherwise the daemon copies the host's resolver into the container.
         # Nobody has an address of documentation; at 127.0.0.1 a companion could answer.
         host["dns"] = ["192.0.2.1" if own_names else "127.0.0.1"]
         host["dns_search"] = ["."]
     if own_names:
         host["extra_hosts"] = dict.fromkeys(own_names, "127.0.0.1")
+    if own_names or joins:
+        host["readonly_paths"] = list(_NAMES_READ_ONLY)
     if not read_only and resources.disk_bytes is not None:
         host["storage_opt"] = {"size": str(resources.disk_bytes)}
     if runtime:
@@ -167,6 +175,8 @@ def companion(
     sandbox_container: str,
     ids: Ids,
     *,
+    seccomp_profile: str,
+    declares_check: bool,
     shm_bytes: int,
     runtime: str,
 ) -> tuple[Json, Json]:
@@ -185,7 +195,7 @@ def companion(
         "user": f"{ids.uid}:{ids.gid}",
         "working_dir": spec.workdir or None,
         "labels": dict(labels),
-        "healthcheck": {"test": ["NONE"]},
+        **_unchecked(declares_check),
         "stop_signal": "SIGKILL",
     }
     host: Json = {
@@ -194,13 +204,12 @@ def companion(
         "network_mode": f"container:{sandbox_container}",
         "ipc_mode": "private",
         "shm_size": shm_bytes,
-        # The daemon gives one hosts file to all containers of a network namespace.
-        "readonly_paths": list(_READ_ONLY),
+        "readonly_paths": [*_NAMES_READ_ONLY, *account_files.PATHS],
         # Of the last lines, which a failed creation shows.
         "log_driver": "json-file",
         "log_options": {"max-size": "64k", "max-file": "1"},
     }
-    host["security_opt"] = [*host["security_opt"], f"seccomp={seccomp.profile()}"]
+    host["security_opt"] = [*host["security_opt"], f"seccomp={seccomp_profile}"]
     if ids.groups:
         host["group_add"] = list(map(str, ids.groups))
     if ids.uid == 0:
@@ -210,6 +219,11 @@ def companion(
     if runtime:
         host["runtime"] = runtime
     return settings, host
+
+
+def _unchecked(declared: bool) -> Json:
+    """Switches off an image's own health check. Where there is none, Podman would start a timer for this."""
+    return {"healthcheck": {"test": ["NONE"]}} if declared else {}
 
 
 def _hardening() -> Json:

@@ -31,10 +31,10 @@ from penstock_sandbox.backends.docker.images.layers import REPOSITORY, Layers, n
 from penstock_sandbox.backends.docker.images.prepared_images import ReadyImage, described
 from penstock_sandbox.backends.docker.options import DockerOptions
 from penstock_sandbox.domain.backend import SandboxHandle
+from penstock_sandbox.domain.errno import Refused as RefusedInside
 from penstock_sandbox.domain.model import NetworkKind, SandboxSpec
 from penstock_sandbox.guest_client.sandbox import BackendHooks, GuestSandbox, ProcessDefaults
 from penstock_sandbox.guest_client.stream import LinkLost
-from penstock_sandbox.host.errors import Refused as RefusedInside
 
 TRIAL = "trial"
 """The sandbox id of the trial."""
@@ -56,6 +56,8 @@ class DockerSandbox:
     reached: Reached
     handle: GuestSandbox | None = None
     layers: tuple[str, ...] = ()
+    joins: str = ""
+    """The name of the sandbox whose network it shares."""
     beside: asyncio.Task[tuple[str, ...]] | None = None
     """Starts its companions; results in the names of their containers once all are healthy."""
     seal_as: str = ""
@@ -132,10 +134,16 @@ class DockerSandboxes:
             box.lose("SANDBOX_VANISHED")
             if box.beside is not None:
                 box.beside.cancel()  # they cannot become healthy
+            self._lose_joined(name)
         elif (box := self._served(name)) is not None:
             box.lose("SIDECAR_ENDED")
         elif (box := next((one for one in self._live.values() if name in one.companions), None)) is not None:
             _log.warning("a companion ended; its sandbox lives on", sandbox=box.name, companion=name)
+
+    def _lose_joined(self, name: str) -> None:
+        """Ends what shares the network of a sandbox: without its companions a verifier would grade something else."""
+        for box in [one for one in self._live.values() if one.joins == name]:
+            box.lose("SANDBOX_VANISHED")
 
     def signalled(self, name: str) -> None:
         """Handles that someone signalled a container through the daemon."""
@@ -146,6 +154,12 @@ class DockerSandboxes:
     def _served(self, name: str) -> DockerSandbox | None:
         """Returns the sandbox that a sidecar of this name serves."""
         return self._live.get(name.removesuffix(SIDECAR_SUFFIX))
+
+    def _alive(self, name: str) -> DockerSandbox:
+        box = self._live.get(name)
+        if box is None or box.died.is_set():
+            raise FailedPrecondition("the sandbox that is joined is gone", reason="SANDBOX_LOST")
+        return box
 
     async def make(
         self,
@@ -159,26 +173,28 @@ class DockerSandboxes:
         companions: Sequence[Planned] = (),
     ) -> GuestSandbox:
         """Makes a container, its guest agent, its link and its companions. References to ``layers`` are held until its
-        end.
+        end. Raises FailedPrecondition (SANDBOX_LOST) without the sandbox that it joins.
         """
         name = f"penstock-{sandbox_id}" if sandbox_id != TRIAL else f"penstock-trial-{self._owner.run}"
+        joins = f"penstock-{spec.joins}" if spec.joins else ""
         labels = {
             **self._owner.labels("sandbox"),
             SANDBOX: sandbox_id,
             "penstock.lease_s": f"{spec.lease_s or 0:g}",
         }
-        settings, host = container.sandbox(
-            image,
-            labels,
-            spec.resources,
-            spec.network.kind,
-            mounts=mounts,
-            tmp_bytes=self._options.tmp_bytes,
-            read_only=self._options.read_only,
-            runtime=self._options.runtime,
-            own_names=[HOSTNAME, *(name for one in companions for name in one.spec.names)] if companions else (),
-        )
         try:
+            settings, host = container.sandbox(
+                image,
+                labels,
+                spec.resources,
+                spec.network.kind,
+                mounts=mounts,
+                tmp_bytes=self._options.tmp_bytes,
+                read_only=self._options.read_only,
+                runtime=self._options.runtime,
+                own_names=[HOSTNAME, *(name for one in companions for name in one.spec.names)] if companions else (),
+                joins=self._alive(joins).container if joins else "",
+            )
             if self.reach is None:
                 raise Unavailable("this service is stopping", reason="DRAINING", retry_after_s=1.0)
             reach = self.reach
@@ -198,13 +214,19 @@ class DockerSandboxes:
                 return Started(sandbox_id, made, int(state["Pid"]), image, spec.resources, writable)
 
             reached = await reach.reach(name, start)
+            if joins:
+                try:
+                    self._alive(joins)
+                except BaseException:
+                    await reached.close()
+                    raise
         except BaseException:
             try:
                 await self._reaper.container(name)
             finally:
                 self._layers.release(layers)
             raise
-        box = self._live[name] = DockerSandbox(name, made, image, reached, layers=layers)
+        box = self._live[name] = DockerSandbox(name, made, image, reached, layers=layers, joins=joins)
         box.handle = GuestSandbox(
             sandbox_id,
             reached.opener,
@@ -283,14 +305,20 @@ class DockerSandboxes:
             if box.seal_as and box.sealed is None and box.seal_failure is None:
                 await self._seal(box, box.seal_as)
         finally:
+            self._lose_joined(box.name)
             beside, box.beside = box.beside, None
             if beside is not None:
                 beside.cancel()
                 await asyncio.wait([beside])
             names = beside.result() if beside is not None and _succeeded(beside) else ()
-            await asyncio.gather(self._reaper.container(box.name), box.reached.close(), self._companions.remove(names))
-            self._live.pop(box.name, None)
-            self._layers.release(box.layers)
+            try:
+                # Before the sandbox's own: Podman removes no container whose namespaces another one uses.
+                await asyncio.gather(box.reached.close(), self._companions.remove(names))
+            finally:
+                await self._reaper.container(box.name)
+                self._live.pop(box.name, None)
+                self._lose_joined(box.name)
+                self._layers.release(box.layers)
 
     async def _seal(self, box: DockerSandbox, layer_id: str) -> None:
         """Keeps its files, once; an error is the sealing caller's alone, and the sandbox's end continues."""

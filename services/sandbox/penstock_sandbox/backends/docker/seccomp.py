@@ -11,10 +11,14 @@ Invariants
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import json
 import socket
+from pathlib import Path
 from typing import Any, Final
+
+from penstock_sandbox.backends.docker.engine.daemon import Daemon
 
 REFUSED: Final = (
     "acct", "add_key", "bpf", "chroot", "clock_settime", "delete_module", "fanotify_init", "finit_module", "fsconfig",
@@ -32,8 +36,19 @@ _FURTHER: Final = (
     "sethostname", "sysfs", "uselib", "ustat", "vhangup",
 )  # fmt: skip
 FAMILIES: Final = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6, socket.AF_NETLINK)
+_FILE = "companions-seccomp.json"
 # CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET.
 _NEW_NAMESPACES: Final = tuple(1 << bit for bit in (17, 25, 26, 27, 28, 29, 30))
+
+
+async def offered(daemon: Daemon, folder: Path) -> str:
+    """Returns the profile as a daemon takes it: Docker its text, Podman the path of a file, made in ``folder``."""
+    text = profile()
+    if not await daemon.is_podman():
+        return text
+    path = folder.absolute() / _FILE
+    await asyncio.to_thread(path.write_text, text)
+    return str(path)
 
 
 def profile() -> str:

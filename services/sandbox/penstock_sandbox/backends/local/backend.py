@@ -37,6 +37,7 @@ from penstock_sandbox.backends.local.spawner_process import SpawnerProcess
 from penstock_sandbox.backends.local.stage import Stage
 from penstock_sandbox.domain import paths
 from penstock_sandbox.domain.backend import Backend, MountedToolbox, SandboxHandle, SealedLayer
+from penstock_sandbox.domain.errno import Refused
 from penstock_sandbox.domain.model import (
     Capabilities,
     DiskLimit,
@@ -48,7 +49,6 @@ from penstock_sandbox.domain.model import (
 )
 from penstock_sandbox.host import cgroups
 from penstock_sandbox.host.cgroups import Cgroups, Group
-from penstock_sandbox.host.errors import Refused
 from penstock_sandbox.images import reference
 from penstock_sandbox.images.store import ImageOptions, ImageStore
 

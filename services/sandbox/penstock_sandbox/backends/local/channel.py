@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Self
 
 from penstock_sandbox.backends.local.spawner import wire
-from penstock_sandbox.host.errors import Refused
+from penstock_sandbox.domain.errno import Refused
 
 Reply = tuple[wire.Message, list[int]]
 

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock_sandbox.domain.diffs import DEFAULT_BYTES, MAX_KEPT, NAME_COST, DiffWriter, too_large
+from penstock_sandbox.domain.errno import Refused, file_error
 from penstock_sandbox.guest.common import files, trees, walk
-from penstock_sandbox.host.errors import Refused, file_error
 
 _OPAQUE = ("user.overlay.opaque", "trusted.overlay.opaque")
 # Entries outside the requested paths count as well: an agent may have a million of them there.

@@ -14,8 +14,8 @@ from penstock_chassis.errors import PenstockError
 from penstock_sandbox.backends.local.channel import ChannelClosed, Reply
 from penstock_sandbox.backends.local.spawner import wire
 from penstock_sandbox.domain.backend import FileReader, FileWriter
+from penstock_sandbox.domain.errno import Refused, file_error
 from penstock_sandbox.domain.model import FileInfo, FileKind
-from penstock_sandbox.host.errors import Refused, file_error
 
 # Below this size a read or write costs less than a thread.
 _INLINE_IO = 256 * 1024

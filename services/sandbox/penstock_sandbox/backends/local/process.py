@@ -17,9 +17,9 @@ from penstock_sandbox.backends.local.channel import ChannelClosed, Reply
 from penstock_sandbox.backends.local.freezing import Freezing
 from penstock_sandbox.backends.local.spawner import wire
 from penstock_sandbox.domain.backend import ProcessHandle, ProcessSink, RawExit
+from penstock_sandbox.domain.errno import Refused
 from penstock_sandbox.domain.model import PtySize, Stream
 from penstock_sandbox.guest.common import children
-from penstock_sandbox.host.errors import Refused
 
 _READ = 64 * 1024
 

@@ -38,9 +38,9 @@ from penstock_sandbox.domain.backend import (
     SandboxHandle,
     StartFailed,
 )
+from penstock_sandbox.domain.errno import Refused, file_error, sandbox_lost
 from penstock_sandbox.domain.model import FileInfo, NetworkKind, NetworkPolicy, PtySize, Stats, Stream
 from penstock_sandbox.host.cgroups import Group
-from penstock_sandbox.host.errors import Refused, file_error, sandbox_lost
 
 _VERDICT_S = 5.0
 _KILL_S, _KILL_SOON_S = 10.0, 2.0

@@ -15,7 +15,7 @@ from typing import cast
 
 from penstock_sandbox.backends.local.channel import Reply
 from penstock_sandbox.backends.local.spawner import wire
-from penstock_sandbox.host.errors import Refused
+from penstock_sandbox.domain.errno import Refused
 
 _CHUNK = 256 * 1024
 _RESULT_LIMIT = 64 * 1024

@@ -36,7 +36,8 @@ def export(
     table: Annotated[
         Table | None,
         typer.Option(
-            help="One row per model call, sample, host tool call, rollout or conversation. Default: sequences."
+            help="One row per model call, sample, host tool call, annotation, rollout or conversation."
+            " Default: sequences."
         ),
     ] = None,
     as_atif: Annotated[

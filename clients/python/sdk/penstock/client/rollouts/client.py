@@ -11,14 +11,20 @@ from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
 from penstock.client.errors import InvalidArgument, PenstockError
 from penstock.client.rollouts.assays import Assays
 from penstock.client.rollouts.driver_rpc import CREATE_TIMEOUT_S, Driver, Drivers
-from penstock.client.rollouts.handles import GroupHandle, RolloutHandle, branch_request, regrade_request
+from penstock.client.rollouts.handles import (
+    GroupHandle,
+    RolloutHandle,
+    annotate_request,
+    branch_request,
+    regrade_request,
+)
 from penstock.client.rollouts.merging import Watched, changes_of_all
 from penstock.client.tasks import spec as tasks
 from penstock.client.tasks.task import Task
 from penstock.client.transport.lists import newest_first, one_after_another
 from penstock.client.types import results
 from penstock.client.types.chat import Message, Sampling
-from penstock.client.types.trajectories import Trajectory
+from penstock.client.types.trajectories import Annotation, Trajectory
 from penstock.client.wire import chat, specs
 from penstock.client.wire import results as wire_results
 from penstock.driver.v1 import rollout_pb2
@@ -114,7 +120,9 @@ def spec(task: Task, agent: str | tasks.AgentChoice, options: RolloutOptions) ->
 def sandbox_of(task: Task, given: tasks.SandboxChoice | None) -> tasks.SandboxChoice | None:
     """Returns the requested sandbox, completed from the task's. Raises `TASK_IMAGE`."""
     sandbox = over(given, task.sandbox)
-    if task.build is not None and (sandbox is None or not sandbox.image):
+    beside = () if sandbox is None else sandbox.companions
+    unnamed = [one.name for one in beside if not one.image and one.name in task.companion_builds]
+    if unnamed or (task.build is not None and (sandbox is None or not sandbox.image)):
         raise InvalidArgument(
             f"{task.task_id} has a Dockerfile: pass penstock.tasks.images.with_image(task)", reason="TASK_IMAGE"
         )
@@ -271,6 +279,26 @@ class RolloutsClient:
         request = regrade_request(rollout_id, verifier, name)
         _, grade = await self._drivers.having(rollout_id, lambda driver: driver.regrade(request))
         return grade
+
+    async def annotate(self, rollout_id: str, *annotations: Annotation) -> None:
+        """Adds what somebody outside the environment says about an ended rollout's trajectory: all or none.
+
+        Returns once they are on disk. An annotation of the same name, author and call replaces the earlier one; an
+        equal one changes nothing, so a repeat is safe.
+
+        Args:
+            rollout_id: an ended rollout.
+            annotations: 1 to 1024. A trajectory has at most 1024, and at most 64 MiB of them.
+
+        Raises:
+            NotFound: `ROLLOUT_UNKNOWN`; `CALL_UNKNOWN`.
+            InvalidArgument: `FIELD_INVALID`; `TOKEN_VALUES`: not one dimension of numbers.
+            FailedPrecondition: `ROLLOUT_RUNNING`; `TRAJECTORY_ABSENT`.
+            ResourceExhausted: `ANNOTATION_LIMIT`.
+            Unsupported: `RPC_NOT_SERVED`: the driver is of an earlier version.
+        """
+        request = annotate_request(rollout_id, annotations)
+        await self._drivers.having(rollout_id, lambda driver: driver.annotate(request))
 
     async def regrade_all(
         self,

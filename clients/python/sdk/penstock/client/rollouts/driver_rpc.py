@@ -81,6 +81,10 @@ class Driver:
         answer = await self.service.call(self.stub.RegradeRollout, request, timeout=REGRADE_TIMEOUT_S, repeatable=True)
         return wire_results.grade(answer.grade)
 
+    async def annotate(self, request: pb.AnnotateTrajectoryRequest) -> None:
+        """Adds annotations to an ended rollout's trajectory."""
+        await self.service.call(self.stub.AnnotateTrajectory, request, timeout=RESULT_TIMEOUT_S, repeatable=True)
+
     async def get_group(self, group_id: str) -> results.Group:
         """Fetches a group's current state."""
         request = pb.GetGroupRequest(group_id=group_id)

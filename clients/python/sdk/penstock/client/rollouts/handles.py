@@ -2,7 +2,7 @@
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing, suppress
 from typing import Any, Final, Literal, TypeVar
 
@@ -15,7 +15,7 @@ from penstock.client.transport.patience import Patience
 from penstock.client.transport.rpc import Backoff
 from penstock.client.types import results
 from penstock.client.types.chat import Message, Role
-from penstock.client.types.trajectories import Trajectory
+from penstock.client.types.trajectories import Annotation, Trajectory
 from penstock.client.wire import chat, specs
 from penstock.client.wire import results as wire_results
 from penstock.client.wire.chat import duration
@@ -32,8 +32,8 @@ _FULL_MOST_S: Final = 30.0
 
 
 class RolloutHandle:
-    """One rollout: `events`, `result`, `trajectory`, `calls`, `branch`, `regrade`, `pause`, `resume`, `cancel`,
-    `delete`.
+    """One rollout: `events`, `result`, `trajectory`, `calls`, `branch`, `regrade`, `annotate`, `pause`, `resume`,
+    `cancel`, `delete`.
     """
 
     def __init__(self, driver: Driver, info: results.Rollout) -> None:
@@ -139,6 +139,10 @@ class RolloutHandle:
     async def regrade(self, verifier: Verifier | None = None, *, name: str = "") -> results.Grade:
         """Runs a verifier on the ended rollout's end state; see `ps.rollouts.regrade`."""
         return await self._driver.regrade(regrade_request(self.rollout_id, verifier, name))
+
+    async def annotate(self, *annotations: Annotation) -> None:
+        """Adds annotations to the ended rollout's trajectory; see `ps.rollouts.annotate`."""
+        await self._driver.annotate(annotate_request(self.rollout_id, annotations))
 
     async def cancel(self, reason: str = "") -> None:
         """Cancels it: returns when agent and sandbox are removed. An ended rollout keeps its outcome."""
@@ -311,6 +315,12 @@ def regrade_request(rollout_id: str, verifier: Verifier | None, name: str) -> pb
     """Returns the request for a further grade; see `ps.rollouts.regrade`."""
     message = None if verifier is None else specs.verifier(verifier)
     return pb.RegradeRolloutRequest(rollout_id=rollout_id, verifier=message, name=name)
+
+
+def annotate_request(rollout_id: str, annotations: Sequence[Annotation]) -> pb.AnnotateTrajectoryRequest:
+    """Returns the request for annotations; see `ps.rollouts.annotate`."""
+    messages = [wire_results.annotation_to(one) for one in annotations]
+    return pb.AnnotateTrajectoryRequest(rollout_id=rollout_id, annotations=messages)
 
 
 def branch_request(

@@ -1,7 +1,7 @@
 """Task files: YAML or JSON written by people, validated strictly, turned into a `Task`.
 
 Unknown keys are refused, with their line and the closest valid key. Files are given inline (`content`) or by `from`, a
-file or a directory in the task file's own directory (beside.py).
+file or a directory in the task file's own directory (named_files.py).
 """
 
 import base64
@@ -37,7 +37,7 @@ from penstock.client.tasks.field_types import (
     is_file_path,
     names_of,
 )
-from penstock.client.tasks.named_files import Beside, CannotRead
+from penstock.client.tasks.named_files import Beside, CannotRead, dockerfile_problem
 from penstock.client.tasks.rollout_keys import BudgetsTable, RolloutKeys
 from penstock.client.tasks.sandbox_keys import ResourcesTable
 from penstock.client.tasks.spec import Command, Inference, Judge, SeedFile, Upstream
@@ -227,7 +227,7 @@ class VerifierFile(Strict):
             yield ("build",), "set image or build"
         if value.get("user") and not (value.get("image") or value.get("build")):
             yield ("user",), "needs an image of the verifier's own"
-        if isinstance(build := value.get("build"), str) and (problem := _dockerfile_problem(beside, build)):
+        if isinstance(build := value.get("build"), str) and (problem := dockerfile_problem(beside, build)):
             yield ("build",), problem
         given = value.get("copies")
         copies = given if isinstance(given, list) else ()
@@ -247,16 +247,6 @@ def _around(path: str, others: Iterable[Any]) -> str:
         common = min(len(parts), len(known))
         if common and parts[:common] == known[:common]:
             return str(other)
-    return ""
-
-
-def _dockerfile_problem(beside: Beside | None, build: str) -> str:
-    if beside is None:
-        return ""
-    try:
-        beside.read(f"{build}/Dockerfile")
-    except CannotRead as error:
-        return f"has no usable Dockerfile: {error}"
     return ""
 
 
@@ -289,7 +279,7 @@ class TaskFile(RolloutKeys):
         if build is not None and (value.get("image") or (isinstance(sandbox, Mapping) and sandbox.get("image"))):
             yield ("build",), "set image or build"
         if isinstance(sandbox, Mapping) and sandbox.get("companions"):
-            yield from _needs_fork(value)
+            yield from _beside_companions(value)
         if beside is None:
             return
         if isinstance(named := value.get("instruction_file"), str):
@@ -299,21 +289,21 @@ class TaskFile(RolloutKeys):
                 problem = str(error)
             if problem:
                 yield ("instruction_file",), problem
-        if isinstance(build, str) and (problem := _dockerfile_problem(beside, build)):
+        if isinstance(build, str) and (problem := dockerfile_problem(beside, build)):
             yield ("build",), problem
 
 
-def _needs_fork(value: Mapping[str, Any]) -> Iterator[tuple[Place, str]]:
-    """Yields what a task with companions cannot have: what the agent did to them is in no fork."""
-    problem = "needs a fork, which would not have what the agent did to sandbox.companions"
+def _beside_companions(value: Mapping[str, Any]) -> Iterator[tuple[Place, str]]:
+    """Yields what a task with companions cannot have: it is graded where they are, in the network that they share."""
     if value.get("keep_end_state"):
-        yield ("keep_end_state",), problem
+        yield ("keep_end_state",), "would not have what the agent did to sandbox.companions"
     if value["sandbox"].get("verifier_network"):
-        yield ("sandbox", "verifier_network"), problem
+        yield ("sandbox", "verifier_network"), "sandbox.companions would share it"
     verifier = value.get("verifier")
-    for name in ("fresh_fork", "changes_below", "image", "build", "resources", "copies", "collect", "judge"):
+    for name in ("image", "build", "resources", "judge"):
         if isinstance(verifier, Mapping) and (verifier.get(name) or verifier.get(name) == {}):
-            yield ("verifier", name), problem
+            problem = "a verifier has the agent's own sandbox.companions"
+            yield ("verifier", name), "sandbox.companions would share its network" if name == "judge" else problem
 
 
 def task_file_of(folder: Path) -> Path | None:

@@ -121,3 +121,14 @@ def regular(path: Path, most: int) -> tuple[bytes, int]:
     if len(content) > most:
         raise CannotRead(f"{path} has {max(found.st_size, len(content))} bytes; at most {most} are allowed")
     return bytes(content), found.st_mode & 0o777
+
+
+def dockerfile_problem(beside: Beside | None, build: str) -> str:
+    """Returns why a directory beside a file has no Dockerfile to build; empty: it has one, or nothing can be read."""
+    if beside is None:
+        return ""
+    try:
+        beside.read(f"{build}/Dockerfile")
+    except CannotRead as error:
+        return f"has no usable Dockerfile: {error}"
+    return ""

@@ -2,13 +2,16 @@
 
 import math
 import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Annotated, Any, Final
 
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 
 from penstock.client.tasks.field_types import Count, Environment, LargeCount, Number, Plain
+from penstock.client.tasks.named_files import Beside, dockerfile_problem
 from penstock.client.tasks.spec import Companion, HealthCheck, Resources
-from penstock.client.tasks.strict_model import Strict
+from penstock.client.tasks.strict_model import Place, Strict
 from penstock.sandbox.v1 import sandbox_pb2
 from penstock.values import companions, to_proto
 
@@ -78,7 +81,8 @@ class CompanionTable(Strict):
     """One of `sandbox.companions`."""
 
     name: str
-    image: str
+    image: str = ""
+    build: str | None = Field(None, description="Directory with the Dockerfile of its image.")
     aliases: list[str] = Field(default_factory=list, description="Further names of it.")
     entrypoint: list[Plain] = Field(default_factory=list)
     command: list[Plain] = Field(default_factory=list)
@@ -89,8 +93,16 @@ class CompanionTable(Strict):
     resources: ResourcesTable | None = None
     after: list[str] = Field(default_factory=list, description="Companions before it that must be healthy first.")
 
+    @classmethod
+    def conflicts(cls, value: Mapping[str, Any], beside: Beside | None) -> Iterator[tuple[Place, str]]:
+        """Of an image that is named and one that is built, there is one."""
+        if value.get("image") and value.get("build"):
+            yield ("build",), "set image or build"
+        if isinstance(build := value.get("build"), str) and (problem := dockerfile_problem(beside, build)):
+            yield ("build",), problem
+
     def made(self) -> Companion:
-        """Returns the value."""
+        """Returns the value, without an image where that is built."""
         return Companion(
             name=self.name,
             image=self.image,
@@ -107,7 +119,8 @@ class CompanionTable(Strict):
 
 
 def _possible(tables: list[CompanionTable]) -> list[CompanionTable]:
-    described = [to_proto(table.made(), sandbox_pb2.Companion) for table in tables[: companions.MOST + 1]]
+    made = [replace(table.made(), image=table.image or table.build or "") for table in tables[: companions.MOST + 1]]
+    described = [to_proto(one, sandbox_pb2.Companion) for one in made]
     for place, problem in companions.problems(described):
         raise ValueError(f"{place} {problem}".strip())
     return tables

@@ -263,8 +263,8 @@ class SandboxChoice:
     None = nothing. The verifier's needs a fresh fork (`Verifier.fresh_fork`). Without a `recording` of their own, the
     agents of a group share one, and its verifiers another.
 
-    `companions` run beside the agent's sandbox, not during setup. What the agent does to them is in no fork, so such a
-    rollout is graded in the agent's sandbox.
+    `companions` run beside the agent's sandbox, not during setup. A verifier in a fresh fork reaches them as the agent
+    left them. It then has no image, resources, judge or network of its own, and no end state is kept.
     """
 
     backend: str = ""

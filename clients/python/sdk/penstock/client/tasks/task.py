@@ -39,7 +39,8 @@ class Task:
 
     `files` and `setup` are prepared once for all rollouts of the task; `metadata` (JSON values) is carried through to
     the trajectory. `sandbox`, `limits`, `budgets` and `labels` are its rollouts' defaults; a rollout's own values take
-    precedence, field by field. `build` is the directory of the Dockerfile for its image. `Task.load` reads a file.
+    precedence, field by field. `build` is the directory of the Dockerfile for its image, `companion_builds` are those
+    for images of companions, by their names. `Task.load` reads a file.
     `keep_diff` keeps the agent's changes in its working directory as an artifact `changes.diff`, `keep_files` the small
     files that are there at the end (64 KiB each, one directory deep, 32) as `files/PATH`. `keep_end_state` is its
     rollouts' default of that option. Agents get `mcp_servers` beside those of the rollout's `AgentChoice`; an agent
@@ -59,6 +60,7 @@ class Task:
     labels: Mapping[str, str] = field(default_factory=lambda: _EMPTY)
     solution: Solution | None = None
     build: Path | None = None
+    companion_builds: Mapping[str, Path] = field(default_factory=lambda: _EMPTY)
     keep_diff: bool = False
     keep_files: bool = False
     keep_end_state: bool | None = None
@@ -121,6 +123,11 @@ def build_task(source: YamlFile, content: Any = None) -> Task:
         labels=file.labels,
         solution=solution,
         build=build,
+        companion_builds={
+            one.name: path.parent / one.build
+            for one in (() if file.sandbox is None else file.sandbox.companions)
+            if one.build is not None
+        },
         keep_diff=file.keep_diff,
         keep_files=file.keep_files,
         keep_end_state=file.keep_end_state,

@@ -1,5 +1,6 @@
 """Trajectories: calls, branches, samples, reward and grade. All values; times are UTC."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -12,13 +13,60 @@ from penstock.client.types.chat import Completion, Logprobs, LogprobsMode, Sampl
 
 
 @dataclass(frozen=True, slots=True)
+class TurnReward:
+    """The reward of one turn: of what the model answered to one call. Finite; `Reward`'s range does not bound it.
+
+    Attributes:
+        value: None = the turn has rewards of tokens or components only.
+        token_values: one for each token of the call's completion; None = none.
+    """
+
+    call_id: str
+    value: float | None = None
+    components: Mapping[str, float] = field(default_factory=dict)
+    token_values: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Reward:
-    """A reward, computed inside the environment; finite, within [range_min, range_max]."""
+    """A reward, computed inside the environment; finite, within [range_min, range_max].
+
+    `turns` are the rewards of single turns, in the order of their calls. `value` is not computed from them.
+    """
 
     value: float
     range_min: float = 0.0
     range_max: float = 1.0
     components: Mapping[str, float] = field(default_factory=dict)
+    turns: tuple[TurnReward, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Annotation:
+    """What somebody outside the environment says about a trajectory: a judge, a critic, a person.
+
+    It never changes the reward. A later one of the same name, author and call replaces it.
+
+    Attributes:
+        name: what is judged, such as "helpfulness": 1 to 128 characters.
+        author: who judged, such as a judge's model and version: 1 to 128 characters.
+        call_id: the call that it is about; None = the whole trajectory.
+        value: finite; None = no number.
+        token_values: float32, shape (m,), finite, one for each of the m tokens of the call's completion; needs
+            `call_id`. Any array-like is taken. None = none.
+        details: what else the author says, at most 64 KiB as JSON.
+        create_time: set by the driver.
+        chain_sha256: `Trajectory.chain_sha256` of what was judged; empty = not stated. Another trajectory's is refused.
+    """
+
+    name: str
+    author: str
+    call_id: str | None = None
+    value: float | None = None
+    token_values: NDArray[np.float32] | None = None
+    details: Mapping[str, Any] = field(default_factory=dict)
+    create_time: datetime | None = None
+    chain_sha256: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,13 +193,15 @@ class TurnSpan:
 
     `untrained_reason` is why they are masked; empty where they are trained: SHARED (another sample trains them),
     PARENT (the rollout of which this one is a branch trains them), TRUNCATED, BUDGET, INJECTED, NO_LOGPROBS, PARTIAL,
-    UNUSABLE, or CLASS_ and a class that is not trained.
+    UNUSABLE, or CLASS_ and a class that is not trained. `reward` is the turn's own, finite; None = it has none, which
+    is not zero.
     """
 
     call_id: str
     start: int
     end: int
     untrained_reason: str = ""
+    reward: float | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -173,6 +223,8 @@ class Sample:
             are the parent's, token for token. Empty = no branch.
         advantages: float32, shape (n,): of each token, 0.0 where the mask is False. None = not estimated; services do
             not, `RolloutCredit.annotated` does.
+        token_rewards: float32, shape (n,): the verifier's for each token, 0.0 where it gave none. None = it gave none
+            for any. A turn that several samples have, has them in each: multiply by the mask to count each once.
     """
 
     sample_id: str
@@ -192,9 +244,15 @@ class Sample:
     parent_rollout_id: str = ""
     branch_call_id: str = ""
     advantages: NDArray[np.float32] | None = None
+    token_rewards: NDArray[np.float32] | None = None
 
     def __len__(self) -> int:
         return len(self.input_ids)
+
+    @property
+    def turn_rewards(self) -> NDArray[np.float64]:
+        """The reward of each turn, as in `turns`: float64, shape (len(turns),); NaN = the turn has none."""
+        return np.array([math.nan if turn.reward is None else turn.reward for turn in self.turns], np.float64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +302,33 @@ class Trajectory:
     """Where it leaves its parent; None = it is no branch."""
     judge_calls: tuple[Call, ...] = ()
     """Calls of its verifier to the judge, in none of the samples; their parents are among them."""
+    annotations: tuple[Annotation, ...] = ()
+    """What judges outside say, in the order of creation."""
+
+    def turn_values(self, sample: Sample, name: str, author: str) -> NDArray[np.float64]:
+        """Returns what an author's annotations of one name say about each turn of one of the samples.
+
+        Returns:
+            float64, shape (len(sample.turns),): the values as in `sample.turns`; NaN = none.
+        """
+        values = {one.call_id: one.value for one in self._annotations(name, author) if one.value is not None}
+        return np.array([values.get(turn.call_id, math.nan) for turn in sample.turns], np.float64)
+
+    def token_values(self, sample: Sample, name: str, author: str) -> NDArray[np.float32] | None:
+        """Returns what an author's annotations of one name say about each token of one of the samples.
+
+        Returns:
+            float32, shape (n,): 0.0 on tokens that nothing is said about, as all that were not sampled; None = on all.
+        """
+        found = np.zeros(len(sample), np.float32)
+        given = {one.call_id: one.token_values for one in self._annotations(name, author)}
+        spans = [(turn, values) for turn in sample.turns if (values := given.get(turn.call_id)) is not None]
+        for turn, values in spans:
+            found[turn.start : turn.end] = values[: turn.end - turn.start]
+        return found if spans else None
+
+    def _annotations(self, name: str, author: str) -> list[Annotation]:
+        return [one for one in self.annotations if (one.name, one.author) == (name, author)]
 
     def prompt_of(self, call_id: str) -> TokenIds:
         """Returns the whole prompt of a call, assembled from its parents'.

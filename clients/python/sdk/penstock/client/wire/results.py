@@ -7,8 +7,10 @@ from typing import Any, Final
 import numpy as np
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.struct_pb2 import Struct
+from numpy.typing import ArrayLike
 
 from penstock.chat.v1 import completion_pb2
+from penstock.client.errors import InvalidArgument
 from penstock.client.types import results, trajectories
 from penstock.client.wire.chat import (
     completion_from,
@@ -60,6 +62,18 @@ exit_from: Final = reader(
 )
 """Converts the exit of a process."""
 
+reader(
+    trajectories.TurnReward,
+    trajectory_pb2.TurnReward,
+    by={
+        "token_values": lambda message: tuple(logprobs(message.token_values).tolist()) if message.token_values else None
+    },
+)
+writer(
+    trajectories.TurnReward,
+    trajectory_pb2.TurnReward,
+    by={"token_values": lambda value: _floats_of(value.token_values)},
+)
 reward: Final = reader(trajectories.Reward, trajectory_pb2.Reward)
 """Converts a reward."""
 
@@ -177,9 +191,29 @@ sample: Final = reader(
         "logprobs": lambda message: logprobs(message.logprobs) if message.logprobs else None,
         "top_token_ids": top_ids,
         "top_logprobs": top_logprobs,
+        "token_rewards": lambda message: logprobs(message.token_rewards) if message.token_rewards else None,
     },
 )
 """Converts a sample."""
+
+reader(
+    trajectories.Annotation,
+    trajectory_pb2.Annotation,
+    by={
+        "token_values": lambda message: logprobs(message.token_values) if message.token_values else None,
+        "details": lambda message: values(message.details),
+    },
+)
+
+annotation_to: Final = writer(
+    trajectories.Annotation,
+    trajectory_pb2.Annotation,
+    by={
+        "token_values": lambda value: _floats_of(value.token_values),
+        "details": lambda value: _struct(value.details) if value.details else None,
+    },
+)
+"""Converts an annotation."""
 
 reader(trajectories.BranchPoint, trajectory_pb2.BranchPoint)
 writer(trajectories.BranchPoint, trajectory_pb2.BranchPoint)
@@ -215,6 +249,7 @@ writer(
         "logprobs": lambda value: float_bytes(value.logprobs),
         "top_token_ids": lambda value: int_bytes(value.top_token_ids),
         "top_logprobs": lambda value: float_bytes(value.top_logprobs),
+        "token_rewards": lambda value: float_bytes(value.token_rewards),
         "logprobs_mode": lambda value: read_number(completion_pb2.LogprobsMode, value.logprobs_mode, "LOGPROBS_MODE_"),
         "count": len,
         "top_count": lambda value: max(
@@ -226,6 +261,20 @@ writer(
 writer(trajectories.RecordedToolCall, trajectory_pb2.HostToolCall, left_out=("rollout_id",))
 
 
+def _floats_of(values: ArrayLike | None) -> bytes:
+    """Encodes numbers for the wire.
+
+    Raises:
+        InvalidArgument: not one dimension of numbers.
+    """
+    if values is None:
+        return b""
+    array = np.asarray(values)
+    if array.ndim != 1 or array.dtype.kind not in "iuf":
+        raise InvalidArgument("token_values must be a list or one-dimensional array of numbers", reason="TOKEN_VALUES")
+    return array.astype("<f4").tobytes()
+
+
 def _struct(value: Mapping[str, Any]) -> Struct:
     result = Struct()
     result.update(value)
@@ -235,7 +284,6 @@ def _struct(value: Mapping[str, Any]) -> Struct:
 trajectory_to: Final = writer(
     trajectories.Trajectory,
     trajectory_pb2.Trajectory,
-    left_out=("annotations",),
     by={"task_metadata": lambda value: _struct(value.task_metadata)},
 )
 """Converts a trajectory that was read back to its message."""

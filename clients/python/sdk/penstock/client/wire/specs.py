@@ -75,7 +75,17 @@ verifier: Final = writer(
 task: Final = writer(
     Task,
     rollout_pb2.Task,
-    left_out=("sandbox", "limits", "budgets", "labels", "solution", "build", "keep_end_state", "mcp_servers"),
+    left_out=(
+        "sandbox",
+        "limits",
+        "budgets",
+        "labels",
+        "solution",
+        "build",
+        "companion_builds",
+        "keep_end_state",
+        "mcp_servers",
+    ),
     by={"metadata": lambda value: struct(value.metadata, "metadata") if value.metadata else None},
 )
 """Converts a task; the rollout's terms and agent have what it says of its sandbox, limits, servers and so on."""

@@ -1,8 +1,9 @@
 """The compose file of a task with several containers: the services beside the agent's become companions of its sandbox.
 
-Kept are images, commands, environments, health checks, the order of starts and names. Ports are ignored: all that a
-companion listens on is reached. What would change the task's meaning is refused by its name: images that are built,
-files shared with a container, further networks, and keys that are not known here.
+Kept are images, commands, environments, health checks, the order of starts and names. The Dockerfile of a companion is
+copied with its directory, and built as the agent's is. Ports are ignored: all that a companion listens on is reached.
+What would change the task's meaning is refused by its name: files shared with a container, further networks, and keys
+that are not known here.
 """
 
 import re
@@ -26,8 +27,8 @@ _WITHOUT_EFFECT: Final = (
 """Keys that are ignored, but for the names in them."""
 _MAIN: Final = (*_WITHOUT_EFFECT, "build", "command", "deploy", "environment", "healthcheck", "image", "volumes")
 _SIDE: Final = (
-    *_WITHOUT_EFFECT, "command", "cpus", "deploy", "entrypoint", "environment", "healthcheck", "image", "mem_limit",
-    "pids_limit", "user", "volumes", "working_dir",
+    *_WITHOUT_EFFECT, "build", "command", "cpus", "deploy", "entrypoint", "environment", "healthcheck", "image",
+    "mem_limit", "pids_limit", "user", "volumes", "working_dir",
 )  # fmt: skip
 _KEEPS_RUNNING: Final = re.compile(r"(?:(?:/bin/)?(?:ba)?sh -c )?['\"]?(?:sleep infinity|tail -f /dev/null)['\"]?")
 _HARNESS: Final = re.compile(r"\$\{?(?:T_BENCH_|HOST_|ENV_)\w*\}?")
@@ -56,7 +57,11 @@ def put_companions(folder: Folder, file: Path, main: str, choices: Choices) -> N
         return
     if not choices.image:
         raise Refused(f"{file.name}: {', '.join(beside)} are containers of images: import it with images")
-    found = [reader.companion(name) for name in reader.in_order(beside)]
+    ordered = reader.in_order(beside)
+    found = [reader.companion(name) for name in ordered]
+    for name, entry in zip(ordered, found, strict=True):
+        if (source := reader.context(name, file.parent)) is not None:
+            entry["build"] = folder.copy(source, f"companion-{entry['name']}")
     # All of these names lead to the same address: so does the agent's container, whose name others may use.
     found[0]["aliases"] = [*found[0].get("aliases", []), main, *reader.names(own, main)][:MOST_ALIASES]
     try:
@@ -66,6 +71,7 @@ def put_companions(folder: Folder, file: Path, main: str, choices: Choices) -> N
         place = ".".join(map(str, wrong["loc"]))
         raise Refused(f"{file.name}: companions: {place} {wrong['msg'].removeprefix('Value error, ')}") from None
     folder.content.setdefault("sandbox", {})["companions"] = found
+    folder.notes.append("fresh_fork: graded in place, where code of the agent in a companion can forge a reward")
     again = [name for name in beside if services[name].get("restart", "no") not in ("no", False)]
     if again:
         folder.notes.append(f"restart: a companion that ends is not started again ({', '.join(again)})")
@@ -92,8 +98,6 @@ class _Services:
         volumes: dict[str, str] = {}
         for name, service in self._services.items():
             where = f"{self._file}: services.{name}"
-            if name != self._main and "build" in service:
-                raise Refused(f"{where}.build: only the agent's image is built: name an image")
             plain(service, _MAIN if name == self._main else _SIDE, where)
             self._check_deployment(_of(service, "deploy"), f"{where}.deploy")
             used = service.get("networks") or {}
@@ -171,13 +175,14 @@ class _Services:
     def companion(self, name: str) -> dict[str, Any]:
         """Returns a service as an entry of `sandbox.companions`."""
         service, where = self._services[name], f"services.{name}"
-        if not service.get("image"):
+        if not service.get("image") and not service.get("build"):
             raise Refused(f"{self._file}: {where}.image: is required")
         label = _label(name)
         aliases = [alias for alias in dict.fromkeys((name, *self.names(service, name))) if alias != label]
         found = {
             "name": label,
-            "image": self._resolved(service["image"], f"{where}.image"),
+            # Beside a build, it is the name that the image gets there.
+            "image": "" if service.get("build") else self._resolved(service["image"], f"{where}.image"),
             "aliases": aliases,
             "entrypoint": self._words(service, "entrypoint", where),
             "command": self._words(service, "command", where),
@@ -189,6 +194,23 @@ class _Services:
             "after": [_label(other) for other in self._needed(name) if other != self._main],
         }
         return {key: value for key, value in found.items() if value or (key == "health_check" and value is not None)}
+
+    def context(self, name: str, beside: Path) -> Path | None:
+        """Returns the directory of the Dockerfile of a companion, below that of the file; None = it names an image."""
+        build, where = self._services[name].get("build"), f"{self._file}: services.{name}.build"
+        if not build:
+            return None
+        table = build if isinstance(build, Mapping) else {"context": build}
+        plain(table, ("context", "dockerfile"), where)
+        given = self._resolved(table.get("context", "."), where)
+        source = (beside / given).resolve()
+        if beside.resolve() not in source.parents:
+            raise Refused(f"{where}: {given}: its Dockerfile must be in a directory of its own below this file's")
+        if table.get("dockerfile", "Dockerfile") not in ("Dockerfile", "./Dockerfile"):
+            raise Refused(f"{where}: {table['dockerfile']}: only Dockerfile is read")
+        if not (source / "Dockerfile").is_file():
+            raise Refused(f"{where}: {given} has no Dockerfile")
+        return source
 
     def environment(self, service: Mapping[str, Any], name: str) -> dict[str, str]:
         """Returns a service's variables."""

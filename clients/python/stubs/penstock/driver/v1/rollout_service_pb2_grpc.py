@@ -210,7 +210,7 @@ class RolloutServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListRollouts(self, request, context):
-        """ListRollouts lists rollouts, newest first.
+        """ListRollouts lists rollouts, newest first. A page may be shorter than was asked for: at most 16 MiB, but for one rollout.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -341,10 +341,10 @@ class RolloutServiceServicer(object):
         the grade or nothing; then a repeat begins again.
         Errors: NOT_FOUND (ROLLOUT_UNKNOWN), ALREADY_EXISTS (GRADE_EXISTS: the name is that of another verifier's grade),
         INVALID_ARGUMENT (FIELD_INVALID; also changes_below that are not the rollout's own, or no verifier at all),
-        FAILED_PRECONDITION (ROLLOUT_RUNNING; END_STATE_GONE: it was never kept, or made room for others; SPEC_FORGOTTEN: see the
-        setting `kept_spec_bytes`; REGRADE_FAILED: its prepared state cannot be made again), RESOURCE_EXHAUSTED (GRADE_LIMIT: it has
-        16 of them; REGRADE_LIMIT, with RetryInfo: the driver has enough to regrade), UNAVAILABLE (REGRADE_INTERRUPTED: the sandbox
-        service failed, and a repeat may succeed; DRAINING).
+        FAILED_PRECONDITION (ROLLOUT_RUNNING; TRAJECTORY_ABSENT: the verifier rewards turns; END_STATE_GONE: it was never kept, or
+        made room for others; SPEC_FORGOTTEN: see the setting `kept_spec_bytes`; REGRADE_FAILED: its prepared state cannot be made
+        again), RESOURCE_EXHAUSTED (GRADE_LIMIT: it has 16 of them; REGRADE_LIMIT, with RetryInfo: the driver has enough to
+        regrade), UNAVAILABLE (REGRADE_INTERRUPTED: the sandbox service failed, and a repeat may succeed; DRAINING).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -427,9 +427,10 @@ class RolloutServiceServicer(object):
 
     def AnnotateTrajectory(self, request, context):
         """AnnotateTrajectory adds what somebody outside the environment says about an ended rollout's trajectory. All are added or
-        none is. Idempotent by name, author and call.
-        Errors: NOT_FOUND (ROLLOUT_UNKNOWN, CALL_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_RUNNING, TRAJECTORY_ABSENT),
-        RESOURCE_EXHAUSTED (ANNOTATION_LIMIT: the trajectory would have more than 1024, or more than 64 MiB of them).
+        none is, and they are on disk when this returns. Idempotent by name, author and call: an equal one changes nothing.
+        Errors: NOT_FOUND (ROLLOUT_UNKNOWN, CALL_UNKNOWN), INVALID_ARGUMENT (FIELD_INVALID), FAILED_PRECONDITION (ROLLOUT_RUNNING,
+        TRAJECTORY_ABSENT), RESOURCE_EXHAUSTED (ANNOTATION_LIMIT: the trajectory would have more than 1024, or more than 64 MiB of
+        them; or, with RetryInfo, other requests are being checked).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

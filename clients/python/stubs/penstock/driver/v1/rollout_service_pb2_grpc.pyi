@@ -55,7 +55,7 @@ class RolloutServiceStub:
     Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
     """
     ListRollouts: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.ListRolloutsRequest, _rollout_service_pb2.ListRolloutsResponse]
-    """ListRollouts lists rollouts, newest first."""
+    """ListRollouts lists rollouts, newest first. A page may be shorter than was asked for: at most 16 MiB, but for one rollout."""
     WatchRollout: _grpc.UnaryStreamMultiCallable[_rollout_service_pb2.WatchRolloutRequest, _rollout_service_pb2.WatchRolloutResponse]
     """WatchRollout streams a rollout's events after a sequence number, past ones first, and ends after `ended`.
     Errors: NOT_FOUND (ROLLOUT_UNKNOWN), UNAVAILABLE (DRIVER_STOPPING: ask its next process).
@@ -141,10 +141,10 @@ class RolloutServiceStub:
     the grade or nothing; then a repeat begins again.
     Errors: NOT_FOUND (ROLLOUT_UNKNOWN), ALREADY_EXISTS (GRADE_EXISTS: the name is that of another verifier's grade),
     INVALID_ARGUMENT (FIELD_INVALID; also changes_below that are not the rollout's own, or no verifier at all),
-    FAILED_PRECONDITION (ROLLOUT_RUNNING; END_STATE_GONE: it was never kept, or made room for others; SPEC_FORGOTTEN: see the
-    setting `kept_spec_bytes`; REGRADE_FAILED: its prepared state cannot be made again), RESOURCE_EXHAUSTED (GRADE_LIMIT: it has
-    16 of them; REGRADE_LIMIT, with RetryInfo: the driver has enough to regrade), UNAVAILABLE (REGRADE_INTERRUPTED: the sandbox
-    service failed, and a repeat may succeed; DRAINING).
+    FAILED_PRECONDITION (ROLLOUT_RUNNING; TRAJECTORY_ABSENT: the verifier rewards turns; END_STATE_GONE: it was never kept, or
+    made room for others; SPEC_FORGOTTEN: see the setting `kept_spec_bytes`; REGRADE_FAILED: its prepared state cannot be made
+    again), RESOURCE_EXHAUSTED (GRADE_LIMIT: it has 16 of them; REGRADE_LIMIT, with RetryInfo: the driver has enough to
+    regrade), UNAVAILABLE (REGRADE_INTERRUPTED: the sandbox service failed, and a repeat may succeed; DRAINING).
     """
     GetGroup: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.GetGroupRequest, _rollout_service_pb2.GetGroupResponse]
     """GetGroup returns a group.
@@ -186,9 +186,10 @@ class RolloutServiceStub:
     """
     AnnotateTrajectory: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.AnnotateTrajectoryRequest, _rollout_service_pb2.AnnotateTrajectoryResponse]
     """AnnotateTrajectory adds what somebody outside the environment says about an ended rollout's trajectory. All are added or
-    none is. Idempotent by name, author and call.
-    Errors: NOT_FOUND (ROLLOUT_UNKNOWN, CALL_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_RUNNING, TRAJECTORY_ABSENT),
-    RESOURCE_EXHAUSTED (ANNOTATION_LIMIT: the trajectory would have more than 1024, or more than 64 MiB of them).
+    none is, and they are on disk when this returns. Idempotent by name, author and call: an equal one changes nothing.
+    Errors: NOT_FOUND (ROLLOUT_UNKNOWN, CALL_UNKNOWN), INVALID_ARGUMENT (FIELD_INVALID), FAILED_PRECONDITION (ROLLOUT_RUNNING,
+    TRAJECTORY_ABSENT), RESOURCE_EXHAUSTED (ANNOTATION_LIMIT: the trajectory would have more than 1024, or more than 64 MiB of
+    them; or, with RetryInfo, other requests are being checked).
     """
     GetTensor: _grpc.UnaryStreamMultiCallable[_rollout_service_pb2.GetTensorRequest, _rollout_service_pb2.GetTensorResponse]
     """GetTensor returns the data of one tensor of an ended rollout's trajectory, in messages of at most 4 MiB. Each has the rows
@@ -231,7 +232,7 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
     """
     ListRollouts: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.ListRolloutsRequest, _rollout_service_pb2.ListRolloutsResponse]  # type: ignore[assignment]
-    """ListRollouts lists rollouts, newest first."""
+    """ListRollouts lists rollouts, newest first. A page may be shorter than was asked for: at most 16 MiB, but for one rollout."""
     WatchRollout: _aio.UnaryStreamMultiCallable[_rollout_service_pb2.WatchRolloutRequest, _rollout_service_pb2.WatchRolloutResponse]  # type: ignore[assignment]
     """WatchRollout streams a rollout's events after a sequence number, past ones first, and ends after `ended`.
     Errors: NOT_FOUND (ROLLOUT_UNKNOWN), UNAVAILABLE (DRIVER_STOPPING: ask its next process).
@@ -317,10 +318,10 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     the grade or nothing; then a repeat begins again.
     Errors: NOT_FOUND (ROLLOUT_UNKNOWN), ALREADY_EXISTS (GRADE_EXISTS: the name is that of another verifier's grade),
     INVALID_ARGUMENT (FIELD_INVALID; also changes_below that are not the rollout's own, or no verifier at all),
-    FAILED_PRECONDITION (ROLLOUT_RUNNING; END_STATE_GONE: it was never kept, or made room for others; SPEC_FORGOTTEN: see the
-    setting `kept_spec_bytes`; REGRADE_FAILED: its prepared state cannot be made again), RESOURCE_EXHAUSTED (GRADE_LIMIT: it has
-    16 of them; REGRADE_LIMIT, with RetryInfo: the driver has enough to regrade), UNAVAILABLE (REGRADE_INTERRUPTED: the sandbox
-    service failed, and a repeat may succeed; DRAINING).
+    FAILED_PRECONDITION (ROLLOUT_RUNNING; TRAJECTORY_ABSENT: the verifier rewards turns; END_STATE_GONE: it was never kept, or
+    made room for others; SPEC_FORGOTTEN: see the setting `kept_spec_bytes`; REGRADE_FAILED: its prepared state cannot be made
+    again), RESOURCE_EXHAUSTED (GRADE_LIMIT: it has 16 of them; REGRADE_LIMIT, with RetryInfo: the driver has enough to
+    regrade), UNAVAILABLE (REGRADE_INTERRUPTED: the sandbox service failed, and a repeat may succeed; DRAINING).
     """
     GetGroup: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.GetGroupRequest, _rollout_service_pb2.GetGroupResponse]  # type: ignore[assignment]
     """GetGroup returns a group.
@@ -362,9 +363,10 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     """
     AnnotateTrajectory: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.AnnotateTrajectoryRequest, _rollout_service_pb2.AnnotateTrajectoryResponse]  # type: ignore[assignment]
     """AnnotateTrajectory adds what somebody outside the environment says about an ended rollout's trajectory. All are added or
-    none is. Idempotent by name, author and call.
-    Errors: NOT_FOUND (ROLLOUT_UNKNOWN, CALL_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_RUNNING, TRAJECTORY_ABSENT),
-    RESOURCE_EXHAUSTED (ANNOTATION_LIMIT: the trajectory would have more than 1024, or more than 64 MiB of them).
+    none is, and they are on disk when this returns. Idempotent by name, author and call: an equal one changes nothing.
+    Errors: NOT_FOUND (ROLLOUT_UNKNOWN, CALL_UNKNOWN), INVALID_ARGUMENT (FIELD_INVALID), FAILED_PRECONDITION (ROLLOUT_RUNNING,
+    TRAJECTORY_ABSENT), RESOURCE_EXHAUSTED (ANNOTATION_LIMIT: the trajectory would have more than 1024, or more than 64 MiB of
+    them; or, with RetryInfo, other requests are being checked).
     """
     GetTensor: _aio.UnaryStreamMultiCallable[_rollout_service_pb2.GetTensorRequest, _rollout_service_pb2.GetTensorResponse]  # type: ignore[assignment]
     """GetTensor returns the data of one tensor of an ended rollout's trajectory, in messages of at most 4 MiB. Each has the rows
@@ -422,7 +424,7 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_service_pb2.ListRolloutsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_service_pb2.ListRolloutsResponse, _abc.Awaitable[_rollout_service_pb2.ListRolloutsResponse]]:
-        """ListRollouts lists rollouts, newest first."""
+        """ListRollouts lists rollouts, newest first. A page may be shorter than was asked for: at most 16 MiB, but for one rollout."""
 
     @_abc_1.abstractmethod
     def WatchRollout(
@@ -573,10 +575,10 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         the grade or nothing; then a repeat begins again.
         Errors: NOT_FOUND (ROLLOUT_UNKNOWN), ALREADY_EXISTS (GRADE_EXISTS: the name is that of another verifier's grade),
         INVALID_ARGUMENT (FIELD_INVALID; also changes_below that are not the rollout's own, or no verifier at all),
-        FAILED_PRECONDITION (ROLLOUT_RUNNING; END_STATE_GONE: it was never kept, or made room for others; SPEC_FORGOTTEN: see the
-        setting `kept_spec_bytes`; REGRADE_FAILED: its prepared state cannot be made again), RESOURCE_EXHAUSTED (GRADE_LIMIT: it has
-        16 of them; REGRADE_LIMIT, with RetryInfo: the driver has enough to regrade), UNAVAILABLE (REGRADE_INTERRUPTED: the sandbox
-        service failed, and a repeat may succeed; DRAINING).
+        FAILED_PRECONDITION (ROLLOUT_RUNNING; TRAJECTORY_ABSENT: the verifier rewards turns; END_STATE_GONE: it was never kept, or
+        made room for others; SPEC_FORGOTTEN: see the setting `kept_spec_bytes`; REGRADE_FAILED: its prepared state cannot be made
+        again), RESOURCE_EXHAUSTED (GRADE_LIMIT: it has 16 of them; REGRADE_LIMIT, with RetryInfo: the driver has enough to
+        regrade), UNAVAILABLE (REGRADE_INTERRUPTED: the sandbox service failed, and a repeat may succeed; DRAINING).
         """
 
     @_abc_1.abstractmethod
@@ -671,15 +673,17 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         before the gate was opened).
         """
 
+    @_abc_1.abstractmethod
     def AnnotateTrajectory(
         self,
         request: _rollout_service_pb2.AnnotateTrajectoryRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_service_pb2.AnnotateTrajectoryResponse, _abc.Awaitable[_rollout_service_pb2.AnnotateTrajectoryResponse]]:
         """AnnotateTrajectory adds what somebody outside the environment says about an ended rollout's trajectory. All are added or
-        none is. Idempotent by name, author and call.
-        Errors: NOT_FOUND (ROLLOUT_UNKNOWN, CALL_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_RUNNING, TRAJECTORY_ABSENT),
-        RESOURCE_EXHAUSTED (ANNOTATION_LIMIT: the trajectory would have more than 1024, or more than 64 MiB of them).
+        none is, and they are on disk when this returns. Idempotent by name, author and call: an equal one changes nothing.
+        Errors: NOT_FOUND (ROLLOUT_UNKNOWN, CALL_UNKNOWN), INVALID_ARGUMENT (FIELD_INVALID), FAILED_PRECONDITION (ROLLOUT_RUNNING,
+        TRAJECTORY_ABSENT), RESOURCE_EXHAUSTED (ANNOTATION_LIMIT: the trajectory would have more than 1024, or more than 64 MiB of
+        them; or, with RetryInfo, other requests are being checked).
         """
 
     def GetTensor(

@@ -483,8 +483,8 @@ Global___HealthCheck: _TypeAlias = HealthCheck  # noqa: Y015
 
 @_typing.final
 class Companion(_message.Message):
-    """Companion is a container beside a sandbox, such as the database of a task. It shares the sandbox's network and nothing
-    else: programs in the sandbox and other companions reach it at its name, which is 127.0.0.1, and no two of them can listen
+    """Companion is a container beside a sandbox, such as the database of a task. It shares the sandbox's network, with its
+    abstract sockets: a program there that passes it an open file gives it that file. Programs in the sandbox and other companions reach it at its name, which is 127.0.0.1, and no two of them can listen
     on the same port. It has files of its own, which no snapshot, diff or fork has, and is started from its image for each
     sandbox. It reaches what the sandbox reaches. If it ends after the sandbox was READY, the sandbox lives on without it.
     """
@@ -874,7 +874,7 @@ class Capabilities(_message.Message):
     """How disk_bytes, and inodes if limit_inodes is set, are enforced."""
     limit_inodes: _builtins.bool
     companions: _builtins.bool
-    """Whether a sandbox may have companions."""
+    """Whether a sandbox may have companions, and a fork may join it (ForkSandboxesRequest.join_sandbox_id)."""
     @_builtins.property
     def networks(self) -> _containers.RepeatedScalarFieldContainer[Global___NetworkKind.ValueType]: ...
     @_builtins.property

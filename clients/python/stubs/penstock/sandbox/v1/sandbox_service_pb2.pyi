@@ -922,12 +922,20 @@ class ForkSandboxesRequest(_message.Message):
     SANDBOX_ID_FIELD_NUMBER: _builtins.int
     COUNT_FIELD_NUMBER: _builtins.int
     SPEC_FIELD_NUMBER: _builtins.int
+    JOIN_SANDBOX_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Required, and remembered as in CreateSandboxRequest."""
     snapshot_id: _builtins.str
     sandbox_id: _builtins.str
     count: _builtins.int
     """1 to 256."""
+    join_sandbox_id: _builtins.str
+    """With a snapshot and count 1: a READY sandbox with companions, of the same namespace, owner and backend. The child joins its
+    network and so reaches those companions at their names, with all that was done to them; it starts none. Its files and
+    processes are its own, and it lives no longer than the other: it is LOST (SANDBOX_VANISHED) when that ends. Joining
+    ends the other's programs and makes its network NONE, as the child's must be. The child takes no place of a limit of
+    sandboxes, and one at a time joins: else RESOURCE_EXHAUSTED (SANDBOX_JOINED). Empty = none.
+    """
     @_builtins.property
     def spec(self) -> _sandbox_pb2.SandboxSpec:
         """Lease, labels, network, extra env and `repeatable` of the children. Backend, base and resources come from the source and
@@ -942,10 +950,11 @@ class ForkSandboxesRequest(_message.Message):
         sandbox_id: _builtins.str = ...,
         count: _builtins.int = ...,
         spec: _sandbox_pb2.SandboxSpec | None = ...,
+        join_sandbox_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sandbox_id", b"sandbox_id", "snapshot_id", b"snapshot_id", "source", b"source", "spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "request_id", b"request_id", "sandbox_id", b"sandbox_id", "snapshot_id", b"snapshot_id", "source", b"source", "spec", b"spec"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "join_sandbox_id", b"join_sandbox_id", "request_id", b"request_id", "sandbox_id", b"sandbox_id", "snapshot_id", b"snapshot_id", "source", b"source", "spec", b"spec"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_source: _TypeAlias = _typing.Literal["snapshot_id", "sandbox_id"]  # noqa: Y015
     _WhichOneofArgType_source: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015

@@ -306,6 +306,8 @@ class SandboxServiceServicer(object):
         only.
         Errors: NOT_FOUND (SNAPSHOT_UNKNOWN, SANDBOX_UNKNOWN), FAILED_PRECONDITION (CAPABILITY_MISSING, SANDBOX_LOST,
         SANDBOX_NOT_READY), UNAVAILABLE (PAUSE_FAILED), ALREADY_EXISTS (REQUEST_ID_REUSED), INTERNAL (SEAL_FAILED).
+        Of the sandbox that a child joins, each is the child's: NOT_FOUND (SANDBOX_UNKNOWN), FAILED_PRECONDITION
+        (SANDBOX_LOST, SANDBOX_NOT_READY, SANDBOX_PAUSED), RESOURCE_EXHAUSTED (SANDBOX_JOINED).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -124,6 +124,8 @@ class SandboxServiceStub:
     only.
     Errors: NOT_FOUND (SNAPSHOT_UNKNOWN, SANDBOX_UNKNOWN), FAILED_PRECONDITION (CAPABILITY_MISSING, SANDBOX_LOST,
     SANDBOX_NOT_READY), UNAVAILABLE (PAUSE_FAILED), ALREADY_EXISTS (REQUEST_ID_REUSED), INTERNAL (SEAL_FAILED).
+    Of the sandbox that a child joins, each is the child's: NOT_FOUND (SANDBOX_UNKNOWN), FAILED_PRECONDITION
+    (SANDBOX_LOST, SANDBOX_NOT_READY, SANDBOX_PAUSED), RESOURCE_EXHAUSTED (SANDBOX_JOINED).
     """
     SetNetworkPolicy: _grpc.UnaryUnaryMultiCallable[_sandbox_service_pb2.SetNetworkPolicyRequest, _sandbox_service_pb2.SetNetworkPolicyResponse]
     """SetNetworkPolicy narrows what a sandbox may reach. Connections that the new policy forbids are cut.
@@ -250,6 +252,8 @@ class SandboxServiceAsyncStub(SandboxServiceStub):
     only.
     Errors: NOT_FOUND (SNAPSHOT_UNKNOWN, SANDBOX_UNKNOWN), FAILED_PRECONDITION (CAPABILITY_MISSING, SANDBOX_LOST,
     SANDBOX_NOT_READY), UNAVAILABLE (PAUSE_FAILED), ALREADY_EXISTS (REQUEST_ID_REUSED), INTERNAL (SEAL_FAILED).
+    Of the sandbox that a child joins, each is the child's: NOT_FOUND (SANDBOX_UNKNOWN), FAILED_PRECONDITION
+    (SANDBOX_LOST, SANDBOX_NOT_READY, SANDBOX_PAUSED), RESOURCE_EXHAUSTED (SANDBOX_JOINED).
     """
     SetNetworkPolicy: _aio.UnaryUnaryMultiCallable[_sandbox_service_pb2.SetNetworkPolicyRequest, _sandbox_service_pb2.SetNetworkPolicyResponse]  # type: ignore[assignment]
     """SetNetworkPolicy narrows what a sandbox may reach. Connections that the new policy forbids are cut.
@@ -469,6 +473,8 @@ class SandboxServiceServicer(metaclass=_abc_1.ABCMeta):
         only.
         Errors: NOT_FOUND (SNAPSHOT_UNKNOWN, SANDBOX_UNKNOWN), FAILED_PRECONDITION (CAPABILITY_MISSING, SANDBOX_LOST,
         SANDBOX_NOT_READY), UNAVAILABLE (PAUSE_FAILED), ALREADY_EXISTS (REQUEST_ID_REUSED), INTERNAL (SEAL_FAILED).
+        Of the sandbox that a child joins, each is the child's: NOT_FOUND (SANDBOX_UNKNOWN), FAILED_PRECONDITION
+        (SANDBOX_LOST, SANDBOX_NOT_READY, SANDBOX_PAUSED), RESOURCE_EXHAUSTED (SANDBOX_JOINED).
         """
 
     @_abc_1.abstractmethod

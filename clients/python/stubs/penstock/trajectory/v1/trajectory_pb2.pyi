@@ -744,7 +744,9 @@ class Sample(_message.Message):
     top_count: _builtins.int
     """The most alternatives of a trained turn. 0 = none, or the reader did not ask."""
     token_rewards: _builtins.bytes
-    """TurnReward.token_values, little-endian float32: `count` of them, 0.0 where there is none. Empty = no token has one."""
+    """TurnReward.token_values, little-endian float32: `count` of them, 0.0 where there is none. Empty = no token has one. A turn
+    that several samples have, has them in each: where the mask is 1, each is there once.
+    """
     parent_rollout_id: _builtins.str
     """Of a branch: BranchPoint.parent_rollout_id and call_id. The turns up to that call are the parent's, token for token. Empty
     = the rollout is no branch.
@@ -995,18 +997,18 @@ class Annotation(_message.Message):
     call_id: _builtins.str
     """The call that it is about. Unset = the whole trajectory."""
     value: _builtins.float
-    """Finite. Unset = no number."""
+    """Finite. Unset = no number. It, token_values or details must be set."""
     token_values: _builtins.bytes
     """Little-endian float32, finite, one for each token of the call's completion. Needs call_id. Empty = none."""
     chain_sha256: _builtins.bytes
-    """Trajectory.chain_sha256 of what was judged. Empty = not stated."""
+    """Trajectory.chain_sha256 of what was judged. Empty = not stated. Another trajectory's is refused."""
     @_builtins.property
     def details(self) -> _struct_pb2.Struct:
-        """What else the author says, at most 64 KiB as JSON."""
+        """What else the author says, at most 64 KiB as JSON and 24 levels deep."""
 
     @_builtins.property
     def create_time(self) -> _timestamp_pb2.Timestamp:
-        """Set by the driver."""
+        """Set by the driver; leave it unset."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Access to a sandbox: this service enters its namespaces, or a container beside it does (or see ``inside``).
+"""Access to a sandbox: this service enters its namespaces, or a container beside it does (or see ``started_inside``).
 
 Purpose: all ways start the same guest agent, which serves the sandbox over one byte stream; they differ in what starts
 it and how its socket is reached. The first two need nothing in the sandbox's image.
@@ -389,7 +389,8 @@ def figures(sample: dict[str, object]) -> Stats:
     used = _part(cpu, "cpu_usage").get("total_usage")
     return Stats(
         memory_bytes=_count(memory.get("usage")),
-        memory_peak_bytes=_count(memory.get("max_usage")),
+        # Podman gives 0 for what it does not know.
+        memory_peak_bytes=_count(memory.get("max_usage")) or None,
         pids=_count(pids.get("current")),
         cpu_s=used / 1e9 if isinstance(used, int) else None,
     )

@@ -73,7 +73,8 @@ class Deaths:
             self._signalled(name)
 
     def _query(self) -> dict[str, str]:
-        filters = {"type": ["container"], "event": ["kill", "die"], "label": [self._owner.filter]}
+        # Podman filters by its own word for a death, and reports it as Docker does.
+        filters = {"type": ["container"], "event": ["kill", "die", "died"], "label": [self._owner.filter]}
         return {"since": self._since, "filters": json.dumps(filters)}
 
     async def _compare(self) -> None:

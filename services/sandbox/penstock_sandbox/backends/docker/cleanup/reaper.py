@@ -152,8 +152,12 @@ class Reaper:
     async def sweep(self) -> int:
         """Removes orphans of earlier runs of this instance; returns how many."""
         owner, daemon = self._owner, self._daemon
-        containers = [one["Id"] for one in await daemon.containers(owner.filter) if owner.abandoned(one)]
-        await asyncio.gather(*map(self.container, containers))
+        containers = [one for one in await daemon.containers(owner.filter) if owner.abandoned(one)]
+        # Podman removes no container whose namespaces another one uses.
+        sandboxes = [one["Id"] for one in containers if one["Labels"].get(KIND) == "sandbox"]
+        beside = [one["Id"] for one in containers if one["Labels"].get(KIND) != "sandbox"]
+        await asyncio.gather(*map(self.container, beside))
+        await asyncio.gather(*map(self.container, sandboxes))
         # Images and volumes can be removed after the containers that use them.
         found = await daemon.images(owner.filter)
         images = [one for one in found if owner.abandoned(one) and not self._counts(one)]

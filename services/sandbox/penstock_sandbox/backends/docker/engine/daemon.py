@@ -161,6 +161,11 @@ class Daemon:
         """Returns the daemon's description of itself."""
         return await self._call(self._api.info)
 
+    async def is_podman(self) -> bool:
+        """Whether it is Podman, which differs in what it takes."""
+        found = await self._call(self._api.version)
+        return any(str(one.get("Name")).startswith("Podman") for one in found.get("Components") or ())
+
     def events(self, query: Mapping[str, str]) -> AsyncGenerator[Json, None]:
         """Yields the daemon's events, with a query as in its API, until the connection ends."""
         return self._streams.objects("GET", "/events", query)
@@ -368,16 +373,23 @@ class Daemon:
         return await self._call(lambda: self._api.inspect_image(name))
 
     async def commit(self, container: str, repository: str, tag: str, labels: Mapping[str, str]) -> str:
-        """Makes an image of a container's files; returns its id."""
+        """Makes an image of a container's files; returns its id.
+
+        The values of ``labels`` have no spaces, quotes, backslashes and dollars: they are instructions of a Dockerfile,
+        since Podman takes no other form.
+        """
 
         def work() -> str:
-            made: Json = self._api.commit(container, repository, tag, pause=False, conf={"Labels": dict(labels)})
+            changes = [f"LABEL {name}={value}" for name, value in labels.items()]
+            made: Json = self._api.commit(container, repository, tag, pause=False, changes=changes)
             return str(made["Id"])
 
         return await self._call(work)
 
     async def images(self, label: str) -> list[Json]:
-        return await self._call(lambda: self._api.images(filters={"label": [label]}))
+        """Returns images with a label, with the names that they were given."""
+        found = await self._call(lambda: self._api.images(filters={"label": [label]}))
+        return [{**one, "RepoTags": [_as_given(name) for name in one.get("RepoTags") or ()]} for one in found]
 
     async def remove_image(self, name: str) -> None:
         """Removes an image; succeeds if it is gone. Raises Refused (409) while something is based on it."""
@@ -408,6 +420,13 @@ class Daemon:
                 return
 
         await self._call(work)
+
+
+def _as_given(name: str) -> str:
+    """Returns an image's name without the registry that Podman adds to names that have none."""
+    for added in ("docker.io/library/", "localhost/"):
+        name = name.removeprefix(added)
+    return name
 
 
 def _streams(at: str, api: Any) -> Streams:

@@ -27,6 +27,7 @@ SYSTEM_PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/b
 RESERVED: Final = frozenset({USER_ID, ASIDE})
 """Ids of the processes that hold and serve a sandbox: a workload with such an id could end or become them."""
 
+_HOLDER = "penstock-hold"
 _FIRST_UID, _LAST_UID = 1000, 60_000
 # Higher ids mean "none" to the kernel.
 _LARGEST_ID = 2**31 - 1
@@ -119,6 +120,18 @@ def id_of(text: str) -> int | None:
     if not (text.isascii() and text.isdigit() and len(text) <= _LONGEST_ID):
         return None
     return number if (number := int(text)) <= _LARGEST_ID else None
+
+
+def with_holder(passwd: str, group: str) -> tuple[str, str]:
+    """Returns both files with the user of a sandbox's first process; an empty one stays so.
+
+    Podman adds such a line to a container's files where there is none, which a diff would show.
+    """
+    if passwd and str(USER_ID) not in {fields[2] for fields in _accounts(passwd)}:
+        passwd = f"{_ended(passwd)}{_HOLDER}:x:{USER_ID}:{USER_ID}::/:/sbin/nologin\n"
+    if group and str(USER_ID) not in {line.split(":")[2] for line in group.split("\n") if line.count(":") >= 2}:
+        group = f"{_ended(group)}{_HOLDER}:x:{USER_ID}:\n"
+    return passwd, group
 
 
 def _accounts(passwd: str) -> list[list[str]]:

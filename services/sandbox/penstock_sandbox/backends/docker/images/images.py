@@ -1,4 +1,4 @@
-"""Images: pulled once with a timeout of their own, and prepared (``prepared``) to be sandboxes.
+"""Images: pulled once with a timeout of their own, and prepared (``prepared_images``) to be sandboxes.
 
 Invariants: one pull and one preparation of an image at a time, shared by all callers; a cancelled caller stops neither.
 """
@@ -13,12 +13,13 @@ from contextlib import aclosing
 import structlog
 
 from penstock_chassis.aio.single_flight import SingleFlight
-from penstock_chassis.errors import DeadlineExceeded, FailedPrecondition, NotFound, PenstockError, Unavailable
+from penstock_chassis.errors import DeadlineExceeded, FailedPrecondition, PenstockError
 from penstock_sandbox.backends.docker.engine.daemon import Daemon
 from penstock_sandbox.backends.docker.engine.errors import Json, Missing, Refused
 from penstock_sandbox.backends.docker.images import names
 from penstock_sandbox.backends.docker.images.account_files import Ids
 from penstock_sandbox.backends.docker.images.prepared_images import Prepared, ReadyImage
+from penstock_sandbox.images import errors
 from penstock_sandbox.images.reference import Reference
 
 _KEPT_IDS = 256
@@ -116,7 +117,7 @@ class Images:
         except Missing:
             pass
         except Refused as error:
-            raise _unknown(image, error.what) from error
+            raise errors.unknown(image, error.what) from error
         if wanted is not None and not any(fnmatch.fnmatchcase(wanted.registry, one) for one in self._registries):
             raise FailedPrecondition(
                 f"the daemon has no image {image!r}, and the operator's docker_registries does not name "
@@ -128,18 +129,22 @@ class Images:
         try:
             return await self._found(image, wanted)
         except Missing as error:
-            raise _unknown(image, error.what) from error
+            raise errors.unknown(image, error.what) from error
 
     async def _found(self, image: str, wanted: Reference | None) -> Json:
         """Returns the daemon's image of a caller's name (``wanted``), or of one of the operator's. Raises Missing."""
         if wanted is None:
             return await self._daemon.image(image)
-        found = await self._daemon.image(str(wanted))
-        if names.is_ours(found):
-            raise names.not_allowed(image)
-        if not names.is_named(found, wanted):
-            raise Missing(404, "the daemon has none of this name")
-        return found
+        for form in names.forms(image, wanted):
+            try:
+                found = await self._daemon.image(str(form))
+            except Missing:
+                continue
+            if names.is_ours(found):
+                raise names.not_allowed(image)
+            if names.is_named(found, form):
+                return found
+        raise Missing(404, "the daemon has none of this name")
 
     async def _pull(self, image: str, *, shown: bool) -> None:
         """Pulls an image. ``shown``: errors have the daemon's text, which a registry may have written."""
@@ -162,22 +167,13 @@ class Images:
                 metadata={"image": image},
             ) from error
         except Refused as error:
-            raise _pull_failed(image, error.what, shown=shown, unknown=error.status in (400, 404)) from error
+            raise _pull_failed(image, error.what, shown=shown, known=error.status not in (400, 404)) from error
 
 
-def _unknown(image: str, what: str) -> NotFound:
-    return NotFound(f"there is no image {image!r}: {what}", reason="IMAGE_UNKNOWN", metadata={"image": image})
-
-
-def _pull_failed(image: str, what: str, *, shown: bool, unknown: bool = False) -> PenstockError:
+def _pull_failed(image: str, what: str, *, shown: bool, known: bool = True) -> PenstockError:
     # A registry's text, or that of an address to which one sent the daemon: the caller is a stranger to them.
     _log.warning("an image was not pulled", image=image, reason=what)
-    if unknown or "not found" in what or "manifest unknown" in what or "does not exist" in what:
-        return _unknown(image, what if shown else "its registry does not give it")
-    known = next((ours for theirs, ours in _CAUSES if theirs in what.lower()), "the service's log has the reason")
-    return Unavailable(
-        f"the image {image!r} could not be pulled: {what if shown else known}",
-        reason="IMAGE_PULL_FAILED",
-        metadata={"image": image},
-        retry_after_s=5.0,
-    )
+    if not known or "not found" in what or "manifest unknown" in what or "does not exist" in what:
+        return errors.unknown(image, what if shown else "its registry does not give it")
+    cause = next((ours for theirs, ours in _CAUSES if theirs in what.lower()), "the service's log has the reason")
+    return errors.pull_failed(image, what if shown else cause)

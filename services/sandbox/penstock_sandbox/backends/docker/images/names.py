@@ -11,18 +11,20 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Final
 
 from penstock_chassis.errors import FailedPrecondition, InvalidArgument
 from penstock_sandbox.backends.docker.cleanup.reaper import INSTANCE, KIND
 from penstock_sandbox.backends.docker.engine.errors import Json
 from penstock_sandbox.images import reference
-from penstock_sandbox.images.reference import HUB, Reference
+from penstock_sandbox.images.reference import HUB, HUB_NAMES, Reference
 
 OURS: Final = "penstock-"
 """How the names of repositories begin in which this backend keeps its images."""
 _LABELS: Final = (INSTANCE, KIND)
-_WITHOUT_REGISTRY: Final = (HUB, "localhost")
+_LOCAL: Final = "localhost"
+_WITHOUT_REGISTRY: Final = (HUB, _LOCAL)
 """The registries that engines give to images made by their own."""
 
 
@@ -36,6 +38,16 @@ def asked(name: str, field: str) -> Reference:
     if wanted.registry in _WITHOUT_REGISTRY and repository.startswith(OURS) and "/" not in repository:
         raise not_allowed(name)
     return wanted
+
+
+def forms(name: str, wanted: Reference) -> tuple[Reference, ...]:
+    """Returns what a daemon may call the image ``wanted``, which a caller called ``name``.
+
+    Podman gives a registry of its own to images that it builds with a name that has none.
+    """
+    if wanted.registry != HUB or name.split("/")[0] in HUB_NAMES:
+        return (wanted,)
+    return wanted, replace(wanted, registry=_LOCAL, repository=wanted.repository.removeprefix("library/"))
 
 
 def not_allowed(name: str) -> FailedPrecondition:

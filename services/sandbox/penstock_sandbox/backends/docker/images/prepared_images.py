@@ -21,6 +21,7 @@ import tarfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from urllib.parse import quote, unquote
 
 import structlog
 
@@ -41,17 +42,21 @@ from penstock_sandbox.backends.docker.images.additions import (
     account_in,
     account_named,
     packed,
+    with_holder,
 )
 
 _REPOSITORY = "penstock-prepared"
 _EQUIPPED = "penstock-equipped"
 # Increase when the added content changes: prepared images are found by it.
-_VERSION = 7
+_VERSION = 8
 _ACCOUNT_LABEL = "penstock.account"
 _WORKDIR_LABEL = "penstock.workdir"
 _BYTES_LABEL = "penstock.added_bytes"
 _PREPARED = "prepared"
 _LONGEST_LABEL = 20
+_PLAIN = "/:"
+# Podman adds it to images that it commits.
+_PODMANS_OWN = "container=podman"
 # A container of a prepared image is made sooner than this.
 _GRACE_S = 60.0
 
@@ -66,6 +71,8 @@ class ReadyImage:
     account: Account
     workdir: str
     env: Mapping[str, str]
+    checks_health: bool
+    """Whether it declares a health check, which a container of it must switch off."""
     architecture: str
     size: int
 
@@ -204,13 +211,15 @@ class Prepared:
                 account, passwd, group = account_in(passwd, group, shell)
                 files += [
                     File("/etc", None),
-                    File("/etc/passwd", passwd.encode(errors="surrogateescape"), mode=0o644),
-                    File("/etc/group", group.encode(errors="surrogateescape"), mode=0o644),
+                    *_accounts_files(*with_holder(passwd, group)),
                     File("/home", None),
                     File(account.home, None, owner=account),
                 ]
             else:
                 account = _known(image, user, account_named(user, passwd, shell))
+                passwd, group = with_holder(passwd, group)
+                if passwd and group:
+                    files += [File("/etc", None), *_accounts_files(passwd, group)]
                 if not await self._daemon.has(container, account.home):
                     files.append(File(account.home, None, owner=account))
             _refuse_reserved(image, user, account)
@@ -231,8 +240,10 @@ class Prepared:
             await self._daemon.put(container, "/", archive)
             labels = {
                 KIND: _PREPARED,
-                _ACCOUNT_LABEL: f"{account.name}:{account.uid}:{account.gid}:{account.home}:{account.shell}",
-                _WORKDIR_LABEL: workdir,
+                _ACCOUNT_LABEL: quote(
+                    f"{account.name}:{account.uid}:{account.gid}:{account.home}:{account.shell}", _PLAIN
+                ),
+                _WORKDIR_LABEL: quote(workdir, _PLAIN),
                 _BYTES_LABEL: str(added + len(archive)),
             }
             await self._commit(container, name, labels)
@@ -282,6 +293,13 @@ class Prepared:
         await self._daemon.commit(container, repository, tag, {**blank, **labels})
 
 
+def _accounts_files(passwd: str, group: str) -> list[File]:
+    return [
+        File("/etc/passwd", passwd.encode(errors="surrogateescape"), mode=0o644),
+        File("/etc/group", group.encode(errors="surrogateescape"), mode=0o644),
+    ]
+
+
 def _known(image: str, user: str, account: Account | None) -> Account:
     if account is None:
         problem = f"the image {image!r} has no user {user!r}"
@@ -319,12 +337,13 @@ def described(image: Json) -> ReadyImage:
     """Returns the description of one of our images, prepared or committed, from its labels."""
     config = image.get("Config") or {}
     labels = config.get("Labels") or {}
-    name, uid, gid, home, shell = labels[_ACCOUNT_LABEL].split(":")
+    name, uid, gid, home, shell = unquote(labels[_ACCOUNT_LABEL]).split(":")
     return ReadyImage(
         name=image["Id"],
         account=Account(name, int(uid), int(gid), home, shell),
-        workdir=labels[_WORKDIR_LABEL],
-        env=dict(entry.split("=", 1) for entry in config.get("Env") or () if "=" in entry),
+        workdir=unquote(labels[_WORKDIR_LABEL]),
+        env=dict(entry.split("=", 1) for entry in config.get("Env") or () if "=" in entry and entry != _PODMANS_OWN),
+        checks_health=bool(config.get("Healthcheck")),
         architecture=image["Architecture"],
         size=int(image.get("Size") or 0),
     )

@@ -26,6 +26,7 @@ from penstock_sandbox.backends.docker.mounts import Mounts, bind
 from penstock_sandbox.backends.docker.options import DockerOptions
 from penstock_sandbox.backends.docker.probe.inspection import look, look_closer, reads, write_nonce
 from penstock_sandbox.backends.docker.sandboxes import TRIAL, DockerSandboxes
+from penstock_sandbox.domain.errno import Refused as RefusedInside
 from penstock_sandbox.domain.model import (
     Capabilities,
     DiskLimit,
@@ -37,7 +38,6 @@ from penstock_sandbox.domain.model import (
 )
 from penstock_sandbox.guest_client.sandbox import GuestSandbox
 from penstock_sandbox.guest_client.stream import LinkLost
-from penstock_sandbox.host.errors import Refused as RefusedInside
 
 _TRIAL = Resources(cpu=0.5, memory_bytes=256 * 1024 * 1024, pids=64)
 # Number of processes really started, within the operator's memory for one sandbox.

@@ -1,1 +1,1 @@
-"""`penstock regrade` and `penstock rewards`: further grades of ended rollouts."""
+"""`penstock regrade`, `penstock rewards` and `penstock annotate`: further grades and annotations of ended rollouts."""

@@ -363,8 +363,11 @@ export const RewardRangeSchema: GenMessage<RewardRange> = /*@__PURE__*/
 /**
  * RewardFile reads the reward from a file that the commands write. The service creates it, empty, where the agent has no
  * access; its path is in the environment variable PENSTOCK_REWARD_FILE. Content: one number, or a JSON object {"reward":
- * NUMBER, "components": {NAME: NUMBER}}. Anything else is a failure of the verifier: an empty file, other or repeated
- * names, numbers that are not finite or not in their range, more than 64 KiB or 256 components.
+ * NUMBER, "components": {NAME: NUMBER}, "turns": [TURN]}, where TURN is {"call": INDEX, "reward": NUMBER, "components": {NAME:
+ * NUMBER}, "tokens": [NUMBER]}: the Call.index of a call that has an answer, each at most once, with at least one of its rewards;
+ * "tokens" has a number for each token of that answer. Anything else is a failure of the verifier: an empty file, other or
+ * repeated names, numbers that are not finite or not in their range, more than 64 KiB, 256 components or 1024 turns, and turns
+ * of an answer that is not there. A terminal episode has no turns.
  *
  * @generated from message penstock.driver.v1.RewardFile
  */
@@ -621,9 +624,10 @@ export type SandboxChoice = Message<"penstock.driver.v1.SandboxChoice"> & {
   verifierNetwork?: Allowlist | undefined;
 
   /**
-   * Containers beside the agent's sandbox, as in SandboxSpec.companions. None runs while the task's setup does. What the agent
-   * does to them is in no fork, so the rollout is graded in the agent's sandbox: Verifier.fresh_fork, keep_end_state and what
-   * needs a fresh fork are refused. A backend without companions refuses them (CAPABILITY_MISSING).
+   * Containers beside the agent's sandbox, as in SandboxSpec.companions. None runs while the task's setup does. A fresh fork
+   * joins the network of the agent's sandbox, so its verifier reaches them as the agent left them. Refused beside them are
+   * an image and resources of the verifier, a judge, verifier_network and keep_end_state. A backend without companions
+   * refuses them (CAPABILITY_MISSING).
    *
    * @generated from field: repeated penstock.sandbox.v1.Companion companions = 11;
    */
@@ -1471,7 +1475,7 @@ export type RolloutSummary = Message<"penstock.driver.v1.RolloutSummary"> & {
   failure?: Failure | undefined;
 
   /**
-   * See Outcome.reward.
+   * See Outcome.reward. Without turns.
    *
    * @generated from field: optional penstock.trajectory.v1.Reward reward = 13;
    */

@@ -1,0 +1,1 @@
+"""What survives a kill -9 of the service."""

@@ -1,0 +1,91 @@
+"""A driver with runs of a trainer that has learned: ended rollouts in groups, by step and policy version."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from tests.support.services.many_rows import Driver, Engine, serving
+
+from penstock.driver.v1 import rollout_pb2
+from penstock.inference.v1 import inference_service_pb2
+from penstock_chassis.journal import Statement
+from penstock_driver.domain.records import Record
+from penstock_driver.domain.rollout import Cause, Failure, Outcome, Phase, Reward
+from penstock_driver.wire.to_proto import outcome_to_proto
+
+TASKS = ("fix-parser", "add-flag", "sort-imports", "<img src=x onerror=alert(1)>", "never-solved", "rename-field")
+GROUP = 8
+
+
+@asynccontextmanager
+async def trained(
+    place: Path, runs: Mapping[str, float], steps: int, start: float = 1_700_000_000.0
+) -> AsyncIterator[tuple[Driver, str]]:
+    """A driver with some runs of `steps` steps, and its dashboard's address.
+
+    Each step has a group of each task; all is drawn from a fixed seed.
+
+    Args:
+        runs: how fast each learns, by run id: how much the share that is solved grows over all steps.
+        steps: one minute each.
+        start: when the first begins, in seconds since the epoch.
+    """
+    drawn = random.Random(7)
+    records, updates = list[Record](), list[Statement]()
+    for run_id, gain in runs.items():
+        for step in range(steps):
+            for task, task_id in enumerate(TASKS):
+                group_id = f"g.d0.{drawn.getrandbits(128):032x}"
+                for index in range(GROUP):
+                    record = _record(run_id, group_id, step, task_id, index, start + 60 * step)
+                    seconds = drawn.uniform(5, 40)
+                    outcome = _outcome(drawn, task, 0.2 + gain * step / steps)
+                    records.append(record)
+                    updates.append(
+                        _ended(record, seconds, outcome, step, calls=drawn.randint(2, 9 - 4 * step // steps))
+                    )
+    gaps = [
+        inference_service_pb2.LogprobGap(policy_version=version, tokens=5000, mean_abs=4e-7 * (1 + version % 3))
+        for version in range(steps)
+    ]
+    engine = Engine(gaps)  # type: ignore[abstract]
+    async with serving(place, records, updates, engine) as opened:
+        yield opened
+
+
+def _record(run_id: str, group_id: str, step: int, task_id: str, index: int, start: float) -> Record:
+    return Record(
+        rollout_id=f"{group_id}-{index}",
+        group_id=group_id,
+        index=index,
+        run_id=run_id,
+        task_id=task_id,
+        agent="codex" if index % 2 else "mini-swe-agent",
+        agent_sha256="",
+        labels={"step": str(step)},
+        spec=rollout_pb2.RolloutSpec(),
+        create_time=start,
+        phase=Phase.ENDED,
+    )
+
+
+def _outcome(drawn: random.Random, task: int, share: float) -> Outcome:
+    if drawn.random() < 0.04:
+        failure = Failure(Cause.BUDGET, "BUDGET_EXHAUSTED", "no call is left", False, Phase.RUNNING)
+        return Outcome(failure=failure)
+    solved = TASKS[task] != "never-solved" and drawn.random() < share
+    return Outcome(reward=Reward(float(solved), 0.0, 1.0, {}))
+
+
+def _ended(record: Record, seconds: float, outcome: Outcome, version: int, calls: int) -> Statement:
+    return (
+        "UPDATE rollouts SET end_time = ?, phase = ?, outcome = ?, calls = ?, prompt_tokens = ?, completion_tokens = ?,"
+        " oldest_version = ?, newest_version = ? WHERE rollout_id = ?",
+        (
+            *(record.create_time + seconds, Phase.ENDED, outcome_to_proto(outcome).SerializeToString()),
+            *(calls, 900 * calls, 120 * calls, version, version + (record.index == 0), record.rollout_id),
+        ),
+    )

@@ -1,0 +1,1 @@
+"""Trainers' own packages on our plug-ins: `python -m tests.trainers NAME`."""

@@ -1,0 +1,35 @@
+"""Draws the pictures of the dashboard's guide from made-up runs: `python -m tools.pictures` (needs Chromium).
+
+The page must be built before: `make dashboard`.
+"""
+
+import asyncio
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Final
+
+from tests.support.services.trained_rows import trained
+from tests.support.terminal.browser import chromium, looking
+
+_IMAGES: Final = Path(__file__).resolve().parents[1] / "docs" / "images"
+_RUNS: Final = {"grpo-a": 0.7, "grpo-b": 0.4, "sft": 0.05}
+_STEPS: Final = 30
+
+
+async def main() -> None:
+    """Writes docs/images/runs.png."""
+    began = time.time() - 60 * _STEPS
+    with TemporaryDirectory() as place:
+        async with (
+            trained(Path(place), _RUNS, _STEPS, began) as (_, address),
+            chromium() as browser,
+        ):
+            route = "/runs/grpo-a?with=grpo-b&with=sft&smooth=5"
+            async with looking(browser, address, "any", route, width=1280, height=900) as page:
+                await page.locator("path.band").first.wait_for()
+                await page.screenshot(path=_IMAGES / "runs.png")
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
