@@ -13,6 +13,18 @@ from penstock_chassis.settings import CALL_QUEUES, ServiceSettings
 from penstock_sandbox.domain.model import LEAST_DISK_BYTES, LEAST_INODES, LEAST_MEMORY_BYTES, LEAST_PIDS, Resources
 from penstock_sandbox.domain.paths import hidden_by
 
+_PUBLIC_REGISTRIES = (
+    "docker.io",
+    "ghcr.io",
+    "quay.io",
+    "gcr.io",
+    "mcr.microsoft.com",
+    "nvcr.io",
+    "public.ecr.aws",
+    "registry.gitlab.com",
+    "registry.k8s.io",
+)
+
 
 class SandboxSettings(ServiceSettings):
     """Read from flags, ``PENSTOCK_SANDBOX_...`` and the ``[sandbox]`` table, as in every service."""
@@ -236,6 +248,11 @@ class SandboxSettings(ServiceSettings):
     )
     docker_allowed_images: tuple[str, ...] = Field(
         ("*",), description="patterns (with * and ?) of the images that a spec may name"
+    )
+    docker_registries: tuple[str, ...] = Field(
+        _PUBLIC_REGISTRIES,
+        description="patterns (with * and ?) of registries (host or host:port) from which the daemon may pull images "
+        "that a spec names; it asks them, and whoever they name for a login, from its own network",
     )
     docker_reach: Literal["auto", "direct", "sidecar", "inside"] = Field(
         "auto",

@@ -23,7 +23,7 @@ from penstock_sandbox.backends.docker.backend import DockerBackend
 from penstock_sandbox.backends.docker.engine.errors import Missing
 from penstock_sandbox.backends.docker.options import DockerOptions
 from penstock_sandbox.domain.backend import MountedToolbox, StartFailed
-from penstock_sandbox.domain.model import ForkKind, NetworkKind, Resources, SandboxSpec
+from penstock_sandbox.domain.model import Companion, ForkKind, NetworkKind, Resources, SandboxSpec
 from penstock_sandbox.guest.system import ASIDE
 from penstock_sandbox.processes.output import Collected
 
@@ -235,14 +235,46 @@ async def test_pull_has_its_own_deadline_and_can_be_cancelled(tmp_path: Path) ->
 
 @pytest.mark.requirement("R54", "R63")
 async def test_absent_or_forbidden_image_is_refused_by_name(tmp_path: Path) -> None:
-    async with registry("x") as served, backend(tmp_path, allowed_images=("127.0.0.1:*",)) as opened:
+    allowed: dict[str, Any] = {"allowed_images": ("127.0.0.1:*",), "registries": ("127.0.0.1:*",)}
+    async with registry("x") as served, backend(tmp_path, **allowed) as opened:
         missing = f"{served.address}/imaginary:7"
         error = await failure(create(opened, image=missing))
         assert isinstance(error, NotFound) and error.reason == "IMAGE_UNKNOWN" and missing in error.message
         error = await failure(create(opened, image="docker.io/library/debian"))
         assert isinstance(error, FailedPrecondition) and error.reason == "IMAGE_NOT_ALLOWED"
         error = await failure(create(opened, image="127.0.0.1:not a name"))
-        assert error.reason == "IMAGE_UNKNOWN"
+        assert error.reason == "FIELD_INVALID"
+
+
+@pytest.mark.requirement("R54", "R55")
+async def test_a_registry_that_the_operator_did_not_name_is_not_asked(tmp_path: Path) -> None:
+    async with registry("x") as served, backend(tmp_path, registries=("docker.io",)) as opened:
+        for spec in ({"image": served.image}, {"companions": (Companion("x", served.image, user="1000"),)}):
+            error = await failure(create(opened, **spec))
+            assert error.reason == "IMAGE_NOT_ALLOWED" and "docker_registries" in error.message
+        assert not served.asked
+
+
+@pytest.mark.requirement("R54", "R55")
+async def test_no_name_of_an_image_leads_to_a_snapshot(tmp_path: Path) -> None:
+    """The engine takes ids, and what they begin with, for names: of a sandbox's image and of a companion's."""
+    async with backend(tmp_path, registries=()) as opened:
+        await opened.seal(await create(opened), "ss-of-another")
+        (found,) = dockerd.engine().api.images(name="penstock-snapshot:ss-of-another")
+        digest = found["Id"].removeprefix("sha256:")
+        names = [
+            "penstock-snapshot:ss-of-another",
+            found["Id"],
+            digest,
+            digest[:12],
+            digest[:8],
+            f"sha256:{digest[:12]}",
+        ]
+        for name in names:
+            for spec in ({"image": name}, {"companions": (Companion("x", name, user="1000"),)}):
+                error = await failure(create(opened, **spec))
+                assert error.reason in ("IMAGE_NOT_ALLOWED", "FIELD_INVALID"), name
+        await opened.remove_layer("ss-of-another")
 
 
 @pytest.mark.requirement("R52")

@@ -151,6 +151,15 @@ def test_the_image_of_a_companion_is_built_from_its_dockerfile(tmp_path: Path) -
         ("{image: a, healthcheck: {test: x, interval: soon}}", "soon is not a time"),
         ("{image: a, healthcheck: {test: x, retries: 0}}", "retries"),
         ("{image: a, mem_limit: much}", "much is not an amount"),
+        (f"{{image: a, mem_limit: 1{'0' * 400}g}}", "is too large an amount"),
+        ("{image: a, pids_limit: many}", "many is not a number"),
+        ("{image: a, deploy: {replicas: 3}}", "services.db.deploy.replicas: 3"),
+        (
+            "{image: a, deploy: {resources: {reservations: {devices: [{capabilities: [gpu]}]}}}}",
+            "reservations: devices",
+        ),
+        ("{image: a}\nnetworks: {default: {driver: host}}", "networks.default.driver: host"),
+        ("{image: a}\n" + "".join(f"  d{i}: {{image: a}}\n" for i in range(8)), "10 services: a sandbox has at most 8"),
     ],
 )
 def test_what_a_companion_cannot_keep_is_refused_by_name(tmp_path: Path, service: str, named: str) -> None:

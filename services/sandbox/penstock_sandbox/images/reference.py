@@ -13,6 +13,7 @@ from penstock_chassis.errors import PenstockError
 from penstock_chassis.validation import invalid_field
 
 HUB: Final = "docker.io"
+HUB_NAMES: Final = (HUB, "index.docker.io")
 _PART = r"[a-z0-9]+(?:(?:\.|_{1,2}|-+)[a-z0-9]+)*"
 _REPOSITORY = re.compile(rf"{_PART}(?:/{_PART})*")
 _REGISTRY = re.compile(r"(?:[A-Za-z0-9](?:[A-Za-z0-9.-]*[A-Za-z0-9])?|\[[0-9a-fA-F:]+\])(?::[0-9]{1,5})?")
@@ -40,12 +41,14 @@ class Reference:
         return f"{place}@{self.digest}" if self.digest else f"{place}:{self.tag}"
 
 
-def parse(text: str) -> Reference:
-    """Returns the reference that ``text`` names. Raises InvalidArgument (FIELD_INVALID, spec.image)."""
+def parse(text: str, field: str = "spec.image") -> Reference:
+    """Returns the reference that ``text``, the value of ``field``, names. Raises InvalidArgument (FIELD_INVALID)."""
     rest, _, digest = text.partition("@")
     registry, slash, repository = rest.partition("/")
     if not slash or not (registry == "localhost" or any(sign in registry for sign in ".:[")):
         registry, repository = HUB, rest
+    if registry in HUB_NAMES:
+        registry = HUB
     tag = "latest"
     if ":" in repository:
         repository, _, tag = repository.partition(":")
@@ -58,10 +61,10 @@ def parse(text: str) -> Reference:
         or not _TAG.fullmatch(tag)
         or ("@" in text and not DIGEST.fullmatch(digest))
     ):
-        raise _malformed(text)
+        raise _malformed(text, field)
     return Reference(registry, repository, tag, digest)
 
 
-def _malformed(text: str) -> PenstockError:
+def _malformed(text: str, field: str) -> PenstockError:
     problem = f"{text[:_LONGEST]!r} names no image: write [registry/]name[:tag] or [registry/]name@sha256:digest"
-    return invalid_field("spec.image", problem)
+    return invalid_field(field, problem)

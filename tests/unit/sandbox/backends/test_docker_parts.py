@@ -453,11 +453,12 @@ async def test_a_commands_input_waits_for_a_daemon_that_does_not_read(tmp_path: 
 
 @pytest.mark.requirement("R8", "R48")
 async def test_an_invalid_image_name_is_an_unknown_image(tmp_path: Path) -> None:
-    """The SDK refuses some of them itself: that is no daemon that does not answer, for which callers wait."""
+    """The SDK refuses some of the operator's itself: that is no daemon that does not answer, for which callers wait."""
     answer = b'HTTP/1.1 404 Not Found\r\nContent-Length: 16\r\nConnection: close\r\n\r\n{"message": "x"}'
+    wrong = ("https://registry.example/image", "-image", "-image/of/mine")
     async with _daemon(tmp_path, _answering(answer)) as daemon:
-        images = Images(daemon, cast(Prepared, None), 5.0)
-        for name in ("https://registry.example/image", "-image", "-image/of/mine"):
+        images = Images(daemon, cast(Prepared, None), 5.0, wrong)
+        for name in wrong:
             with pytest.raises(NotFound) as unknown:
                 await images.ready(name)
             assert unknown.value.reason == "IMAGE_UNKNOWN"

@@ -17,6 +17,7 @@ _DIGEST = "sha256:" + "a" * 64
         ("python:3.12", "docker.io/library/python:3.12"),
         ("owner/name", "docker.io/owner/name:latest"),
         ("docker.io/python:3.12", "docker.io/library/python:3.12"),
+        ("index.docker.io/python:3.12", "docker.io/library/python:3.12"),
         ("ghcr.io/owner/name:1", "ghcr.io/owner/name:1"),
         ("localhost/name", "localhost/name:latest"),
         ("127.0.0.1:5000/a/b:c", "127.0.0.1:5000/a/b:c"),

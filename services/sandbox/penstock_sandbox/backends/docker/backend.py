@@ -22,6 +22,7 @@ from pathlib import Path
 import structlog
 
 from penstock_chassis.errors import FailedPrecondition, Internal, PenstockError, Unavailable
+from penstock_sandbox.backends.docker import seccomp
 from penstock_sandbox.backends.docker.access.started_inside import Inside
 from penstock_sandbox.backends.docker.access.ways import Direct, Reach, Sidecar
 from penstock_sandbox.backends.docker.cleanup.exits import Deaths
@@ -86,7 +87,8 @@ class DockerBackend(Backend):
         await reaper.open()
         prepared = Prepared(daemon, owner, reaper, options.prepared_bytes, keep_workdir=options.read_only)
         self._stack.push_async_callback(prepared.aclose)
-        images = Images(daemon, prepared, options.pull_timeout_s)
+        operators = (options.image, options.sidecar_image)
+        images = Images(daemon, prepared, options.pull_timeout_s, operators, options.registries)
         self._stack.push_async_callback(images.aclose)
         layers = Layers(reaper)
         self._stack.push_async_callback(layers.aclose)
@@ -98,7 +100,9 @@ class DockerBackend(Backend):
                 "default_backend, which pulls the image at its start",
                 reason="BACKEND_UNAVAILABLE",
             )
-        companions = Companions(options, daemon, owner, reaper, images)
+        companions = Companions(
+            options, daemon, owner, reaper, images, await seccomp.offered(daemon, options.state_dir)
+        )
         boxes = DockerSandboxes(options, daemon, owner, reaper, layers, companions)
         deaths = Deaths(daemon, owner, _epoch(str(info["SystemTime"])), boxes.died, boxes.signalled, boxes.names)
         self._stack.push_async_callback(deaths.aclose)
@@ -169,9 +173,7 @@ class DockerBackend(Backend):
                 raise Internal(f"toolboxes cannot be mounted: {error.what}", reason="CREATE_FAILED") from error
             raise
         path = [folder for toolbox in toolboxes for folder in toolbox.path]
-        return await self._boxes.make(
-            sandbox_id, image, spec, mounts, on_lost, path, layers, planned, root=self.capabilities.root
-        )
+        return await self._boxes.make(sandbox_id, image, spec, mounts, on_lost, path, layers, planned)
 
     def _check_allowed(self, image: str) -> None:
         if image != self._options.image and not any(

@@ -18,17 +18,18 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Final
 
-from penstock_chassis.errors import FailedPrecondition
+from penstock_chassis.errors import FailedPrecondition, InvalidArgument, Violation
 from penstock_sandbox.backends.docker import container
 from penstock_sandbox.backends.docker.cleanup.reaper import SANDBOX, Owner, Reaper
 from penstock_sandbox.backends.docker.engine.daemon import Daemon
 from penstock_sandbox.backends.docker.engine.errors import Json, Missing, Refused
+from penstock_sandbox.backends.docker.images import account_files
+from penstock_sandbox.backends.docker.images.account_files import Ids
+from penstock_sandbox.backends.docker.images.additions import RESERVED
 from penstock_sandbox.backends.docker.images.images import Images
-from penstock_sandbox.backends.docker.images.prepared_images import text_in
 from penstock_sandbox.backends.docker.options import DockerOptions
 from penstock_sandbox.domain.model import Companion, HealthCheck
 
-_ROOT: Final = frozenset({"", "root", "0"})
 # The longest pause between two runs of a health check.
 _PAUSE_S: Final = 1.0
 # For all companions of a sandbox together.
@@ -37,25 +38,33 @@ _LAST_LINES: Final = 20
 _LAST_BYTES: Final = 2000
 _SHOWN_OUTPUT: Final = 500
 _NO_CHECK: Final = HealthCheck()
-_ACCOUNTS: Final = "/etc/passwd"
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A companion whose image is there: the image's id, the account that it runs as, its check, and whether the
-    image declares one."""
+    """A companion whose image is there: the image's id, the ids that it runs as, its check, and whether the image
+    declares one."""
 
     spec: Companion
     image: str
-    user: str
+    ids: Ids
     check: HealthCheck
     declares_check: bool
 
 
 class Companions:
-    """Starts the companions of one daemon's sandboxes."""
+    """Starts the companions of one daemon's sandboxes. ``seccomp_profile``: as ``seccomp.offered`` returns it."""
 
-    def __init__(self, options: DockerOptions, daemon: Daemon, owner: Owner, reaper: Reaper, images: Images) -> None:
+    def __init__(
+        self,
+        options: DockerOptions,
+        daemon: Daemon,
+        owner: Owner,
+        reaper: Reaper,
+        images: Images,
+        seccomp_profile: str,
+    ) -> None:
+        self._seccomp_profile = seccomp_profile
         self._options = options
         self._daemon = daemon
         self._owner = owner
@@ -65,31 +74,34 @@ class Companions:
     async def plan(self, companions: Sequence[Companion], *, root: bool) -> tuple[Planned, ...]:
         """Pulls their images. ``root``: whether they may run as root.
 
-        Raises as ``Images.ready``, and FailedPrecondition (CAPABILITY_MISSING).
+        Raises as ``Images.ready``, FailedPrecondition (CAPABILITY_MISSING, COMPANION_FAILED) and InvalidArgument
+        (USER_UNKNOWN, USER_RESERVED).
         """
         found = []
-        for spec in companions:
-            image = await self._images.inspected(spec.image)
+        for index, spec in enumerate(companions):
+            image = await self._images.inspected(spec.image, f"spec.companions[{index}].image")
             config = image.get("Config") or {}
             user = spec.user or str(config.get("User") or "")
-            if not root and _name(user) in _ROOT:
-                raise _no_root(spec)
+            try:
+                ids = await self._images.ids(image, user)
+            except Refused as error:
+                raise _failed(spec.name, f"its image cannot be used: {error.what}") from error
+            ids = _allowed(spec, f"spec.companions[{index}].user", ids, user, root=root)
             declared = declared_check(config)
             declares = bool(config.get("Healthcheck"))
-            found.append(Planned(spec, str(image["Id"]), user, spec.health_check or declared, declares))
+            found.append(Planned(spec, str(image["Id"]), ids, spec.health_check or declared, declares))
         return tuple(found)
 
-    async def start(self, sandbox_id: str, sandbox: str, planned: Sequence[Planned], *, root: bool) -> tuple[str, ...]:
+    async def start(self, sandbox_id: str, sandbox: str, planned: Sequence[Planned]) -> tuple[str, ...]:
         """Starts them in their order; returns the names of their containers when all are healthy.
 
-        ``sandbox`` is the id of the sandbox's container. Raises FailedPrecondition (COMPANION_FAILED,
-        CAPABILITY_MISSING).
+        ``sandbox`` is the id of the sandbox's container. Raises FailedPrecondition (COMPANION_FAILED).
         """
         names = tuple(container_name(sandbox_id, one.spec.name) for one in planned)
         tasks: dict[str, asyncio.Task[None]] = {}
         for one, name in zip(planned, names, strict=True):
             before = [tasks[other] for other in one.spec.after]
-            start = self._start(sandbox_id, sandbox, one, name, before, root=root)
+            start = self._start(sandbox_id, sandbox, one, name, before)
             tasks[one.spec.name] = asyncio.create_task(start, name=f"start-{name}")
         try:
             async with asyncio.timeout(_MOST_S):
@@ -119,8 +131,6 @@ class Companions:
         one: Planned,
         name: str,
         before: Sequence[asyncio.Task[None]],
-        *,
-        root: bool,
     ) -> None:
         if before:
             await asyncio.wait(before)
@@ -132,32 +142,20 @@ class Companions:
             one.spec,
             labels,
             sandbox,
-            as_root=_name(one.user) in _ROOT,
+            one.ids,
+            seccomp_profile=self._seccomp_profile,
             declares_check=one.declares_check,
             shm_bytes=self._options.tmp_bytes,
             runtime=self._options.runtime,
         )
         try:
             made = await self._daemon.create(name, settings, host)
-            if not root and await self.may_be_root(made, one.user):
-                raise _no_root(one.spec)
+            await account_files.complete(self._daemon, made)
             await self._daemon.start(made)
             if one.check.argv:
                 await self._until_healthy(one, made)
         except Refused as error:
             raise _failed(one.spec.name, f"it cannot be started: {error.what}") from error
-
-    async def may_be_root(self, made: str, user: str) -> bool:
-        """Whether the daemon may find root for a user. It looks for the name first, a number's too, and takes what is
-        no id for 0.
-        """
-        name = user.partition(":")[0]
-        text = await text_in(self._daemon, made, _ACCOUNTS)
-        if not text and await self._daemon.has(made, _ACCOUNTS):
-            return True  # no plain file: the daemon may read another one
-        lines = [line.strip().split(":") for line in text.splitlines()]
-        ids = [fields[2] if len(fields) > 2 else "" for fields in lines if fields[0] == name] or [name]
-        return not all(one.isascii() and one.isdigit() and int(one) > 0 for one in ids)
 
     # Health ------------------------------------------------------------------------------------------------------
 
@@ -240,24 +238,35 @@ def _seconds(declared: Json, name: str) -> float:
     return int(declared.get(name) or 0) / 1e9
 
 
-def _name(user: str) -> str:
-    """Returns the account of USER[:GROUP]; an id without leading zeros."""
-    name = user.partition(":")[0]
-    return str(int(name)) if name.isascii() and name.isdigit() else name
-
-
-def _no_root(spec: Companion) -> FailedPrecondition:
-    return FailedPrecondition(
-        f"the companion {spec.name} may be root, or a user that its image does not list: name one that it lists, or "
-        "the operator must set docker_allow_root",
-        reason="CAPABILITY_MISSING",
-        metadata={"backend": "docker", "capabilities": "root", "companion": spec.name},
-    )
+def _allowed(spec: Companion, field: str, ids: Ids | None, user: str, *, root: bool) -> Ids:
+    """Returns the ids of a companion's user. Raises as ``Companions.plan`` if it may not run as that one."""
+    if ids is None:
+        problem = f"the image {spec.image!r} has no user {user!r}, or not clearly one"
+        raise InvalidArgument(problem, reason="USER_UNKNOWN", violations=[Violation(field, problem)])
+    if ids.reserved:
+        reserved = " and ".join(map(str, sorted(RESERVED)))
+        problem = (
+            f"the user {user!r} of the image {spec.image!r} has an id of Penstock's own ({reserved}): name another"
+        )
+        raise InvalidArgument(problem, reason="USER_RESERVED", violations=[Violation(field, problem)])
+    if ids.uid == 0 and not root:
+        raise FailedPrecondition(
+            f"the companion {spec.name} is root: name another user of its image, or the operator must set "
+            "docker_allow_root",
+            reason="CAPABILITY_MISSING",
+            metadata={"backend": "docker", "capabilities": "root", "companion": spec.name},
+        )
+    return ids
 
 
 def _failed(name: str, what: str, output: str = "") -> FailedPrecondition:
     return FailedPrecondition(
-        f"the companion {name} failed: {what}" + (f"; its last lines:\n{output}" if output else ""),
+        _shown(f"the companion {name} failed: {what}" + (f"; its last lines:\n{output}" if output else "")),
         reason="COMPANION_FAILED",
         metadata={"companion": name},
     )
+
+
+def _shown(text: str) -> str:
+    """Returns a text without what would steer a terminal or turn its direction: programs of an image wrote it."""
+    return "".join(sign if sign.isprintable() or sign in "\n\t" else "\N{REPLACEMENT CHARACTER}" for sign in text)

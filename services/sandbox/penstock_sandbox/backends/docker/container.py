@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock_sandbox.backends.docker.engine.errors import Json
-from penstock_sandbox.backends.docker.images import pause_program
+from penstock_sandbox.backends.docker.images import account_files, pause_program
+from penstock_sandbox.backends.docker.images.account_files import Ids
 from penstock_sandbox.backends.docker.images.additions import USER, WORKDIR, unwanted
 from penstock_sandbox.backends.docker.images.prepared_images import ReadyImage
 from penstock_sandbox.domain.model import Companion, NetworkKind, Resources
@@ -40,6 +41,13 @@ _INHABITANT_CAPABILITIES = ("KILL", "SETGID", "SETPCAP", "SETUID")
 
 # What entry points of images need that begin as root: to prepare their directories, and to become and end another user.
 _COMPANION_CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "NET_BIND_SERVICE", "SETGID", "SETUID")
+
+# The daemon's own, which a list replaces, and the files that it mounts in a container: one hosts file in all containers
+# of a network namespace.
+_NAMES_READ_ONLY = (
+    *("/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger"),
+    *("/etc/hosts", "/etc/hostname", "/etc/resolv.conf"),
+)
 
 
 def sandbox(
@@ -102,10 +110,13 @@ def sandbox(
         host["network_mode"] = f"container:{joins}"
     elif network is not NetworkKind.OPEN:
         # Otherwise the daemon copies the host's resolver into the container.
-        host["dns"] = ["127.0.0.1"]
+        # Nobody has an address of documentation; at 127.0.0.1 a companion could answer.
+        host["dns"] = ["192.0.2.1" if own_names else "127.0.0.1"]
         host["dns_search"] = ["."]
     if own_names:
         host["extra_hosts"] = dict.fromkeys(own_names, "127.0.0.1")
+    if own_names or joins:
+        host["readonly_paths"] = list(_NAMES_READ_ONLY)
     if not read_only and resources.disk_bytes is not None:
         host["storage_opt"] = {"size": str(resources.disk_bytes)}
     if runtime:
@@ -162,14 +173,15 @@ def companion(
     spec: Companion,
     labels: Mapping[str, str],
     sandbox_container: str,
+    ids: Ids,
     *,
-    as_root: bool,
+    seccomp_profile: str,
     declares_check: bool,
     shm_bytes: int,
     runtime: str,
 ) -> tuple[Json, Json]:
     """Returns a companion of a sandbox: the image's own program, in the network of the sandbox and no other of its
-    namespaces. Its environment passes through the daemon.
+    namespaces. Its environment passes through the daemon, which is given numbers for its user and groups.
     """
     settings: Json = {
         "image": image,
@@ -177,7 +189,10 @@ def companion(
         # Given an empty one, the daemon takes the image's; with another entry point, the image's command is not used.
         "entrypoint": list(spec.entrypoint) or None,
         "command": list(spec.command) or None,
-        "user": spec.user or None,
+        # A mount, which cannot be moved away: with a pipe in place of its accounts, a health check would never begin,
+        # and nothing could remove the container.
+        "volumes": [account_files.FOLDER],
+        "user": f"{ids.uid}:{ids.gid}",
         "working_dir": spec.workdir or None,
         "labels": dict(labels),
         **_unchecked(declares_check),
@@ -189,11 +204,15 @@ def companion(
         "network_mode": f"container:{sandbox_container}",
         "ipc_mode": "private",
         "shm_size": shm_bytes,
+        "readonly_paths": [*_NAMES_READ_ONLY, *account_files.PATHS],
         # Of the last lines, which a failed creation shows.
         "log_driver": "json-file",
         "log_options": {"max-size": "64k", "max-file": "1"},
     }
-    if as_root:
+    host["security_opt"] = [*host["security_opt"], f"seccomp={seccomp_profile}"]
+    if ids.groups:
+        host["group_add"] = list(map(str, ids.groups))
+    if ids.uid == 0:
         host["cap_add"] = list(_COMPANION_CAPABILITIES)
     if spec.resources.disk_bytes is not None:
         host["storage_opt"] = {"size": str(spec.resources.disk_bytes)}

@@ -17,6 +17,7 @@ class DockerOptions:
     sidecar_image: str
     host: str = ""
     allowed_images: tuple[str, ...] = ("*",)
+    registries: tuple[str, ...] = ("*",)
     reach: str = "auto"
     runtime: str = ""
     memory_bytes: int | None = None
@@ -40,6 +41,7 @@ class DockerOptions:
             host=settings.docker_host,
             image=settings.docker_image,
             allowed_images=settings.docker_allowed_images,
+            registries=settings.docker_registries,
             reach=settings.docker_reach,
             sidecar_image=settings.docker_sidecar_image,
             runtime=settings.docker_runtime,

@@ -24,7 +24,7 @@ from penstock_sandbox.backends.docker.companions import Companions, Planned
 from penstock_sandbox.backends.docker.container import HOSTNAME
 from penstock_sandbox.backends.docker.engine.daemon import Daemon
 from penstock_sandbox.backends.docker.engine.errors import Json, Missing, Refused
-from penstock_sandbox.backends.docker.images import changes
+from penstock_sandbox.backends.docker.images import account_files, changes
 from penstock_sandbox.backends.docker.images.additions import SYSTEM_PATH, unwanted
 from penstock_sandbox.backends.docker.images.diff_buffer import read_ahead
 from penstock_sandbox.backends.docker.images.layers import REPOSITORY, Layers, name_of
@@ -171,11 +171,9 @@ class DockerSandboxes:
         path: Sequence[str] = (),
         layers: tuple[str, ...] = (),
         companions: Sequence[Planned] = (),
-        *,
-        root: bool = False,
     ) -> GuestSandbox:
-        """Makes a container, its guest agent, its link and its companions, which may be ``root``. References to
-        ``layers`` are held until its end. Raises FailedPrecondition (SANDBOX_LOST) without the sandbox that it joins.
+        """Makes a container, its guest agent, its link and its companions. References to ``layers`` are held until its
+        end. Raises FailedPrecondition (SANDBOX_LOST) without the sandbox that it joins.
         """
         name = f"penstock-{sandbox_id}" if sandbox_id != TRIAL else f"penstock-trial-{self._owner.run}"
         joins = f"penstock-{spec.joins}" if spec.joins else ""
@@ -246,7 +244,7 @@ class DockerSandboxes:
         try:
             await box.handle.open(spec.network)
             if companions:
-                starting = self._companions.start(sandbox_id, made, companions, root=root)
+                starting = self._companions.start(sandbox_id, made, companions)
                 box.beside = asyncio.create_task(starting, name=f"companions-{name}")
                 try:
                     await box.beside
@@ -328,6 +326,11 @@ class DockerSandboxes:
             # Dead before the commit, so nothing can be half written.
             await box.reached.written(ended=True)
             await self._daemon.kill(box.container)
+            try:
+                await account_files.check(self._daemon, box.container)
+            except Refused as error:
+                problem = f"no sandbox can be made of this one: {error.what}"
+                raise FailedPrecondition(problem, reason="IMAGE_UNUSABLE") from error
             labels = {**self._owner.labels(SNAPSHOT), SANDBOX: ""}
             made = await self._daemon.commit(box.container, REPOSITORY, layer_id, labels)
             box.sealed = described(await self._daemon.image(made))

@@ -1,5 +1,6 @@
 """Resources and companions of a sandbox, as a task file has them. Times are seconds, sizes bytes or texts."""
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -23,7 +24,10 @@ def _size(value: Any) -> Any:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?)?B?", value.strip().upper())
     if found is None:
         raise ValueError("must be a number of bytes, or a text such as 512MiB or 2GB")
-    return int(float(found[1]) * _UNITS[found[2] or ""])
+    amount = float(found[1]) * _UNITS[found[2] or ""]
+    if not math.isfinite(amount):
+        raise ValueError(f"{value[:20]}... is too large an amount")
+    return int(amount)
 
 
 _SIZE_SCHEMA: Final = WithJsonSchema(

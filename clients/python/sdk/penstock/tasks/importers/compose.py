@@ -16,7 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from penstock.client.tasks.sandbox_keys import CompanionTables
 from penstock.tasks.importers.common import Choices, Folder, Refused, plain, yaml_of
-from penstock.values.companions import MOST_ALIASES
+from penstock.values.companions import MOST, MOST_ALIASES
 
 NAMES: Final = ("docker-compose.yaml", "docker-compose.yml", "compose.yaml", "compose.yml")
 _TOP: Final = ("version", "name", "services", "networks", "volumes")
@@ -42,7 +42,11 @@ def put_companions(folder: Folder, file: Path, main: str, choices: Choices) -> N
     content = _mapping(yaml_of(file), file.name)
     content = {name: value for name, value in content.items() if not str(name).startswith("x-")}
     plain(content, _TOP, file.name)
-    services = {str(name): _mapping(value, f"services.{name}") for name, value in _of(content, "services").items()}
+    listed = _of(content, "services")
+    if len(listed) > MOST + 1:
+        # Before anything that takes time for each.
+        raise Refused(f"{file.name}: {len(listed)} services: a sandbox has at most {MOST} companions")
+    services = {str(name): _mapping(value, f"services.{name}") for name, value in listed.items()}
     reader = _Services(file.name, services, main, choices.env)
     reader.check(content)
     own, beside = services.get(main, {}), [name for name in services if name != main]
@@ -85,11 +89,17 @@ class _Services:
     def check(self, content: Mapping[str, Any]) -> None:
         """Refuses what is shared beyond names and ports."""
         networks = set(_of(content, "networks"))
+        for name, network in _of(content, "networks").items():
+            where = f"{self._file}: networks.{name}"
+            plain(_mapping(network, where), ("attachable", "driver", "internal", "labels", "name"), where)
+            if _mapping(network, where).get("driver", "bridge") != "bridge":
+                raise Refused(f"{where}.driver: {network['driver']}: not supported")
         ports: dict[str, str] = {}
         volumes: dict[str, str] = {}
         for name, service in self._services.items():
             where = f"{self._file}: services.{name}"
             plain(service, _MAIN if name == self._main else _SIDE, where)
+            self._check_deployment(_of(service, "deploy"), f"{where}.deploy")
             used = service.get("networks") or {}
             networks |= set(used if isinstance(used, Mapping) else map(str, used))
             for port in self._ports(service):
@@ -102,6 +112,16 @@ class _Services:
         if len(networks - {"default"}) > 1:
             raise Refused(f"{self._file}: networks: {', '.join(sorted(networks))}: only one is supported")
         self._check_main(self._services.get(self._main, {}))
+
+    @staticmethod
+    def _check_deployment(deploy: Mapping[str, Any], where: str) -> None:
+        plain(deploy, ("mode", "replicas", "resources", "restart_policy"), where)
+        if deploy.get("replicas", 1) != 1:
+            raise Refused(f"{where}.replicas: {deploy['replicas']}: a companion is one container")
+        resources = _of(deploy, "resources")
+        plain(resources, ("limits", "reservations"), f"{where}.resources")
+        for kind in resources:
+            plain(_of(resources, kind), ("cpus", "memory", "pids"), f"{where}.resources.{kind}")
 
     def _check_main(self, service: Mapping[str, Any]) -> None:
         where = f"{self._file}: services.{self._main}"
@@ -280,7 +300,10 @@ class _Services:
             if value is None:
                 continue
             text = self._resolved(value, f"{where}.{own}")
-            found[ours] = float(text) if ours == "cpu" else int(text) if ours == "pids" else _bytes(text)
+            try:
+                found[ours] = float(text) if ours == "cpu" else int(text) if ours == "pids" else _bytes(text)
+            except ValueError:
+                raise Refused(f"{self._file}: {where}: {own}: {text[:40]} is not a number") from None
         return found
 
     def _resolved(self, value: Any, where: str) -> str:

@@ -40,6 +40,8 @@ SNAPSHOT = "snapshot"
 _RETRIES = Delays(0.5, 60.0)
 _SWEEPS = Delays(1.0, 300.0)
 _AT_ONCE = 8
+# A container that the daemon cannot remove keeps no service from starting.
+_FIRST_SWEEP_S = 10.0
 # Time to retry removals at the service's end; a stop of the service must allow more.
 _PATIENCE_S = 10.0
 
@@ -84,9 +86,15 @@ class Reaper:
         self.snapshots: frozenset[str] | None = None
         """Image names of earlier runs' snapshots that are still valid; None while unknown."""
 
-    async def open(self) -> None:
-        """Removes earlier runs' orphans, and keeps looking. Raises Unavailable when the daemon does not respond."""
-        await self.sweep()
+    async def open(self, wait_s: float = _FIRST_SWEEP_S) -> None:
+        """Removes earlier runs' orphans, and keeps looking; waits for the first removals, at most ``wait_s`` seconds.
+
+        Raises Unavailable when the daemon does not respond.
+        """
+        first = self._sweeping.start(self.sweep(), "docker-first-sweep")
+        done, _ = await asyncio.wait([first], timeout=wait_s)
+        if done:
+            first.result()
         self._sweeping.start(self._sweep_forever(), "docker-sweep")
 
     async def aclose(self) -> None:

@@ -13,6 +13,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import base64
 import codecs
 import contextlib
 import json
@@ -23,6 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, aclosing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import quote
 
 from penstock_chassis.errors import FailedPrecondition
 from penstock_sandbox.backends.docker.engine.errors import Json, Missing, Refused, unreachable
@@ -45,6 +47,10 @@ GO_DIRECTORY = 1 << 31
 """Go's os.ModeDir, in the daemon's file modes."""
 GO_SOCKET = 1 << 24
 """Go's os.ModeSocket."""
+GO_LINK = 1 << 27
+"""Go's os.ModeSymlink."""
+GO_TYPES = GO_DIRECTORY | GO_LINK | GO_SOCKET | 1 << 26 | 1 << 25 | 1 << 21 | 1 << 19
+"""Go's os.ModeType: the bits that no plain file has, those of devices and pipes included."""
 
 T = TypeVar("T")
 
@@ -155,6 +161,11 @@ class Daemon:
         """Returns the daemon's description of itself."""
         return await self._call(self._api.info)
 
+    async def is_podman(self) -> bool:
+        """Whether it is Podman, which differs in what it takes."""
+        found = await self._call(self._api.version)
+        return any(str(one.get("Name")).startswith("Podman") for one in found.get("Components") or ())
+
     def events(self, query: Mapping[str, str]) -> AsyncGenerator[Json, None]:
         """Yields the daemon's events, with a query as in its API, until the connection ends."""
         return self._streams.objects("GET", "/events", query)
@@ -191,7 +202,10 @@ class Daemon:
             limits["mounts"] = [self._types.Mount(**mount) for mount in limits.get("mounts", ())]
             if (log := limits.pop("log_driver", None)) is not None:
                 limits["log_config"] = self._types.LogConfig(type=log, config=limits.pop("log_options", {}))
+            read_only = limits.pop("readonly_paths", None)
             config = self._api.create_host_config(**limits)
+            if read_only is not None:
+                config["ReadonlyPaths"] = read_only  # the SDK has no parameter for it
             made: Json = self._api.create_container(name=name, host_config=config, **settings)
             return str(made["Id"])
 
@@ -313,12 +327,23 @@ class Daemon:
 
     async def has(self, container: str, path: str) -> bool:
         """Whether a path exists."""
+        return await self.stat(container, path) is not None
 
-        def work() -> bool:
-            found = self.fetch_stream(container, path)
-            if found is not None:
-                found[1].close()
-            return found is not None
+    async def stat(self, container: str, path: str) -> Json | None:
+        """Returns a path's metadata, of a link itself, with Go's ``mode`` and the ``linkTarget``; None if missing.
+
+        The path is not opened: a daemon that makes a tar of a pipe waits for a writer.
+        """
+
+        def work() -> Json | None:
+            url = f"{self._api.base_url}/v{_API_VERSION}/containers/{quote(container)}/archive"
+            answer = self._api.head(url, params={"path": path}, timeout=_TIMEOUT_S)
+            if answer.status_code == 404:
+                return None
+            if answer.status_code != 200:
+                raise Refused(answer.status_code, f"the daemon does not describe {path}")
+            found: Json = json.loads(base64.b64decode(answer.headers["X-Docker-Container-Path-Stat"]))
+            return found
 
         return await self._call(work)
 

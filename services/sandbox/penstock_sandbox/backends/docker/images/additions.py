@@ -31,6 +31,7 @@ _HOLDER = "penstock-hold"
 _FIRST_UID, _LAST_UID = 1000, 60_000
 # Higher ids mean "none" to the kernel.
 _LARGEST_ID = 2**31 - 1
+_LONGEST_ID = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +86,11 @@ def account_in(passwd: str, group: str, shell: str) -> tuple[Account, str, str]:
     """Returns the account of the sandbox's user, and both files with it; keeps the image's account of that name."""
     accounts = _accounts(passwd)
     for fields in accounts:
-        if fields[0] == USER and _sound(fields) and int(fields[2]) > 0:
+        if fields[0] == USER and _sound(fields) and id_of(fields[2]):
             home = fields[5] if fields[5].startswith("/") else f"/home/{USER}"
             return Account(USER, int(fields[2]), int(fields[3]), home, shell), passwd, group
     taken = {fields[2] for fields in accounts} | {fields[3] for fields in accounts}
-    taken |= {line.split(":")[2] for line in group.splitlines() if line.count(":") >= 2}
+    taken |= {line.split(":")[2] for line in group.split("\n") if line.count(":") >= 2}
     uid = next(number for number in range(_FIRST_UID, _LAST_UID) if str(number) not in taken)
     account = Account(USER, uid, uid, f"/home/{USER}", shell)
     root = "" if accounts else "root:x:0:0:root:/root:/sbin/nologin\n"
@@ -102,16 +103,23 @@ def account_in(passwd: str, group: str, shell: str) -> tuple[Account, str, str]:
 
 def account_named(user: str, passwd: str, shell: str) -> Account | None:
     """Returns an image's account by name or id; for an id without a user, a nameless account. None: unknown."""
-    by_id = user.isascii() and user.isdigit()
+    number = id_of(user)
     if user in ("root", "0"):
         return Account("root", 0, 0, "/root", shell)
     for fields in _accounts(passwd):
-        if _sound(fields) and (int(fields[2]) == int(user) if by_id else fields[0] == user):
+        if _sound(fields) and (id_of(fields[2]) == number if number is not None else fields[0] == user):
             home = fields[5] if fields[5].startswith("/") else "/"
             return Account(fields[0] or user, int(fields[2]), int(fields[3]), home, shell)
-    if by_id and int(user) <= _LARGEST_ID:
-        return Account(str(int(user)), int(user), int(user), "/tmp", shell)  # noqa: S108 - a path in the sandbox
+    if number is not None:
+        return Account(str(number), number, number, "/tmp", shell)  # noqa: S108 - a path in the sandbox
     return None
+
+
+def id_of(text: str) -> int | None:
+    """Returns the id of a user or group that is written as a number; None if it is none, or too large."""
+    if not (text.isascii() and text.isdigit() and len(text) <= _LONGEST_ID):
+        return None
+    return number if (number := int(text)) <= _LARGEST_ID else None
 
 
 def with_holder(passwd: str, group: str) -> tuple[str, str]:
@@ -121,13 +129,14 @@ def with_holder(passwd: str, group: str) -> tuple[str, str]:
     """
     if passwd and str(USER_ID) not in {fields[2] for fields in _accounts(passwd)}:
         passwd = f"{_ended(passwd)}{_HOLDER}:x:{USER_ID}:{USER_ID}::/:/sbin/nologin\n"
-    if group and str(USER_ID) not in {line.split(":")[2] for line in group.splitlines() if line.count(":") >= 2}:
+    if group and str(USER_ID) not in {line.split(":")[2] for line in group.split("\n") if line.count(":") >= 2}:
         group = f"{_ended(group)}{_HOLDER}:x:{USER_ID}:\n"
     return passwd, group
 
 
 def _accounts(passwd: str) -> list[list[str]]:
-    return [line.split(":") for line in passwd.splitlines() if line.count(":") >= 6]
+    # Lines end where they do for the C library: other signs are part of a field.
+    return [line.split(":") for line in passwd.split("\n") if line.count(":") >= 6]
 
 
 def _sound(fields: list[str]) -> bool:
@@ -136,7 +145,7 @@ def _sound(fields: list[str]) -> bool:
         f"{fields[0]}{fields[5]}".encode()
     except UnicodeEncodeError:
         return False
-    return all(field.isascii() and field.isdigit() and int(field) <= _LARGEST_ID for field in fields[2:4])
+    return id_of(fields[2]) is not None and id_of(fields[3]) is not None
 
 
 def _ended(text: str) -> str:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import io
 import tarfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -30,7 +29,8 @@ from penstock_chassis.errors import FailedPrecondition, InvalidArgument, Penstoc
 from penstock_sandbox.backends.docker.cleanup.reaper import KIND, Owner, Reaper
 from penstock_sandbox.backends.docker.engine.daemon import GO_DIRECTORY, Daemon
 from penstock_sandbox.backends.docker.engine.errors import Json, Missing, Refused
-from penstock_sandbox.backends.docker.images import pause_program, workdir_owner
+from penstock_sandbox.backends.docker.images import account_files, pause_program, workdir_owner
+from penstock_sandbox.backends.docker.images.account_files import Ids
 from penstock_sandbox.backends.docker.images.additions import (
     OURS,
     RESERVED,
@@ -48,7 +48,7 @@ from penstock_sandbox.backends.docker.images.additions import (
 _REPOSITORY = "penstock-prepared"
 _EQUIPPED = "penstock-equipped"
 # Increase when the added content changes: prepared images are found by it.
-_VERSION = 7
+_VERSION = 8
 _ACCOUNT_LABEL = "penstock.account"
 _WORKDIR_LABEL = "penstock.workdir"
 _BYTES_LABEL = "penstock.added_bytes"
@@ -57,7 +57,6 @@ _LONGEST_LABEL = 20
 _PLAIN = "/:"
 # Podman adds it to images that it commits.
 _PODMANS_OWN = "container=podman"
-_ACCOUNTS_LIMIT = 4 * 1024 * 1024
 # A container of a prepared image is made sooner than this.
 _GRACE_S = 60.0
 
@@ -156,6 +155,15 @@ class Prepared:
                 await self._reaper.container(container)
         return name
 
+    async def ids(self, base: Json, user: str) -> Ids | None:
+        """Returns whom a USER[:GROUP] names in an image; None: nobody. Raises Refused for account files of no use."""
+        container = await self._unstarted(base["Id"])
+        try:
+            await account_files.check_in_place(self._daemon, container)
+            return account_files.ids_of(user, *await account_files.read(self._daemon, container))
+        finally:
+            await self._reaper.container(container)
+
     async def trim(self) -> None:
         """Removes the least recently used until the rest fits. Images of existing containers stay."""
         async with self._trimming:
@@ -189,7 +197,7 @@ class Prepared:
     async def _make(self, image: str, base: Json, name: str, program: bytes, user: str) -> None:
         container = await self._unstarted(base["Id"])
         try:
-            passwd, group = [await text_in(self._daemon, container, path) for path in ("/etc/passwd", "/etc/group")]
+            passwd, group = await account_files.read(self._daemon, container)
             shell = "/bin/bash" if await self._daemon.has(container, "/bin/bash") else "/bin/sh"
             files = [
                 # A tmpfs over a directory gets its mode.
@@ -219,10 +227,13 @@ class Prepared:
             if not self._keep_workdir:
                 workdir = workdir_owner.workdir_of(str((base.get("Config") or {}).get("WorkingDir") or ""))
             added = 0
-            if not await self._daemon.has(container, workdir):
+            there = await self._daemon.stat(container, workdir)
+            if there is None:
                 files.append(File(workdir, None, owner=account))
             elif workdir == WORKDIR and self._keep_workdir:
                 pass  # a size-limited mount will be there
+            elif not int(there["mode"]) & GO_DIRECTORY:
+                raise Refused(409, f"its working directory {workdir} is not a directory")
             else:
                 added = await self._hand_over(base["Id"], container, workdir, account)
             archive = packed(files)
@@ -256,10 +267,8 @@ class Prepared:
             found = self._daemon.fetch_stream(source, workdir)
             if found is None:
                 return
-            described, chunks = found
+            _, chunks = found
             try:
-                if not int(described["mode"]) & GO_DIRECTORY:
-                    raise Refused(409, f"its working directory {workdir} is not a directory")
                 for piece in workdir_owner.handed_over(chunks, workdir, account):
                     written += len(piece)
                     yield piece
@@ -289,19 +298,6 @@ def _accounts_files(passwd: str, group: str) -> list[File]:
         File("/etc/passwd", passwd.encode(errors="surrogateescape"), mode=0o644),
         File("/etc/group", group.encode(errors="surrogateescape"), mode=0o644),
     ]
-
-
-async def text_in(daemon: Daemon, container: str, path: str) -> str:
-    """Returns a small file of a container; empty if there is none."""
-    try:
-        whole = await daemon.fetch(container, path, _ACCOUNTS_LIMIT)
-    except Missing:
-        return ""
-    with tarfile.open(fileobj=io.BytesIO(whole)) as archive:
-        for member in archive:
-            if (file := archive.extractfile(member) if member.isreg() else None) is not None:
-                return file.read().decode(errors="surrogateescape")
-    return ""
 
 
 def _known(image: str, user: str, account: Account | None) -> Account:
