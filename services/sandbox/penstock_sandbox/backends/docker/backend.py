@@ -35,6 +35,7 @@ from penstock_sandbox.backends.docker.images.images import Images
 from penstock_sandbox.backends.docker.images.layers import Layers, name_of
 from penstock_sandbox.backends.docker.images.prepared_images import Prepared, ReadyImage, described
 from penstock_sandbox.backends.docker.mounts import Mounts
+from penstock_sandbox.backends.docker.names_files import NamesFiles
 from penstock_sandbox.backends.docker.options import DockerOptions
 from penstock_sandbox.backends.docker.probe.trial_container import Trial, keeps_apart, unusable
 from penstock_sandbox.backends.docker.sandboxes import DockerSandboxes
@@ -103,7 +104,8 @@ class DockerBackend(Backend):
         companions = Companions(
             options, daemon, owner, reaper, images, await seccomp.offered(daemon, options.state_dir)
         )
-        boxes = DockerSandboxes(options, daemon, owner, reaper, layers, companions)
+        names = NamesFiles(options.state_dir.absolute() / "names" if await daemon.is_podman() else None)
+        boxes = DockerSandboxes(options, daemon, owner, reaper, layers, companions, names)
         deaths = Deaths(daemon, owner, _epoch(str(info["SystemTime"])), boxes.died, boxes.signalled, boxes.names)
         self._stack.push_async_callback(deaths.aclose)
         self._prepared, self._images, self._layers = prepared, images, layers

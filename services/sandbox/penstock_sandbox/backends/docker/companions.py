@@ -92,16 +92,19 @@ class Companions:
             found.append(Planned(spec, str(image["Id"]), ids, spec.health_check or declared, declares))
         return tuple(found)
 
-    async def start(self, sandbox_id: str, sandbox: str, planned: Sequence[Planned]) -> tuple[str, ...]:
+    async def start(
+        self, sandbox_id: str, sandbox: str, planned: Sequence[Planned], mounts: Sequence[Json] = ()
+    ) -> tuple[str, ...]:
         """Starts them in their order; returns the names of their containers when all are healthy.
 
-        ``sandbox`` is the id of the sandbox's container. Raises FailedPrecondition (COMPANION_FAILED).
+        ``sandbox`` is the id of the sandbox's container, ``mounts`` those of its names. Raises FailedPrecondition
+        (COMPANION_FAILED).
         """
         names = tuple(container_name(sandbox_id, one.spec.name) for one in planned)
         tasks: dict[str, asyncio.Task[None]] = {}
         for one, name in zip(planned, names, strict=True):
             before = [tasks[other] for other in one.spec.after]
-            start = self._start(sandbox_id, sandbox, one, name, before)
+            start = self._start(sandbox_id, sandbox, one, name, before, mounts)
             tasks[one.spec.name] = asyncio.create_task(start, name=f"start-{name}")
         try:
             async with asyncio.timeout(_MOST_S):
@@ -131,6 +134,7 @@ class Companions:
         one: Planned,
         name: str,
         before: Sequence[asyncio.Task[None]],
+        mounts: Sequence[Json],
     ) -> None:
         if before:
             await asyncio.wait(before)
@@ -144,6 +148,7 @@ class Companions:
             sandbox,
             one.ids,
             seccomp_profile=self._seccomp_profile,
+            mounts=mounts,
             declares_check=one.declares_check,
             shm_bytes=self._options.tmp_bytes,
             runtime=self._options.runtime,

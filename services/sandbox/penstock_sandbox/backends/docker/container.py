@@ -17,6 +17,7 @@ from penstock_sandbox.backends.docker.images import account_files, pause_program
 from penstock_sandbox.backends.docker.images.account_files import Ids
 from penstock_sandbox.backends.docker.images.additions import USER, WORKDIR, unwanted
 from penstock_sandbox.backends.docker.images.prepared_images import ReadyImage
+from penstock_sandbox.backends.docker.names_files import NOBODY
 from penstock_sandbox.domain.model import Companion, NetworkKind, Resources
 
 HOSTNAME = "sandbox"
@@ -111,7 +112,7 @@ def sandbox(
     elif network is not NetworkKind.OPEN:
         # Otherwise the daemon copies the host's resolver into the container.
         # Nobody has an address of documentation; at 127.0.0.1 a companion could answer.
-        host["dns"] = ["192.0.2.1" if own_names else "127.0.0.1"]
+        host["dns"] = [NOBODY if own_names else "127.0.0.1"]
         host["dns_search"] = ["."]
     if own_names:
         host["extra_hosts"] = dict.fromkeys(own_names, "127.0.0.1")
@@ -176,6 +177,7 @@ def companion(
     ids: Ids,
     *,
     seccomp_profile: str,
+    mounts: Sequence[Json] = (),
     declares_check: bool,
     shm_bytes: int,
     runtime: str,
@@ -204,6 +206,7 @@ def companion(
         "network_mode": f"container:{sandbox_container}",
         "ipc_mode": "private",
         "shm_size": shm_bytes,
+        "mounts": [dict(mount) for mount in mounts],
         "readonly_paths": [*_NAMES_READ_ONLY, *account_files.PATHS],
         # Of the last lines, which a failed creation shows.
         "log_driver": "json-file",

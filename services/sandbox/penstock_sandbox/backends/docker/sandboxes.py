@@ -29,6 +29,7 @@ from penstock_sandbox.backends.docker.images.additions import SYSTEM_PATH, unwan
 from penstock_sandbox.backends.docker.images.diff_buffer import read_ahead
 from penstock_sandbox.backends.docker.images.layers import REPOSITORY, Layers, name_of
 from penstock_sandbox.backends.docker.images.prepared_images import ReadyImage, described
+from penstock_sandbox.backends.docker.names_files import NamesFiles
 from penstock_sandbox.backends.docker.options import DockerOptions
 from penstock_sandbox.domain.backend import SandboxHandle
 from penstock_sandbox.domain.errno import Refused as RefusedInside
@@ -58,6 +59,8 @@ class DockerSandbox:
     layers: tuple[str, ...] = ()
     joins: str = ""
     """The name of the sandbox whose network it shares."""
+    names: tuple[Json, ...] = ()
+    """The mounts of names that it shares with its companions and with what joins it."""
     beside: asyncio.Task[tuple[str, ...]] | None = None
     """Starts its companions; results in the names of their containers once all are healthy."""
     seal_as: str = ""
@@ -101,7 +104,9 @@ class DockerSandboxes:
         reaper: Reaper,
         layers: Layers,
         companions: Companions,
+        names: NamesFiles,
     ) -> None:
+        self._names = names
         self._options = options
         self._companions = companions
         self._daemon = daemon
@@ -182,18 +187,22 @@ class DockerSandboxes:
             SANDBOX: sandbox_id,
             "penstock.lease_s": f"{spec.lease_s or 0:g}",
         }
+        own_names = [HOSTNAME, *(name for one in companions for name in one.spec.names)] if companions else []
         try:
+            other = self._alive(joins) if joins else None
+            resolver = spec.network.kind is not NetworkKind.OPEN
+            names = other.names if other else await self._names.mounts(own_names, resolver=resolver)
             settings, host = container.sandbox(
                 image,
                 labels,
                 spec.resources,
                 spec.network.kind,
-                mounts=mounts,
+                mounts=[*mounts, *names],
                 tmp_bytes=self._options.tmp_bytes,
                 read_only=self._options.read_only,
                 runtime=self._options.runtime,
-                own_names=[HOSTNAME, *(name for one in companions for name in one.spec.names)] if companions else (),
-                joins=self._alive(joins).container if joins else "",
+                own_names=own_names,
+                joins=other.container if other else "",
             )
             if self.reach is None:
                 raise Unavailable("this service is stopping", reason="DRAINING", retry_after_s=1.0)
@@ -226,7 +235,7 @@ class DockerSandboxes:
             finally:
                 self._layers.release(layers)
             raise
-        box = self._live[name] = DockerSandbox(name, made, image, reached, layers=layers, joins=joins)
+        box = self._live[name] = DockerSandbox(name, made, image, reached, layers=layers, joins=joins, names=names)
         box.handle = GuestSandbox(
             sandbox_id,
             reached.opener,
@@ -244,7 +253,7 @@ class DockerSandboxes:
         try:
             await box.handle.open(spec.network)
             if companions:
-                starting = self._companions.start(sandbox_id, made, companions)
+                starting = self._companions.start(sandbox_id, made, companions, names)
                 box.beside = asyncio.create_task(starting, name=f"companions-{name}")
                 try:
                     await box.beside
