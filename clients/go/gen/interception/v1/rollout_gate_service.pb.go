@@ -280,7 +280,7 @@ type OpenRolloutRequest struct {
 	// Set for a branch of another rollout. Its recording is then that rollout's calls before the branch point, and the call at
 	// the branch point with Call.branch_point. See LoadRecording.
 	BranchedFrom *v1.BranchPoint `protobuf:"bytes,22,opt,name=branched_from,json=branchedFrom,proto3,oneof" json:"branched_from,omitempty"`
-	// Set where not an agent calls but the verifier of another rollout asks its judge: the id of that rollout, which must be of
+	// Set where the verifier of another rollout asks its judge, in place of an agent: the id of that rollout, which must be of
 	// the same namespace, closed and without another judge (JUDGE_TOO_EARLY, ROLLOUT_UNKNOWN, ROLLOUT_EXISTS). Then a request
 	// with the body of an earlier call, other than a failed one, gets that call's answer, whenever it comes. GetCapture of the
 	// other rollout returns these calls as Trajectory.judge_calls; closing, storing or deleting it does the same to this

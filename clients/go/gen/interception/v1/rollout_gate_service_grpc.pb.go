@@ -50,8 +50,8 @@ type RolloutGateServiceClient interface {
 	//
 	// Idempotent by request_id: a repeat returns the same token.
 	// Errors: ALREADY_EXISTS (ROLLOUT_EXISTS; REQUEST_ID_REUSED), those of CheckSource, FAILED_PRECONDITION
-	// (RUN_BUDGETS_DIFFER, with field violations; JUDGE_TOO_EARLY), NOT_FOUND (ROLLOUT_UNKNOWN: judge_of), RESOURCE_EXHAUSTED (ROLLOUT_LIMIT, with RetryInfo; BUDGET_EXHAUSTED,
-	// final: the run's).
+	// (RUN_BUDGETS_DIFFER, with field violations; JUDGE_TOO_EARLY), NOT_FOUND (ROLLOUT_UNKNOWN: judge_of), RESOURCE_EXHAUSTED
+	// (ROLLOUT_LIMIT, with RetryInfo; BUDGET_EXHAUSTED, final: the run's).
 	OpenRollout(ctx context.Context, in *OpenRolloutRequest, opts ...grpc.CallOption) (*OpenRolloutResponse, error)
 	// LoadRecording adds calls of an earlier attempt, or of another rollout, to an open rollout whose agent has not called
 	// yet. Then a call whose prompt has the token ids of a recorded call's prompt is answered with the recorded completion, at
@@ -336,8 +336,8 @@ type RolloutGateServiceServer interface {
 	//
 	// Idempotent by request_id: a repeat returns the same token.
 	// Errors: ALREADY_EXISTS (ROLLOUT_EXISTS; REQUEST_ID_REUSED), those of CheckSource, FAILED_PRECONDITION
-	// (RUN_BUDGETS_DIFFER, with field violations; JUDGE_TOO_EARLY), NOT_FOUND (ROLLOUT_UNKNOWN: judge_of), RESOURCE_EXHAUSTED (ROLLOUT_LIMIT, with RetryInfo; BUDGET_EXHAUSTED,
-	// final: the run's).
+	// (RUN_BUDGETS_DIFFER, with field violations; JUDGE_TOO_EARLY), NOT_FOUND (ROLLOUT_UNKNOWN: judge_of), RESOURCE_EXHAUSTED
+	// (ROLLOUT_LIMIT, with RetryInfo; BUDGET_EXHAUSTED, final: the run's).
 	OpenRollout(context.Context, *OpenRolloutRequest) (*OpenRolloutResponse, error)
 	// LoadRecording adds calls of an earlier attempt, or of another rollout, to an open rollout whose agent has not called
 	// yet. Then a call whose prompt has the token ids of a recorded call's prompt is answered with the recorded completion, at

@@ -934,10 +934,11 @@ func (x *HealthCheck) GetStartPeriod() *durationpb.Duration {
 	return nil
 }
 
-// Companion is a container beside a sandbox, such as the database of a task. It shares the sandbox's network, with its
-// abstract sockets: a program there that passes it an open file gives it that file. Programs in the sandbox and other companions reach it at its name, which is 127.0.0.1, and no two of them can listen
-// on the same port. It has files of its own, which no snapshot, diff or fork has, and is started from its image for each
-// sandbox. It reaches what the sandbox reaches. If it ends after the sandbox was READY, the sandbox lives on without it.
+// Companion is a container beside a sandbox, such as the database of a task. It shares the sandbox's network, abstract unix
+// sockets included: a program of the sandbox can pass open files to a program of a companion. Programs in the sandbox and other
+// companions reach it at its name, which is 127.0.0.1, and no two of them can listen on the same port. It has files of its own,
+// which no snapshot, diff or fork has, and is started from its image for each sandbox. It reaches what the sandbox reaches. If
+// it ends after the sandbox was READY, the sandbox lives on without it.
 type Companion struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Lower-case letters, digits and '-', at most 63; not "localhost" or "sandbox", the sandbox's own name.

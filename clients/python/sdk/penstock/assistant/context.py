@@ -61,7 +61,7 @@ class Snapshot:
 
 
 class Context:
-    """Of one door. Connections live as long as a call: services may be started again between two calls."""
+    """Of one server. Connections live as long as a call: services may be started again between two calls."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Context:
             find: finds the running services; it raises PenstockError.
             examine: looks for problems of services; the number is the seconds that something may wait.
             directories: where task files and reports are; nothing else is read.
-            max_rollouts: how many rollouts this door may start in all.
+            max_rollouts: how many rollouts this server may start in all.
             environment: whose secrets are taken out of answers.
         """
         self.find = find

@@ -50,7 +50,7 @@ INSTRUCTIONS: Final = (
 
 
 class Server:
-    """One assistant's door."""
+    """One assistant's server."""
 
     def __init__(self, context: Context, tools: Sequence[Tool], writer: asyncio.StreamWriter) -> None:
         self._context = context

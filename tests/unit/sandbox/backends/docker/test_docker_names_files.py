@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from penstock_sandbox.backends.docker import names_files
 from penstock_sandbox.backends.docker.names_files import NamesFiles
 
 
@@ -26,3 +27,15 @@ async def test_a_sandbox_without_companions_or_a_daemon_that_gives_names_needs_n
     assert await NamesFiles(tmp_path / "names").mounts([], resolver=True) == ()
     assert await NamesFiles(None).mounts(["sandbox", "db"], resolver=True) == ()
     assert not list(tmp_path.iterdir())
+
+
+async def test_there_are_only_so_many_files_and_those_in_use_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Callers choose names: a file for each would fill the disk."""
+    monkeypatch.setattr(names_files, "MOST", 8)
+    files = NamesFiles(tmp_path / "names")
+    for number in range(40):
+        mounts = await files.mounts(["sandbox", f"db{number}"], resolver=True)
+        assert all(Path(mount["source"]).exists() for mount in mounts)
+        assert len(list((tmp_path / "names").iterdir())) <= 8

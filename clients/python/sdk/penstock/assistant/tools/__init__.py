@@ -1,4 +1,4 @@
-"""The tools of the door."""
+"""The tools of the MCP server."""
 
 from collections.abc import Sequence
 

@@ -224,7 +224,7 @@ class OpenRolloutRequest(_message.Message):
     attempt: _builtins.int
     """The number of this attempt at the rollout, from 1. Each attempt is a session of its own at the engine. 0 = 1."""
     judge_of: _builtins.str
-    """Set where not an agent calls but the verifier of another rollout asks its judge: the id of that rollout, which must be of
+    """Set where the verifier of another rollout asks its judge, in place of an agent: the id of that rollout, which must be of
     the same namespace, closed and without another judge (JUDGE_TOO_EARLY, ROLLOUT_UNKNOWN, ROLLOUT_EXISTS). Then a request
     with the body of an earlier call, other than a failed one, gets that call's answer, whenever it comes. GetCapture of the
     other rollout returns these calls as Trajectory.judge_calls; closing, storing or deleting it does the same to this

@@ -134,8 +134,8 @@ class RolloutGateServiceServicer(object):
 
         Idempotent by request_id: a repeat returns the same token.
         Errors: ALREADY_EXISTS (ROLLOUT_EXISTS; REQUEST_ID_REUSED), those of CheckSource, FAILED_PRECONDITION
-        (RUN_BUDGETS_DIFFER, with field violations; JUDGE_TOO_EARLY), NOT_FOUND (ROLLOUT_UNKNOWN: judge_of), RESOURCE_EXHAUSTED (ROLLOUT_LIMIT, with RetryInfo; BUDGET_EXHAUSTED,
-        final: the run's).
+        (RUN_BUDGETS_DIFFER, with field violations; JUDGE_TOO_EARLY), NOT_FOUND (ROLLOUT_UNKNOWN: judge_of), RESOURCE_EXHAUSTED
+        (ROLLOUT_LIMIT, with RetryInfo; BUDGET_EXHAUSTED, final: the run's).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -53,8 +53,8 @@ class RolloutGateServiceStub:
 
     Idempotent by request_id: a repeat returns the same token.
     Errors: ALREADY_EXISTS (ROLLOUT_EXISTS; REQUEST_ID_REUSED), those of CheckSource, FAILED_PRECONDITION
-    (RUN_BUDGETS_DIFFER, with field violations; JUDGE_TOO_EARLY), NOT_FOUND (ROLLOUT_UNKNOWN: judge_of), RESOURCE_EXHAUSTED (ROLLOUT_LIMIT, with RetryInfo; BUDGET_EXHAUSTED,
-    final: the run's).
+    (RUN_BUDGETS_DIFFER, with field violations; JUDGE_TOO_EARLY), NOT_FOUND (ROLLOUT_UNKNOWN: judge_of), RESOURCE_EXHAUSTED
+    (ROLLOUT_LIMIT, with RetryInfo; BUDGET_EXHAUSTED, final: the run's).
     """
     LoadRecording: _grpc.UnaryUnaryMultiCallable[_rollout_gate_service_pb2.LoadRecordingRequest, _rollout_gate_service_pb2.LoadRecordingResponse]
     """LoadRecording adds calls of an earlier attempt, or of another rollout, to an open rollout whose agent has not called
@@ -149,8 +149,8 @@ class RolloutGateServiceAsyncStub(RolloutGateServiceStub):
 
     Idempotent by request_id: a repeat returns the same token.
     Errors: ALREADY_EXISTS (ROLLOUT_EXISTS; REQUEST_ID_REUSED), those of CheckSource, FAILED_PRECONDITION
-    (RUN_BUDGETS_DIFFER, with field violations; JUDGE_TOO_EARLY), NOT_FOUND (ROLLOUT_UNKNOWN: judge_of), RESOURCE_EXHAUSTED (ROLLOUT_LIMIT, with RetryInfo; BUDGET_EXHAUSTED,
-    final: the run's).
+    (RUN_BUDGETS_DIFFER, with field violations; JUDGE_TOO_EARLY), NOT_FOUND (ROLLOUT_UNKNOWN: judge_of), RESOURCE_EXHAUSTED
+    (ROLLOUT_LIMIT, with RetryInfo; BUDGET_EXHAUSTED, final: the run's).
     """
     LoadRecording: _aio.UnaryUnaryMultiCallable[_rollout_gate_service_pb2.LoadRecordingRequest, _rollout_gate_service_pb2.LoadRecordingResponse]  # type: ignore[assignment]
     """LoadRecording adds calls of an earlier attempt, or of another rollout, to an open rollout whose agent has not called
@@ -254,8 +254,8 @@ class RolloutGateServiceServicer(metaclass=_abc_1.ABCMeta):
 
         Idempotent by request_id: a repeat returns the same token.
         Errors: ALREADY_EXISTS (ROLLOUT_EXISTS; REQUEST_ID_REUSED), those of CheckSource, FAILED_PRECONDITION
-        (RUN_BUDGETS_DIFFER, with field violations; JUDGE_TOO_EARLY), NOT_FOUND (ROLLOUT_UNKNOWN: judge_of), RESOURCE_EXHAUSTED (ROLLOUT_LIMIT, with RetryInfo; BUDGET_EXHAUSTED,
-        final: the run's).
+        (RUN_BUDGETS_DIFFER, with field violations; JUDGE_TOO_EARLY), NOT_FOUND (ROLLOUT_UNKNOWN: judge_of), RESOURCE_EXHAUSTED
+        (ROLLOUT_LIMIT, with RetryInfo; BUDGET_EXHAUSTED, final: the run's).
         """
 
     @_abc_1.abstractmethod

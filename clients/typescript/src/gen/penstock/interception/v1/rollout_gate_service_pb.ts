@@ -259,7 +259,7 @@ export type OpenRolloutRequest = Message<"penstock.interception.v1.OpenRolloutRe
   branchedFrom?: BranchPoint | undefined;
 
   /**
-   * Set where not an agent calls but the verifier of another rollout asks its judge: the id of that rollout, which must be of
+   * Set where the verifier of another rollout asks its judge, in place of an agent: the id of that rollout, which must be of
    * the same namespace, closed and without another judge (JUDGE_TOO_EARLY, ROLLOUT_UNKNOWN, ROLLOUT_EXISTS). Then a request
    * with the body of an earlier call, other than a failed one, gets that call's answer, whenever it comes. GetCapture of the
    * other rollout returns these calls as Trajectory.judge_calls; closing, storing or deleting it does the same to this
@@ -1656,8 +1656,8 @@ export const RolloutGateService: GenService<{
    *
    * Idempotent by request_id: a repeat returns the same token.
    * Errors: ALREADY_EXISTS (ROLLOUT_EXISTS; REQUEST_ID_REUSED), those of CheckSource, FAILED_PRECONDITION
-   * (RUN_BUDGETS_DIFFER, with field violations; JUDGE_TOO_EARLY), NOT_FOUND (ROLLOUT_UNKNOWN: judge_of), RESOURCE_EXHAUSTED (ROLLOUT_LIMIT, with RetryInfo; BUDGET_EXHAUSTED,
-   * final: the run's).
+   * (RUN_BUDGETS_DIFFER, with field violations; JUDGE_TOO_EARLY), NOT_FOUND (ROLLOUT_UNKNOWN: judge_of), RESOURCE_EXHAUSTED
+   * (ROLLOUT_LIMIT, with RetryInfo; BUDGET_EXHAUSTED, final: the run's).
    *
    * @generated from rpc penstock.interception.v1.RolloutGateService.OpenRollout
    */
