@@ -54,6 +54,8 @@ SHORT: Final = frozenset(
         "test_sandbox_deleted_during_a_read_is_reported_gone",
         # test_diffs.py
         "test_the_diff_is_what_the_sandbox_changed_and_nothing_else",
+        # test_joining.py
+        "test_a_fork_that_joins_a_sandbox_ends_its_programs_and_goes_with_it",
         # test_limits.py
         "test_a_lease_ends_with_the_sandboxs_life_and_the_answer_says_so",
         # test_network.py
