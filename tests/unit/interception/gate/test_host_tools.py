@@ -12,13 +12,15 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from penstock.interception.v1 import intercept_service_pb2 as pb
+from penstock.values import jsonrpc
+from penstock.values.jsonrpc import Notification, Reply, Request
 from penstock_chassis.errors import InvalidArgument
 from penstock_interception.domain.host_tools import ToolResult
 from penstock_interception.domain.results import Rejection, RejectionReason
 from penstock_interception.gate.host_tools import bounded, offers, schemas
 from penstock_interception.gate.host_tools.bounded import Steps, TooManySteps
-from penstock_interception.ingress.mcp import jsonrpc, server
-from penstock_interception.ingress.mcp.jsonrpc import Notification, Reply, Request, RpcError
+from penstock_interception.ingress.mcp import messages, server
+from penstock_interception.ingress.mcp.messages import HttpRpcError
 from penstock_interception.rpc import tools
 
 JSON: st.SearchStrategy[Any] = st.recursive(
@@ -41,11 +43,11 @@ ENVELOPES = st.fixed_dictionaries(
 CODES = {-32700, -32600, -32602}
 
 
-def read(body: bytes) -> jsonrpc.Message | RpcError:
+def read(body: bytes) -> jsonrpc.Message | HttpRpcError:
     """What a body is."""
     try:
-        return jsonrpc.parse(body)
-    except RpcError as error:
+        return messages.parse(body)
+    except HttpRpcError as error:
         return error
 
 
@@ -57,9 +59,9 @@ def read(body: bytes) -> jsonrpc.Message | RpcError:
 def test_any_bytes_are_a_message_or_a_json_rpc_error(body: bytes) -> None:
     """Never another exception, and the error is itself JSON that a client can read."""
     seen = read(body)
-    assert isinstance(seen, Request | Notification | Reply | RpcError)
-    if isinstance(seen, RpcError):
-        told = orjson.loads(jsonrpc.error(seen))
+    assert isinstance(seen, Request | Notification | Reply | HttpRpcError)
+    if isinstance(seen, HttpRpcError):
+        told = jsonrpc.error(seen)
         assert (told["jsonrpc"], told["error"]["code"] in CODES, seen.status) == ("2.0", True, 400)
 
 
@@ -76,12 +78,12 @@ def test_any_json_is_a_message_or_a_json_rpc_error(value: Any) -> None:
         assert value["jsonrpc"] == "2.0"
         assert seen.id == value["id"]
         assert isinstance(seen.params, dict)
-        assert orjson.loads(jsonrpc.result(seen.id, {}))["id"] == seen.id
+        assert orjson.loads(messages.result(seen.id, {}))["id"] == seen.id
         assert orjson.loads(seen.id_json) == seen.id
     elif isinstance(seen, Notification):
         assert "id" not in value
-    elif isinstance(seen, RpcError):
-        assert orjson.loads(jsonrpc.error(seen))["id"] in (None, value.get("id") if isinstance(value, dict) else None)
+    elif isinstance(seen, HttpRpcError):
+        assert jsonrpc.error(seen)["id"] in (None, value.get("id") if isinstance(value, dict) else None)
 
 
 @pytest.mark.requirement("R8", "R33")

@@ -11,15 +11,16 @@ from collections.abc import Sequence
 from importlib import metadata
 from typing import Any, Final
 
+import orjson
 from pydantic import ValidationError
 
-from penstock.assistant import jsonrpc
 from penstock.assistant.answers import Answer, Quote, render, visible
 from penstock.assistant.context import Context
 from penstock.assistant.errors import ToolError, advice_for
-from penstock.assistant.jsonrpc import Notification, Request, RpcError
 from penstock.assistant.tools.base import Tool
 from penstock.client.errors import PenstockError
+from penstock.values import jsonrpc
+from penstock.values.jsonrpc import Message, Notification, Request, RpcError
 from penstock.values.similar_names import did_you_mean
 
 VERSIONS: Final = ("2025-11-25", "2025-06-18", "2025-03-26", "2024-11-05")
@@ -74,7 +75,7 @@ class Server:
         try:
             if len(line) > MAX_LINE_BYTES:
                 raise RpcError(jsonrpc.INVALID_REQUEST, f"a message has at most {MAX_LINE_BYTES} bytes")
-            message = jsonrpc.parse(line)
+            message = _parse(line)
             if isinstance(message, Notification):
                 self._note(message)
             elif isinstance(message, Request):
@@ -159,10 +160,17 @@ class Server:
         quotes = [Quote("Penstock, with parts of what it read", "what is wrong", details)]
         return render(Answer(facts, quotes), self._context.redact)
 
-    async def _write(self, line: bytes) -> None:
+    async def _write(self, message: dict[str, Any]) -> None:
         # Whole lines: a transport writes what it got in order.
-        self._writer.write(line)
+        self._writer.write(orjson.dumps(message, option=orjson.OPT_APPEND_NEWLINE))
         await self._writer.drain()
+
+
+def _parse(line: bytes) -> Message:
+    try:
+        return jsonrpc.message(orjson.loads(line))
+    except orjson.JSONDecodeError:
+        raise RpcError(jsonrpc.PARSE_ERROR, "The line is not JSON.") from None
 
 
 def _problem(tool: Tool, error: ValidationError) -> ToolError:

@@ -24,6 +24,8 @@ import orjson
 import structlog
 from aiohttp import web
 
+from penstock.values import jsonrpc
+from penstock.values.jsonrpc import Notification, Request
 from penstock_chassis.errors import PenstockError
 from penstock_interception.domain.calls import CallState, RolloutState
 from penstock_interception.domain.host_tools import CallKey, HostTool, ToolResult
@@ -35,8 +37,8 @@ from penstock_interception.ingress import bodies
 from penstock_interception.ingress.bodies import BrokenBody, TooSlow
 from penstock_interception.ingress.connections import Connections
 from penstock_interception.ingress.encodings import ACCEPTED, EncodingRefused
-from penstock_interception.ingress.mcp import jsonrpc
-from penstock_interception.ingress.mcp.jsonrpc import Notification, Request, RpcError
+from penstock_interception.ingress.mcp import messages
+from penstock_interception.ingress.mcp.messages import HttpRpcError
 from penstock_interception.interceptor import Interceptor
 
 _KEYS: Final = {
@@ -83,13 +85,13 @@ class McpServer:
     @staticmethod
     def unauthorised() -> web.Response:
         """The answer to a request without a valid agent key of the rollout."""
-        refused = RpcError(jsonrpc.INVALID_REQUEST, "The agent key is not valid for this address.", status=401)
+        refused = HttpRpcError(jsonrpc.INVALID_REQUEST, "The agent key is not valid for this address.", status=401)
         return _refusal(refused, {"www-authenticate": "Bearer"})
 
     @staticmethod
     def forbidden() -> web.Response:
         """The answer to an agent key without the tools scope."""
-        return _refusal(RpcError(jsonrpc.INVALID_REQUEST, "The agent key does not allow tools.", status=403))
+        return _refusal(HttpRpcError(jsonrpc.INVALID_REQUEST, "The agent key does not allow tools.", status=403))
 
     async def serve(self, request: web.Request, rollout: Rollout) -> web.StreamResponse:
         """Serves one HTTP request of a rollout's agent."""
@@ -102,8 +104,8 @@ class McpServer:
                 return web.Response(status=204)
             within_s = self._connections.limits.body_s
             body = await bodies.in_time(request, within_s, self._body, most=self._most_bytes)
-            # In a thread if large: `jsonrpc.parse` may read a body with white space twice.
-            parse = partial(jsonrpc.parse, body)
+            # In a thread if large: `messages.parse` may read a body with white space twice.
+            parse = partial(messages.parse, body)
             message = parse() if len(body) <= INLINE_BYTES else await self._interceptor.in_thread(parse)
             if rollout.state is RolloutState.CLOSED:
                 # Its key was good before its body came; its id may be another rollout's by now.
@@ -114,23 +116,23 @@ class McpServer:
             if isinstance(message, Notification):
                 self._note(rollout, message, session)
             return web.Response(status=202)
-        except RpcError as error:
+        except HttpRpcError as error:
             error.id = error.id if error.id is not None else number
             return _refusal(error)
         except TooSlow:
-            return _refusal(RpcError(jsonrpc.INVALID_REQUEST, "The request was not received in time.", status=408))
+            return _refusal(HttpRpcError(jsonrpc.INVALID_REQUEST, "The request was not received in time.", status=408))
         except EncodingRefused as error:
-            refused = RpcError(jsonrpc.INVALID_REQUEST, str(error), status=415)
+            refused = HttpRpcError(jsonrpc.INVALID_REQUEST, str(error), status=415)
             return _refusal(refused, {"accept-encoding": ACCEPTED})
         except web.HTTPRequestEntityTooLarge:
             return _refusal(self._too_large())
         except BrokenBody:
-            return _refusal(RpcError(jsonrpc.PARSE_ERROR, "The request does not match its headers.", status=400))
+            return _refusal(HttpRpcError(jsonrpc.PARSE_ERROR, "The request does not match its headers.", status=400))
         except (ConnectionError, asyncio.CancelledError):
             raise
         except Exception:  # noqa: BLE001 - logged; nothing of it reaches the agent (R8)
             _log.exception("an MCP request failed", rollout_id=rollout.id)
-            return _refusal(RpcError(jsonrpc.INTERNAL_ERROR, "The service failed.", number, status=500))
+            return _refusal(HttpRpcError(jsonrpc.INTERNAL_ERROR, "The service failed.", number, status=500))
 
     async def _body(self, request: web.Request) -> bytes:
         body = bytearray()
@@ -144,8 +146,10 @@ class McpServer:
     def _most_bytes(self) -> int:
         return self._broker.limits.max_bytes + _ENVELOPE_BYTES
 
-    def _too_large(self) -> RpcError:
-        return RpcError(jsonrpc.INVALID_REQUEST, f"A request must have at most {self._most_bytes} bytes.", status=413)
+    def _too_large(self) -> HttpRpcError:
+        return HttpRpcError(
+            jsonrpc.INVALID_REQUEST, f"A request must have at most {self._most_bytes} bytes.", status=413
+        )
 
     def _note(self, rollout: Rollout, message: Notification, session: str) -> None:
         cancelled = message.params.get("requestId")
@@ -158,17 +162,17 @@ class McpServer:
     ) -> web.StreamResponse:
         match message.method:
             case "initialize":
-                given = web.Response(body=jsonrpc.result(message.id, _welcome(message)), content_type=_JSON)
+                given = web.Response(body=messages.result(message.id, _welcome(message)), content_type=_JSON)
                 given.headers["mcp-session-id"] = secrets.token_hex(16)
                 return given
             case "ping":
-                return web.Response(body=jsonrpc.result(message.id, {}), content_type=_JSON)
+                return web.Response(body=messages.result(message.id, {}), content_type=_JSON)
             case "tools/list":
                 tools = [_listed(tool) for tool in self._broker.of(rollout.id)]
-                return web.Response(body=jsonrpc.result(message.id, {"tools": tools}), content_type=_JSON)
+                return web.Response(body=messages.result(message.id, {"tools": tools}), content_type=_JSON)
             case "tools/call":
                 return await self._call_tool(request, rollout, message, session, body)
-        raise RpcError(jsonrpc.METHOD_NOT_FOUND, "There is no such method.")
+        raise HttpRpcError(jsonrpc.METHOD_NOT_FOUND, "There is no such method.")
 
     async def _call_tool(
         self, request: web.Request, rollout: Rollout, message: Request, session: str, body: bytes
@@ -176,12 +180,12 @@ class McpServer:
         name, arguments = message.params.get("name"), message.params.get("arguments")
         arguments = {} if arguments is None else arguments
         if not isinstance(name, str):
-            raise RpcError(jsonrpc.INVALID_PARAMS, "name: a string.")
+            raise HttpRpcError(jsonrpc.INVALID_PARAMS, "name: a string.")
         if not isinstance(arguments, dict):
-            raise RpcError(jsonrpc.INVALID_PARAMS, "arguments: must be an object.")
+            raise HttpRpcError(jsonrpc.INVALID_PARAMS, "arguments: must be an object.")
         tool = self._broker.tool(rollout.id, name)
         if tool is None:
-            raise RpcError(jsonrpc.INVALID_PARAMS, f"Unknown tool: {name[:64]}")
+            raise HttpRpcError(jsonrpc.INVALID_PARAMS, f"Unknown tool: {name[:64]}")
         key = CallKey(session, message.id_json, hashlib.sha256(body).digest())
         call, refusal = self._broker.same_call(rollout.id, key), ""
         recorded: ReplayedResult | None = None
@@ -251,24 +255,26 @@ class McpServer:
             progress += 1
             if jsonrpc.is_id(token):
                 params = {"progressToken": token, "progress": progress, "message": "The tool is at work."}
-                await response.write(_event(jsonrpc.notification("notifications/progress", params)))
+                await response.write(_event(orjson.dumps(jsonrpc.notification("notifications/progress", params))))
             else:
                 await response.write(b": the tool is at work\n\n")
             await asyncio.wait([call.ended], timeout=self._keep_alive_s)
 
 
 def _checked(request: web.Request) -> str:
-    """Returns the MCP session id of a request, or "". Raises RpcError if it is no valid MCP request."""
+    """Returns the MCP session id of a request, or "". Raises HttpRpcError if it is no valid MCP request."""
     origin = request.headers.get("origin")
     if origin is not None and _host(origin) not in ("127.0.0.1", "localhost", "::1"):
-        raise RpcError(jsonrpc.INVALID_REQUEST, "This origin is not allowed.", status=403)
+        raise HttpRpcError(jsonrpc.INVALID_REQUEST, "This origin is not allowed.", status=403)
     if request.method not in ("POST", "DELETE"):
-        raise RpcError(jsonrpc.INVALID_REQUEST, "Use POST.", status=405)
+        raise HttpRpcError(jsonrpc.INVALID_REQUEST, "Use POST.", status=405)
     if request.method == "POST" and request.content_type != _JSON:
-        raise RpcError(jsonrpc.INVALID_REQUEST, f"Content-Type: must be {_JSON}.", status=415)
+        raise HttpRpcError(jsonrpc.INVALID_REQUEST, f"Content-Type: must be {_JSON}.", status=415)
     session = request.headers.get("mcp-session-id", "")
     if session and not _SESSION_ID.fullmatch(session):
-        raise RpcError(jsonrpc.INVALID_REQUEST, "Mcp-Session-Id: must have at most 128 visible characters.", status=400)
+        raise HttpRpcError(
+            jsonrpc.INVALID_REQUEST, "Mcp-Session-Id: must have at most 128 visible characters.", status=400
+        )
     return session
 
 
@@ -299,11 +305,11 @@ def _result(message: Request, call: ToolCall) -> bytes:
     body: dict[str, Any] = {"content": blocks, "isError": call.result.is_error}
     if structured is not None and not call.result.is_error:
         body["structuredContent"] = structured
-    return jsonrpc.result(message.id, body)
+    return messages.result(message.id, body)
 
 
 def _failure(message: Request, words: str) -> bytes:
-    return jsonrpc.result(message.id, {"content": [_text_block(words)], "isError": True})
+    return messages.result(message.id, {"content": [_text_block(words)], "isError": True})
 
 
 def _failed(message: Request, words: str) -> web.Response:
@@ -314,8 +320,10 @@ def _event(data: bytes) -> bytes:
     return b"event: message\ndata: " + data + b"\n\n"
 
 
-def _refusal(refused: RpcError, headers: Mapping[str, str] | None = None) -> web.Response:
-    given = web.Response(status=refused.status, body=jsonrpc.error(refused), content_type=_JSON, headers=headers)
+def _refusal(refused: HttpRpcError, headers: Mapping[str, str] | None = None) -> web.Response:
+    given = web.Response(
+        status=refused.status, body=orjson.dumps(jsonrpc.error(refused)), content_type=_JSON, headers=headers
+    )
     if refused.status == 408:
         given.force_close()
     if refused.status == 405:

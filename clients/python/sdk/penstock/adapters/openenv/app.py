@@ -34,6 +34,7 @@ from aiohttp.typedefs import Handler, Middleware
 from penstock.adapters.openenv import frames, mcp
 from penstock.adapters.openenv.sessions import Session, Sessions, State, tools
 from penstock.client.errors import InvalidArgument, PenstockError
+from penstock.values import jsonrpc
 
 MAX_BODY_BYTES: Final = 16 << 20
 MAX_AHEAD: Final = 32
@@ -165,8 +166,7 @@ class _Server:
                 async with self._sessions.own() as session:
                     await _answer_all(socket, session, lambda raw: mcp.answer_text(raw, self._sessions, session))
             except PenstockError as error:
-                refused = {"code": mcp.SERVER_ERROR, "message": str(error), "data": {"reason": error.reason}}
-                await _send(socket, {"jsonrpc": "2.0", "id": None, "error": refused})
+                await _send(socket, jsonrpc.error(mcp.refusal(error)))
 
         return await self._upgraded(request, converse)
 

@@ -8,20 +8,25 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from penstock.adapters.openenv.sessions import Session, Sessions, tools
 from penstock.client.errors import InvalidArgument, NotFound, PenstockError
-
-PARSE_ERROR: Final = -32700
-INVALID_REQUEST: Final = -32600
-METHOD_NOT_FOUND: Final = -32601
-INVALID_PARAMS: Final = -32602
-INTERNAL_ERROR: Final = -32603
-SERVER_ERROR: Final = -32000
+from penstock.values.jsonrpc import (
+    INTERNAL_ERROR,
+    INVALID_PARAMS,
+    INVALID_REQUEST,
+    METHOD_NOT_FOUND,
+    PARSE_ERROR,
+    SERVER_ERROR,
+    Id,
+    RpcError,
+    error,
+    result,
+)
 
 _log = logging.getLogger("penstock.adapters.openenv")
 
@@ -35,16 +40,6 @@ class Request(BaseModel):
     method: str = Field(max_length=128)
     params: dict[str, Any] = Field(default_factory=dict)
     id: str | int | None = None
-
-
-class RpcError(Exception):
-    """The error returned in place of a result."""
-
-    def __init__(self, code: int, message: str, data: Mapping[str, Any] | None = None) -> None:
-        super().__init__(message)
-        self.code = code
-        self.message = message
-        self.data = data
 
 
 def tool_result(text: str) -> dict[str, Any]:
@@ -63,7 +58,7 @@ async def answer_text(body: bytes | str, sessions: Sessions, bound: Session | No
     try:
         message = orjson.loads(body)
     except orjson.JSONDecodeError:
-        return _error(None, RpcError(PARSE_ERROR, "Parse error: not JSON"))
+        return error(RpcError(PARSE_ERROR, "Parse error: not JSON"))
     return await answer(message, sessions, bound)
 
 
@@ -73,24 +68,28 @@ async def answer(message: Any, sessions: Sessions, bound: Session | None = None)
     request_id = known_id if isinstance(known_id, str | int) and not isinstance(known_id, bool) else None
     try:
         request = Request.model_validate(message)
-    except ValidationError as error:
-        fields = ", ".join(".".join(map(str, item["loc"])) or "request" for item in error.errors())
-        return _error(request_id, RpcError(INVALID_REQUEST, f"Invalid request: {fields[:200]}"))
+    except ValidationError as refused:
+        fields = ", ".join(".".join(map(str, item["loc"])) or "request" for item in refused.errors())
+        return error(RpcError(INVALID_REQUEST, f"Invalid request: {fields[:200]}", request_id))
     try:
-        return {"jsonrpc": "2.0", "id": request_id, "result": await _result(request, sessions, bound)}
-    except RpcError as error:
-        return _error(request_id, error)
-    except InvalidArgument as error:
-        return _error(request_id, RpcError(INVALID_PARAMS, str(error), {"reason": error.reason}))
-    except NotFound as error:
-        return _error(request_id, RpcError(INVALID_PARAMS, str(error), {"reason": error.reason}))
-    except PenstockError as error:
-        code = SERVER_ERROR if error.reason == "OPENENV_CAPACITY" else INTERNAL_ERROR
-        numbers = {name: int(value) for name, value in error.metadata.items() if value.isdecimal()}
-        return _error(request_id, RpcError(code, f"{error.reason}: {error}", {"reason": error.reason, **numbers}))
+        return result(request_id, await _result(request, sessions, bound))
+    except RpcError as problem:
+        problem.id = request_id
+        return error(problem)
+    except PenstockError as refused:
+        return error(refusal(refused, request_id))
     except Exception:  # noqa: BLE001 - a caller never sees an exception of ours, and always gets an answer (R8)
         _log.exception("a fault of the server")
-        return _error(request_id, RpcError(INTERNAL_ERROR, "an internal error of the server; its log has the details"))
+        return error(RpcError(INTERNAL_ERROR, "an internal error of the server; its log has the details", request_id))
+
+
+def refusal(refused: PenstockError, request_id: Id | None = None) -> RpcError:
+    """Returns the error that says why the services refused a request."""
+    if isinstance(refused, InvalidArgument | NotFound):
+        return RpcError(INVALID_PARAMS, str(refused), request_id, data={"reason": refused.reason})
+    code = SERVER_ERROR if refused.reason == "OPENENV_CAPACITY" else INTERNAL_ERROR
+    numbers = {name: int(value) for name, value in refused.metadata.items() if value.isdecimal()}
+    return RpcError(code, f"{refused.reason}: {refused}", request_id, data={"reason": refused.reason, **numbers})
 
 
 async def _result(request: Request, sessions: Sessions, bound: Session | None) -> Any:
@@ -143,8 +142,3 @@ def _text(params: Mapping[str, Any], name: str) -> str:
     if not isinstance(value, str) or not value:
         raise RpcError(INVALID_PARAMS, f"Invalid params - '{name}' is required")
     return value
-
-
-def _error(request_id: str | int | None, error: RpcError) -> dict[str, Any]:
-    fields = {"code": error.code, "message": error.message, "data": None if error.data is None else dict(error.data)}
-    return {"jsonrpc": "2.0", "id": request_id, "error": fields}
