@@ -41,7 +41,7 @@ def main() -> int:
         "--home",
         type=float,
         default=HOME_S,
-        help="the same of its driver's: %(default)s are a client's patience, 40 to see that a machine is silent and 60",
+        help="the same of its driver's; default: %(default)g, of which 40 see that it is silent, and 60 are patience",
     )
     parser.add_argument("--gpus", type=int, default=0, help="GPUs (in name only) of the inference service")
     parser.add_argument("--late", action="store_true", help="ray: the autoscaler adds a machine; none is lost")

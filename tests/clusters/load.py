@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-HOME_S: Final = 100.0
+HOME_S: Final = 110.0
 """The most that a client waits for a driver on a machine that is cut for good: 40 s until its connection is known to be
-broken, and the minute of its patience."""
+broken, the minute of its patience, and 10 s for the last attempt."""
 
 
 @dataclass(frozen=True)

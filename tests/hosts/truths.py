@@ -188,14 +188,17 @@ def faults(seen: Seen, least: float) -> list[str]:
 
 
 def noticed_s(seen: Seen) -> list[float]:
-    """Seconds from the last loss of a place to the failures of the attempts there, ascending."""
+    """Seconds from the last loss of a place to the failures of the attempts that began there before it served again,
+    ascending.
+    """
     found = []
     for story in seen.stories:
         for attempt in story.attempts:
-            failed = attempt.failed
-            before = [one.at for one in seen.losses if failed and one.name == attempt.place and one.at <= failed]
-            if failed and before:
-                found.append(failed - max(before))
+            if (failed := attempt.failed) is None:
+                continue
+            of_place = [one for one in seen.losses if one.name == attempt.place and one.at <= failed]
+            if of_place and attempt.began < _until(last := max(of_place, key=lambda one: one.at)):
+                found.append(failed - last.at)
     return sorted(found)
 
 
@@ -210,7 +213,7 @@ def waits(seen: Seen) -> list[tuple[float, str, str]]:
     for story in seen.stories:
         for began, over, names in _dependences(seen, story):
             for loss in seen.losses:
-                seconds = min(over, loss.served or loss.back or inf) - max(began, loss.at)
+                seconds = min(over, _until(loss)) - max(began, loss.at)
                 if loss.name in names and seconds > 0:
                     found.append((seconds, story.rollout_id, loss.name))
     return sorted(found)
@@ -275,6 +278,11 @@ def lines(seen: Seen) -> list[str]:
             f"after {seen.refused_s:.1f} s"
         )
     return report
+
+
+def _until(loss: Lost) -> float:
+    """When it served again."""
+    return loss.served or loss.back or inf
 
 
 def _was_away(loss: Lost, began: float, until: float) -> bool:

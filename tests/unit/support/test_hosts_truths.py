@@ -254,6 +254,14 @@ def test_a_failure_is_measured_from_the_last_loss_of_its_place() -> None:
     assert truths.noticed_s(seen) == [4.0]
 
 
+def test_a_failure_of_an_attempt_that_began_when_its_place_served_again_is_not_of_the_loss() -> None:
+    seen = _seen()
+    seen.losses = [Lost("n1", 1.0, back=1.0, served=4.5)]
+    assert truths.noticed_s(seen) == []
+    seen.losses[0].served = 5.5
+    assert truths.noticed_s(seen) == [13.0]
+
+
 def test_a_lost_driver_comes_back_by_itself() -> None:
     assert Loss.parse("d1@0.6") == Loss("d1", 0.6, How.KILL, 20.0)
     assert Loss.parse("d1@0.6:link=5").back_s == 5.0
