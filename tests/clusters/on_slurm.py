@@ -155,7 +155,8 @@ async def _lose(cluster: Slurm, report: Report, ends: Path, job: str, load: Load
         await eventually(looked, what, within=within)
 
     for kind, share in _LOSSES.items():
-        least = max(share * load.rollouts, _ended(ends, job, cluster) + 1)
+        # What ran at the last loss has ended by then: else the end of one attempt may have to wait for two losses.
+        least = max(share * load.rollouts, _ended(ends, job, cluster) + load.at_once)
         await meanwhile(partial(_have_ended, ends, job, cluster, least), "rollouts go on")
         node = _PLACED[kind]
         there = services_on(cluster.folder, cluster.nodes[node], _AGAIN)
