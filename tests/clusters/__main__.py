@@ -10,11 +10,15 @@ import asyncio
 import sys
 import tempfile
 from pathlib import Path
+from typing import Final
 
 from tests.clusters import on_ray, on_slurm
-from tests.clusters.load import Load
+from tests.clusters.load import HOME_S, Load
 from tests.clusters.machines import enter_world
 from tests.support.services.stack import disjoint_uids
+
+_LIMITS_S: Final = {"slurm": (8.0, 30.0), "ray": (45.0, 45.0)}
+"""Of `--noticed` and `--waited`."""
 
 
 def main() -> int:
@@ -27,7 +31,17 @@ def main() -> int:
     parser.add_argument("--max-attempts", type=int, default=3)
     parser.add_argument("--least", type=float, default=0.95, help="share of the rollouts that must have their reward")
     parser.add_argument(
-        "--noticed", type=float, default=8.0, help="seconds from a loss to the failure of 99%% of attempts"
+        "--noticed",
+        type=float,
+        help="seconds from a loss to the failure of 99%% of attempts; default: 8 on Slurm, whose machines are cut; 45 "
+        "on Ray, where a gate's process ends on a machine that answers, and is awaited for 30 s",
+    )
+    parser.add_argument("--waited", type=float, help="seconds that a rollout may wait for a lost host; default: 30, 45")
+    parser.add_argument(
+        "--home",
+        type=float,
+        default=HOME_S,
+        help="the same of its driver's; default: %(default)g, of which 40 see that it is silent, and 60 are patience",
     )
     parser.add_argument("--gpus", type=int, default=0, help="GPUs (in name only) of the inference service")
     parser.add_argument("--late", action="store_true", help="ray: the autoscaler adds a machine; none is lost")
@@ -40,7 +54,17 @@ def main() -> int:
         folder.mkdir(parents=True, exist_ok=True)
         uids = disjoint_uids()
         enter_world(folder)
-        load = Load(given.rollouts, given.at_once, given.work, given.max_attempts, given.least, given.noticed)
+        noticed_s, waited_s = _LIMITS_S[given.manager]
+        load = Load(
+            given.rollouts,
+            given.at_once,
+            given.work,
+            given.max_attempts,
+            given.least,
+            noticed_s if given.noticed is None else given.noticed,
+            waited_s if given.waited is None else given.waited,
+            given.home,
+        )
         if given.manager == "slurm":
             work = on_slurm.run(folder, load, gpus=given.gpus, cancel=given.cancel, power=given.power, first_uid=uids)
         else:

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
+
+HOME_S: Final = 110.0
+"""The most that a client waits for a driver on a machine that is cut for good: 40 s until its connection is known to be
+broken, the minute of its patience, and 10 s for the last attempt."""
 
 
 @dataclass(frozen=True)
@@ -18,6 +23,10 @@ class Load:
     """Share of the rollouts that must have their reward."""
     noticed_s: float
     """See `Seen.noticed_s`."""
+    waited_s: float
+    """See `Seen.waited_s`."""
+    home_s: float
+    """See `Seen.home_s`."""
 
     def arguments(self) -> list[str]:
         """Of the program that drives it."""

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from tests.clusters import machines, rollouts
+from tests.clusters.away import Away, services_on
 from tests.clusters.load import Load
 from tests.clusters.ray_cluster import HEAD, Ray, ray_cluster
 from tests.clusters.report import Report, backends, gpus_seen, is_service, judge, members_in, traces
@@ -131,25 +132,23 @@ async def _lose_engine(cluster: Ray, report: Report, ended: Callable[[int], Call
 
 async def _lose_raylet(cluster: Ray, report: Report, folder: Path, name: str) -> None:
     """Kill a raylet. What was there returns under its name: the sandbox service there, others where there is room."""
-    before = _on(cluster, folder, name)
+    before, away = services_on(folder, cluster.hosts[name]), Away(folder, report)
     os.kill(cluster.raylet(name), signal.SIGKILL)
-    since = time.monotonic()
-    report.lost(before)
-    report.ended(before)
+    away.lose(before)
     report.say(f"the raylet of {name} is killed, which has {sorted(before)}")
     await eventually(lambda: not _services(cluster, name), "its services have ended", within=_BACK_S)
     report.say("its services have ended")
     machines.kill(cluster.hosts[name])  # what ray start --block leaves of itself
     cluster.start(name)
-    await _back(cluster, report, folder, before, since)
+    await cluster.until(away.all_back, f"{sorted(before)} are back")
     report.check(sorted(members_in(folder)) == ["n0", "n1", "n2"], f"members are {members_in(folder)}")
 
 
 async def _cut(cluster: Ray, report: Report, folder: Path, name: str) -> None:
     """Cut a machine until Ray has given it up, and start Ray there anew."""
-    host, before = cluster.hosts[name], _on(cluster, folder, name)
+    host = cluster.hosts[name]
+    before, away = services_on(folder, host), Away(folder, report)
     host.cut()
-    since = time.monotonic()
     report.lost(before)
     report.say(f"the cable of {name} is cut, which has {sorted(before)}")
     await eventually(lambda: cluster.alive() == len(_NAMES) - 1, "Ray sees the loss", within=_BACK_S)
@@ -158,38 +157,11 @@ async def _cut(cluster: Ray, report: Report, folder: Path, name: str) -> None:
     host.mend()
     await eventually(lambda: not _services(cluster, name), "the old raylet ends with its services", within=_BACK_S)
     # Since the cable was mended they answered again, and attempts began there: these are lost now.
-    report.lost(before)
-    report.ended(before)
+    away.lose(before)
     report.say("mended: the old raylet has ended with its services")
     machines.kill(host)
     cluster.start(name)
-    await _back(cluster, report, folder, before, since)
-
-
-def _on(cluster: Ray, folder: Path, name: str) -> dict[str, tuple[str, str]]:
-    """Files of members and addresses of the services on a machine, by their names."""
-    host = cluster.hosts[name].address
-    return {
-        service: (kind, address)
-        for kind in ("sandboxes", *_SECOND.values())
-        for service, address in members_in(folder, kind).items()
-        if address.startswith(f"{host}:")
-    }
-
-
-async def _back(cluster: Ray, report: Report, folder: Path, before: dict[str, tuple[str, str]], since: float) -> None:
-    """Wait until services have other addresses than before, and serve there; `since` is when they were lost."""
-    away = dict(before)
-
-    def changed() -> bool:
-        for name, (kind, old) in list(away.items()):
-            address = members_in(folder, kind).get(name)
-            if address not in (None, old):
-                del away[name]
-                report.say(f"{name} is back at {address} after {time.monotonic() - since:.1f} s, before at {old}")
-        return not away
-
-    await cluster.until(changed, f"{sorted(before)} are back")
+    await cluster.until(away.all_back, f"{sorted(before)} are back")
 
 
 def _machine_of(cluster: Ray, folder: Path, kind: str, name: str) -> str:

@@ -1,20 +1,23 @@
 """A Slurm job of four nodes runs rollouts on two drivers, gates and engines.
 
-A service and the nodes of a gate, a driver and an engine are lost on the way, or the job is cancelled. Or nothing is
-lost, and all nodes are off before the job and after it.
+A service and the nodes of a gate, a driver and an engine are lost on the way, which start again on nodes that are left;
+or the job is cancelled. Or nothing is lost, and all nodes are off before the job and after it.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 from tests.clusters import machines, rollouts
+from tests.clusters.away import Away, services_on
 from tests.clusters.load import Load
 from tests.clusters.report import (
     Report,
@@ -36,8 +39,11 @@ from tests.support.waiting import eventually
 _NODES: Final = ("n0", "n1", "n2", "n3")
 _PLACED: Final = {"driver": "n2", "interception": "n1", "inference": "n3"}
 """Where Slurm has the second gate, driver and engine: the first of each is on n0."""
-_LOSSES: Final = {"interception": ("g1", 0.3), "driver": ("d1", 0.5), "inference": ("e1", 0.7)}
-"""The second gate, driver and engine, and the share of the rollouts after which their nodes are lost."""
+_LOSSES: Final = {"interception": 0.3, "driver": 0.5, "inference": 0.7}
+"""The share of the rollouts after which the nodes of the second gate, driver and engine are lost."""
+_AGAIN: Final = ("drivers", "gates", "engines")
+"""Files of members of the services that start again elsewhere."""
+_STATE: Final = re.compile(r"penstock-[0-9a-f]+-(?P<service>[a-z]+)(-(?P<name>[a-z]\d+))?(-(?P<start>\d+))?")
 _GONE: Final = ("COMPLETED", "CANCELLED", "FAILED", "NODE_FAIL", "TIMEOUT")
 _LIMIT_S: Final = 600.0
 _UIDS: Final = 512
@@ -75,6 +81,7 @@ async def run(folder: Path, load: Load, *, gpus: int, cancel: bool, power: bool,
         else:
             for service, node in _PLACED.items():
                 report.check(has_service(cluster.nodes[node], service), f"{node} has no {service} service")
+        last: set[str] = set()
         living = [name for name in cluster.nodes if cancel or power or name not in _PLACED.values()]
         of_all = backends(folder, first_uid, _UIDS, _NODES)
         report.check(bool(traces(of_all)), "sandboxes show nothing to their machines while rollouts run")
@@ -83,7 +90,7 @@ async def run(folder: Path, load: Load, *, gpus: int, cancel: bool, power: bool,
         elif power:
             await _finish(cluster, ends, job, load)
         else:
-            await _lose(cluster, report, ends, job, load)
+            last = await _lose(cluster, report, ends, job, load)
         await eventually(lambda: cluster.state(job) in _GONE, "the job has ended", within=_LIMIT_S)
         state = cluster.state(job)
         report.say(f"the job is {state}")
@@ -94,7 +101,7 @@ async def run(folder: Path, load: Load, *, gpus: int, cancel: bool, power: bool,
         of_living = [one for one in of_all if one.name in living]
 
         def left() -> list[str]:
-            return [*_left(cluster, living), *traces(of_living)]
+            return [*_left(cluster, living, last), *traces(of_living)]
 
         await eventually(lambda: not left(), "nothing is left", within=60.0)
         report.say("nothing is left")
@@ -122,8 +129,11 @@ def _submit(cluster: Slurm, trainer: Sequence[str], gpus: int, first_uid: int) -
     return cluster.submit(script, exported, *options, then=[*up, "--", *trainer])
 
 
-async def _lose(cluster: Slurm, report: Report, ends: Path, job: str, load: Load) -> None:
-    """Kill a service, which comes back under its name, then cut nodes, which do not."""
+async def _lose(cluster: Slurm, report: Report, ends: Path, job: str, load: Load) -> set[str]:
+    """Kill a service, which comes back on its port, then cut nodes, whose others come back elsewhere.
+
+    Returns the names of the directories of these others' state.
+    """
     (service,) = [pid for pid in machines.processes(cluster.nodes["n1"]) if is_service(pid)]
     os.kill(service, signal.SIGKILL)
     report.disturbances.append(killed := Lost("n1", time.time()))
@@ -133,22 +143,50 @@ async def _lose(cluster: Slurm, report: Report, ends: Path, job: str, load: Load
     await eventually(others, "the sandbox service of n1 is back", within=60.0)
     killed.back = time.time()
     report.say("it is back")
-    for kind, (name, share) in _LOSSES.items():
-        await _until(cluster, ends, job, max(share * load.rollouts, _ended(ends, job, cluster) + 1))
+    away = Away(cluster.folder, report)
+
+    async def meanwhile(check: Callable[[], bool], what: str, within: float = _LIMIT_S) -> None:
+        """Wait, and record when services are back."""
+
+        def looked() -> bool:
+            away.all_back()
+            return check()
+
+        await eventually(looked, what, within=within)
+
+    for kind, share in _LOSSES.items():
+        # What ran at the last loss has ended by then: else the end of one attempt may have to wait for two losses.
+        least = max(share * load.rollouts, _ended(ends, job, cluster) + load.at_once)
+        await meanwhile(partial(_have_ended, ends, job, cluster, least), "rollouts go on")
         node = _PLACED[kind]
+        there = services_on(cluster.folder, cluster.nodes[node], _AGAIN)
         cluster.nodes[node].cut()
-        report.lost([node, name])
-        report.say(f"the cable of {node} is cut, which has a {kind} service")
+        report.lost([node])
+        away.lose(there)
+        report.say(f"the cable of {node} is cut, which has a {kind} service: {sorted(there)}")
     lost = _PLACED.values()
-    seen = lambda: all("DOWN" in cluster.node_state(node) for node in lost)  # noqa: E731
-    await eventually(seen, "Slurm sees the losses", within=120.0)
+    await meanwhile(
+        lambda: all("DOWN" in cluster.node_state(node) for node in lost), "Slurm sees the losses", within=120.0
+    )
     report.say(f"Slurm sees the losses, and the job is {cluster.state(job)}")
     report.check(cluster.state(job) == "RUNNING", "the job does not go on")
-    kinds = ("gates", "drivers", "engines")
-    left = lambda: all(len(members_in(cluster.folder, kind)) == 1 for kind in kinds)  # noqa: E731
-    await eventually(left, "the lost ones are no members", within=60.0)
-    report.say("those that are lost are no members any more")
+    await eventually(away.all_back, "what is lost is back", within=_LIMIT_S)
+    on_first = services_on(cluster.folder, cluster.nodes["n0"], _AGAIN)
+    report.check(len(on_first) == 2 * len(_AGAIN), f"the node that is left has {sorted(on_first)}")
+    last = _last_states(cluster.folder)
     await _finish(cluster, ends, job, load)
+    return last
+
+
+def _last_states(folder: Path) -> set[str]:
+    """Names of the directories of state of the last start of each service that has started again."""
+    found: dict[tuple[str, str], tuple[int, str]] = {}
+    for path in (folder / "scratch").glob("*"):
+        match = _STATE.fullmatch(path.name)
+        if match is not None and match["start"]:
+            key = match["service"], match["name"]
+            found[key] = max(found.get(key, (0, "")), (int(match["start"]), path.name))
+    return {name for _, name in found.values()}
 
 
 async def _finish(cluster: Slurm, ends: Path, job: str, load: Load) -> None:
@@ -159,7 +197,11 @@ async def _finish(cluster: Slurm, ends: Path, job: str, load: Load) -> None:
 
 async def _until(cluster: Slurm, ends: Path, job: str, least: float) -> None:
     """Wait until so many rollouts have ended."""
-    await eventually(lambda: _ended(ends, job, cluster) >= least, "rollouts go on", within=_LIMIT_S)
+    await eventually(partial(_have_ended, ends, job, cluster, least), "rollouts go on", within=_LIMIT_S)
+
+
+def _have_ended(ends: Path, job: str, cluster: Slurm, least: float) -> bool:
+    return _ended(ends, job, cluster) >= least
 
 
 def _ended(ends: Path, job: str, cluster: Slurm) -> int:
@@ -173,20 +215,26 @@ def _ended(ends: Path, job: str, cluster: Slurm) -> int:
     return found
 
 
-def _left(cluster: Slurm, nodes: Sequence[str]) -> list[str]:
-    """What the job has left on these nodes: processes, and state on their disks."""
+def _left(cluster: Slurm, nodes: Sequence[str], last: Collection[str]) -> list[str]:
+    """What the job has left on these nodes: processes, and state on their disks, of which `last` is.
+
+    All nodes are one disk here.
+    """
     found = [
         f"{name}: {command}"
         for name in nodes
         for pid in machines.processes(cluster.nodes[name])
         if (command := machines.command_of(pid)) and not command.startswith("slurmd") and "slurmd -D" not in command
     ]
-    kept = [path for path in (cluster.folder / "scratch").glob("*") if _is_on(path.name, nodes)]
+    kept = [path for path in (cluster.folder / "scratch").glob("*") if path.name in last or _is_on(path.name, nodes)]
     return found + [str(path) for path in kept]
 
 
 def _is_on(state: str, nodes: Sequence[str]) -> bool:
-    """Whether a directory of state is on one of these nodes, all of which are one disk here."""
-    service, _, name = state.split("-", 2)[2].partition("-")
-    where = {"head": "n0"}.get(service) or (name if service == "sandbox" else _PLACED.get(service, ""))
+    """Whether a directory of the state of a first start is on one of these nodes."""
+    match = _STATE.fullmatch(state)
+    if match is None or match["start"]:
+        return match is None
+    service = match["service"]
+    where = {"head": "n0"}.get(service) or (match["name"] if service == "sandbox" else _PLACED.get(service, ""))
     return where in nodes

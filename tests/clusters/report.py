@@ -52,6 +52,10 @@ class Report:
         for name in names:
             self._last(name).back = time.time()
 
+    def served(self, name: str) -> None:
+        """Record that a lost service serves again."""
+        self._last(name).served = time.time()
+
     def away_s(self, name: str) -> float:
         """The seconds since a service was lost."""
         return time.time() - self._last(name).at
@@ -63,7 +67,8 @@ class Report:
 def judge(folder: Path, report: Report, load: Load, places: tuple[str, ...], lost_machines: Collection[str]) -> None:
     """Every truth of `tests.hosts.truths` must hold of what the trainer saw. `places`: all nodes and gates."""
     seen = rollouts.RUNS.validate_json((folder / rollouts.SEEN).read_bytes())
-    seen.places, seen.noticed_s = places, load.noticed_s
+    seen.places = places
+    seen.noticed_s, seen.waited_s, seen.home_s = load.noticed_s, load.waited_s, load.home_s
     seen.losses = report.losses
     seen.disturbances = [*report.losses, *report.disturbances]
     seen.wiped = {loss.name: loss.at for loss in report.losses if loss.name.startswith("d")}

@@ -20,7 +20,8 @@ def run(*arguments: str) -> str:
         absent("root, which network namespaces need")
     # Ray's sockets have long names below this one, and may have 107 bytes.
     with tempfile.TemporaryDirectory(prefix="pc-") as folder:
-        patient = ["--max-attempts", "5", "--noticed", str(LIMIT_S)]
+        times = [word for name in ("noticed", "waited", "home") for word in (f"--{name}", str(LIMIT_S))]
+        patient = ["--max-attempts", "5", *times]
         command = [sys.executable, "-m", "tests.clusters", *arguments, *patient, "--folder", folder]
         ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert ended.returncode == 0, f"{ended.stdout}\n{ended.stderr}"

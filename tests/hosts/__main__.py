@@ -64,7 +64,7 @@ def _run(folder: Path, size: Size, given: argparse.Namespace) -> tuple[list[str]
             given.environments,
             given.seed,
         )
-        run.seen.noticed_s, run.seen.waited_s = given.noticed, given.waited
+        run.seen.noticed_s, run.seen.waited_s, run.seen.home_s = given.noticed, given.waited, given.waited
         seen = asyncio.run(run.go(given.at_once))
     return truths.lines(seen), truths.faults(seen, given.least)
 

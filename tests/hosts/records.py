@@ -94,6 +94,8 @@ class Lost:
     name: str
     at: float
     back: float | None = None
+    served: float | None = None
+    """When it served again, where `back` is when it may have been there again at the earliest; None = `back`."""
     running: int = 0
     """Attempts there that had not ended when it was lost, by what their clients had seen; of a driver, rollouts."""
 
@@ -138,6 +140,8 @@ class Seen:
     """The most that the 99th percentile of the time from a loss to the failure of the attempts there may be."""
     waited_s: float = 30.0
     """The most that a rollout may wait for a host that is lost."""
+    home_s: float = 30.0
+    """The same of its driver's host."""
     engines: Mapping[str, str] = field(default_factory=dict)
     """The engine of each gate that has one alone."""
     stories: list[Story] = field(default_factory=list)

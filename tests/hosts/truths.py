@@ -143,10 +143,11 @@ def noticed(seen: Seen) -> Iterator[str]:
 
 
 def waited(seen: Seen) -> Iterator[str]:
-    """No rollout waits for a lost host for longer than `Seen.waited_s`."""
+    """No rollout waits for a lost host for longer than `Seen.waited_s`, for its driver's `Seen.home_s`."""
     for seconds, rollout_id, name in waits(seen):
-        if seconds > seen.waited_s:
-            yield f"{rollout_id} waited {seconds:.1f} s for {name}, which was lost: at most {seen.waited_s:g} s"
+        most = seen.home_s if name.startswith("d") else seen.waited_s
+        if seconds > most:
+            yield f"{rollout_id} waited {seconds:.1f} s for {name}, which was lost: at most {most:g} s"
 
 
 def nothing_left(seen: Seen) -> Iterator[str]:
@@ -187,14 +188,17 @@ def faults(seen: Seen, least: float) -> list[str]:
 
 
 def noticed_s(seen: Seen) -> list[float]:
-    """Seconds from the last loss of a place to the failures of the attempts there, ascending."""
+    """Seconds from the last loss of a place to the failures of the attempts that began there before it served again,
+    ascending.
+    """
     found = []
     for story in seen.stories:
         for attempt in story.attempts:
-            failed = attempt.failed
-            before = [one.at for one in seen.losses if failed and one.name == attempt.place and one.at <= failed]
-            if failed and before:
-                found.append(failed - max(before))
+            if (failed := attempt.failed) is None:
+                continue
+            of_place = [one for one in seen.losses if one.name == attempt.place and one.at <= failed]
+            if of_place and attempt.began < _until(last := max(of_place, key=lambda one: one.at)):
+                found.append(failed - last.at)
     return sorted(found)
 
 
@@ -203,13 +207,13 @@ def waits(seen: Seen) -> list[tuple[float, str, str]]:
 
     A rollout depends on its driver until its end, and on the node, the gate and the gate's one engine of an attempt
     until that is over or has failed. It waits until then or until the host is back, what its agent does meanwhile
-    included.
+    included. A driver that is lost for good takes the attempt along: then the rollout waits for the driver alone.
     """
     found = []
     for story in seen.stories:
         for began, over, names in _dependences(seen, story):
             for loss in seen.losses:
-                seconds = min(over, loss.back or inf) - max(began, loss.at)
+                seconds = min(over, _until(loss)) - max(began, loss.at)
                 if loss.name in names and seconds > 0:
                     found.append((seconds, story.rollout_id, loss.name))
     return sorted(found)
@@ -219,9 +223,12 @@ def _dependences(seen: Seen, story: Story) -> Iterator[tuple[float, float, set[s
     """From when to when a rollout depends on which hosts."""
     ended = story.ended if story.ends else inf
     yield story.created, ended, {story.driver}
+    if story.reason == HOME_LOST:
+        lost = [loss.at for loss in seen.losses if loss.name == story.driver and loss.at >= story.created]
+        ended = min([ended, *lost])
     begins = [attempt.began for attempt in story.attempts[1:]]
     for attempt, following in zip(story.attempts, [*begins, ended], strict=True):
-        over = following if attempt.failed is None else attempt.failed
+        over = min(following, ended) if attempt.failed is None else attempt.failed
         yield attempt.began, over, {attempt.node, attempt.gate, seen.engines.get(attempt.gate, "")}
 
 
@@ -259,9 +266,11 @@ def lines(seen: Seen) -> list[str]:
     if times:
         p50, p99 = percentile(times, 50), percentile(times, 99)
         report.append(f"loss to failure     p50 {p50:.1f} s, p99 {p99:.1f} s, of {len(times)} attempts")
-    if waiting := waits(seen):
-        seconds, rollout_id, name = waiting[-1]
-        report.append(f"waits for lost hosts {len(waiting)}, the longest {seconds:.1f} s: {rollout_id} for {name}")
+    waiting = waits(seen)
+    for what, of_driver in (("hosts  ", False), ("drivers", True)):
+        if some := [one for one in waiting if one[2].startswith("d") is of_driver]:
+            seconds, rollout_id, name = some[-1]
+            report.append(f"waits for lost {what} {len(some)}, the longest {seconds:.1f} s: {rollout_id} for {name}")
     if seen.keys:
         refused = seen.keys - len(seen.accepted_keys)
         report.append(
@@ -269,6 +278,11 @@ def lines(seen: Seen) -> list[str]:
             f"after {seen.refused_s:.1f} s"
         )
     return report
+
+
+def _until(loss: Lost) -> float:
+    """When it served again."""
+    return loss.served or loss.back or inf
 
 
 def _was_away(loss: Lost, began: float, until: float) -> bool:

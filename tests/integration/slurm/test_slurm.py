@@ -9,12 +9,13 @@ pytestmark = pytest.mark.timeout(LIMIT_S + 60)  # a guard: the cluster's own com
 
 
 @pytest.mark.requirement("R125")
-def test_rollouts_go_on_when_nodes_of_a_gate_driver_and_engine_are_lost() -> None:
+def test_rollouts_go_on_when_nodes_are_lost_and_their_gate_driver_and_engine_start_elsewhere() -> None:
     said = run("slurm", "--rollouts", "12", "--at-once", "4", "--work", "8")
     for line in ("the sandbox service of n1 is killed", "it is back", "the job is COMPLETED", "nothing is left"):
         assert line in said
-    for service in ("driver", "interception", "inference"):
+    for service, name in (("driver", "d1"), ("interception", "g1"), ("inference", "e1")):
         assert f"which has a {service} service" in said
+        assert f"{name} is back at " in said
 
 
 @pytest.mark.requirement("R125")

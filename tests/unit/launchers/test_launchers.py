@@ -17,8 +17,8 @@ from penstock.launchers import Stack
 from penstock.launchers.cluster import ClusterStack
 from penstock.launchers.growth import wanted
 from penstock.launchers.on_ray import RayStack
-from penstock.launchers.on_slurm import service_names
 from penstock.launchers.orders import Order, member_settings
+from penstock.launchers.slurm_nodes import service_names
 
 
 def order() -> Order:

@@ -210,6 +210,28 @@ def test_a_wait_is_until_the_host_is_back_or_the_attempt_over() -> None:
     assert found == [(2.0, "d0"), (3.0, "g1"), (4.0, "n1")]
 
 
+def test_a_rollout_whose_driver_is_lost_for_good_waits_for_the_driver_alone() -> None:
+    seen = _seen()
+    seen.stories[1].attempts[0].node = "n1"
+    seen.losses += [Lost("d1", 7.0), Lost("n1", 8.0)]
+    found = [(seconds, name) for seconds, rollout_id, name in truths.waits(seen) if rollout_id == "hosts-1-0"]
+    assert found == [(13.0, "d1")]
+
+
+@pytest.mark.parametrize(("most", "is_fault"), [(12.5, True), (13.5, False)])
+def test_a_wait_for_a_driver_has_a_limit_of_its_own(most: float, is_fault: bool) -> None:
+    seen = _seen()
+    seen.losses.append(Lost("d1", 7.0))
+    seen.waited_s, seen.home_s = 10.0, most
+    assert bool(list(truths.waited(seen))) is is_fault
+
+
+def test_a_wait_ends_when_the_service_serves_not_when_it_may() -> None:
+    seen = _seen()
+    seen.losses.append(Lost("d1", 7.0, back=7.0, served=19.0))
+    assert (12.0, "hosts-1-0", "d1") in truths.waits(seen)
+
+
 def test_what_a_loss_leaves_open_follows_the_seed() -> None:
     losses = [Loss.parse(text) for text in ("n@0.2-0.8:link=40", "n@0-1", "n1@0.9", "g@0.5")]
     names = {"n": ["n0", "n1", "n2"], "g": ["g0", "g1"]}
@@ -230,6 +252,14 @@ def test_a_failure_is_measured_from_the_last_loss_of_its_place() -> None:
     seen = _seen()
     seen.losses.insert(0, Lost("n1", 1.0, 2.0))
     assert truths.noticed_s(seen) == [4.0]
+
+
+def test_a_failure_of_an_attempt_that_began_when_its_place_served_again_is_not_of_the_loss() -> None:
+    seen = _seen()
+    seen.losses = [Lost("n1", 1.0, back=1.0, served=4.5)]
+    assert truths.noticed_s(seen) == []
+    seen.losses[0].served = 5.5
+    assert truths.noticed_s(seen) == [13.0]
 
 
 def test_a_lost_driver_comes_back_by_itself() -> None:

@@ -136,6 +136,7 @@ class ClusterStack(LocalStack):
         self._node_token = secrets.token_hex(32)
         self._made: Authority | None = None
         self._given_up: set[tuple[ServiceName, str]] = set()
+        self._were_ready: set[tuple[ServiceName, str]] = set()
         self._changes = 0
         """How often `members` has changed."""
         self._changed = asyncio.Event()
@@ -201,7 +202,9 @@ class ClusterStack(LocalStack):
             origin=f"the stack {self.id}",
         )
 
-    def order(self, name: str, service: ServiceName, hosts: Mapping[str, str], number: int = 0) -> Order:
+    def order(
+        self, name: str, service: ServiceName, hosts: Mapping[str, str], number: int = 0, start: int = 0
+    ) -> Order:
         """Returns the order for a machine.
 
         Args:
@@ -209,6 +212,7 @@ class ClusterStack(LocalStack):
             service: its kind.
             hosts: addresses of the machines it may run on; see Order.
             number: of the machine, from 0.
+            start: how often it was started on other machines before; each start has a state of its own.
         """
         settings: dict[str, Any]
         if service == "sandbox":
@@ -239,7 +243,7 @@ class ClusterStack(LocalStack):
             authority=self._authority.certificate.decode(),
             certificate=signed.certificate.decode(),
             key=signed.key.decode(),
-            scratch=str(self._scratch / f"{self.id}-{service}-{name}"),
+            scratch=str(self._scratch / "-".join((self.id, service, name, *([str(start)] if start else [])))),
             log_dir=self.log_dir_of(name),
             start_timeout=self._start_timeout,
             stop_timeout=self.stop_timeout,
@@ -252,11 +256,16 @@ class ClusterStack(LocalStack):
     def joined(self, name: str, service: ServiceName, address: str) -> None:
         """Records that a service is ready, at first or again."""
         if not self._stopping:
+            self._were_ready.add((service, name))
             self.members[service][name] = address
             self._members_changed(service)
 
+    def was_ready(self, name: str, service: ServiceName) -> bool:
+        """Whether a service was ready once and is not given up."""
+        return (service, name) in self._were_ready - self._given_up
+
     def left(self, name: str, service: ServiceName) -> None:
-        """Records that a service will not come back."""
+        """Records that a service is not there, until it joins again."""
         if self.members[service].pop(name, None) is not None and not self._stopping:
             self._members_changed(service)
 
@@ -272,7 +281,7 @@ class ClusterStack(LocalStack):
         if (service, name) in self._given_up or self._stopping or self._failure is not None:
             return
         self._given_up.add((service, name))
-        if name in self.members[service] and len(self.members[service]) > 1:
+        if (service, name) in self._were_ready and self.members[service].keys() - {name}:
             _log.error("%s", failure)
             self.left(name, service)
         else:

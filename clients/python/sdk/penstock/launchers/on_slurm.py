@@ -1,15 +1,15 @@
 """A stack in a Slurm allocation: one step runs a sandbox service on each node, one the engines on nodes with GPUs.
 
-The batch script's node has the first driver and gate. Each further one is a step on another node, and ends when that is
-lost. Orders stand in a directory that all nodes share and that only this user can read. A node's process reports
-on its standard output, which `srun` brings here. It reads members from its standard input, and ends with that, which
-ends when this process does. `srun --no-kill` goes on without nodes that are lost.
+The batch script's node has the first driver and gate. Each further one is a step on another node, which ends when Slurm
+gives that node up; then the service starts again on another one, under its name and without its state. Orders stand in
+a directory that all nodes share and that only this user can read. A node's process reports on its standard output,
+which `srun` brings here. It reads members from its standard input, and ends with that, which ends when this process
+does. `srun --no-kill` goes on without nodes that are lost.
 """
 
 import asyncio
 import logging
 import os
-import re
 import shutil
 import sys
 from collections.abc import Collection, Mapping, Sequence
@@ -27,7 +27,9 @@ from penstock.client.transport.endpoints import ServiceName
 from penstock.client.transport.private_files import open_private, private_directory
 from penstock.launchers.cluster import ClusterStack
 from penstock.launchers.node import NODE_VARIABLE
+from penstock.launchers.slurm_nodes import SlurmNode, nodes_of_job, service_names
 from penstock.local.processes import StackFailed
+from penstock.local.supervision import Deaths
 
 _log = logging.getLogger("penstock.stack")
 _JOB: Final = "SLURM_JOB_ID"
@@ -39,8 +41,6 @@ _TASK: Final = "SLURM_PROCID"
 """Environment variable in which Slurm has a task's number in its step."""
 _OF_THE_JOB: Final = ("SLURM_CPUS_PER", "SLURM_CPU_BIND", "SLURM_GPUS", "SLURM_MEM_", "SLURM_NTASKS", "SLURM_TRES_PER")
 """Variables by which the job's own options would become those of a step."""
-_NODE: Final = re.compile(r"^NodeName=(\S+) .*?\bNodeAddr=(\S+)", re.MULTILINE)
-_NAME: Final = re.compile(r"[a-z0-9][a-z0-9-]{0,31}")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,6 +52,8 @@ class _Step:
     names: Sequence[str]
     process: asyncio.subprocess.Process
     log: Path
+    node: str = ""
+    """That of its one service, which may start again on another; empty = it has several."""
 
 
 class SlurmStack(ClusterStack):
@@ -61,6 +63,8 @@ class SlurmStack(ClusterStack):
         super().__init__(state_dir=state_dir or f"penstock-{os.environ.get(_JOB, '')}", **options)
         self._hosts: Mapping[str, str] = {}
         self._steps: list[_Step] = []
+        self._ends: dict[str, Deaths] = {}
+        """Ends of steps of one service, by its name."""
         self._following = TaskOwner()
 
     @property
@@ -81,14 +85,12 @@ class SlurmStack(ClusterStack):
                 "their module.",
                 reason="SLURM_MISSING",
             )
-        nodes = os.environ.get("SLURM_JOB_NODELIST", "")
-        shown = await _output("scontrol", "--oneliner", "show", "node", nodes)
-        self._hosts = dict(_NODE.findall(shown))
+        self._hosts = {node.name: node.address for node in await nodes_of_job()}
         wanted = self.nodes or len(self._hosts)
         if not 0 < wanted <= len(self._hosts):
             raise ConfigurationError(
-                f"The allocation has {len(self._hosts)} nodes ({nodes}), not {wanted}: ask for more (sbatch "
-                "--nodes=N), or for fewer sandbox services.",
+                f"The allocation has {len(self._hosts)} nodes ({', '.join(self._hosts)}), not {wanted}: ask for more "
+                "(sbatch --nodes=N), or for fewer sandbox services.",
                 reason="SLURM_NODES",
             )
         self.nodes = wanted
@@ -106,10 +108,7 @@ class SlurmStack(ClusterStack):
         here = os.environ.get(NODE_VARIABLE, "")
         nodes = [node for node in self._hosts if node != here] or [here]
         for number, name in enumerate(name for name in services if name not in with_gpus):
-            kind, node = services[name], nodes[number % len(nodes)]
-            self._write_order(name, node, self.order(name, kind, {node: self._hosts[node]}).dumps())
-            alone = (f"--nodelist={node}", "--nodes=1", "--ntasks=1", "--gres=none", "--no-kill=off")
-            await self._srun(name, kind, [name], alone, [])
+            await self._start_alone(name, services[name], nodes[number % len(nodes)])
 
     async def place_nodes(self) -> None:
         """See ClusterStack."""
@@ -146,6 +145,13 @@ class SlurmStack(ClusterStack):
         """See ClusterStack."""
         return f" What the nodes wrote is in {self.log_dir}."
 
+    async def _start_alone(self, name: str, kind: ServiceName, node: str, start: int = 0) -> None:
+        """Starts a step of one service, which ends with its node."""
+        order = self.order(name, kind, {node: self._hosts[node]}, start=start)
+        self._write_order(name, node, order.dumps())
+        alone = (f"--nodelist={node}", "--nodes=1", "--ntasks=1", "--gres=none", "--no-kill=off")
+        await self._srun(name, kind, [name], alone, [], node)
+
     def _write_order(self, step: str, name: str, content: bytes) -> None:
         private_directory(self._orders)
         private_directory(self._orders / step)
@@ -154,7 +160,13 @@ class SlurmStack(ClusterStack):
             stream.write(content)
 
     async def _srun(
-        self, what: str, kind: ServiceName, names: Sequence[str], more: Sequence[str], arguments: Sequence[str]
+        self,
+        what: str,
+        kind: ServiceName,
+        names: Sequence[str],
+        more: Sequence[str],
+        arguments: Sequence[str],
+        node: str = "",
     ) -> None:
         """Starts a step of one task for each service, with all that the job has there but GPUs."""
         log = self.log_dir / f"{what}.log"
@@ -173,7 +185,10 @@ class SlurmStack(ClusterStack):
                 env=environment,
                 start_new_session=True,  # an interrupt at the terminal is ours
             )
-        step = _Step(what, kind, names, process, log)
+        step = _Step(what, kind, names, process, log, node)
+        if self._stopping:  # a start elsewhere that `remove` has not seen
+            await _ended(process)
+            return
         self._steps.append(step)
         self._following.start(self._follow(step), f"penstock-slurm-{what}")
 
@@ -186,12 +201,40 @@ class SlurmStack(ClusterStack):
             telling.cancel()
             await asyncio.wait([telling])
         code = await step.process.wait()
-        if self._stopping:
+        self._steps.remove(step)
+        if self._stopping or await self._started_elsewhere(step, code):
             return
         tail = await asyncio.to_thread(_tail, step.log)
         for name in step.names:
             text = f"The Slurm step of {step.what}, which had {name}, ended with exit code {code}. {tail}"
             self.lost_for_good(name, step.kind, StackFailed(text, reason="SLURM_STEP_ENDED"))
+
+    async def _started_elsewhere(self, step: _Step, code: int) -> bool:
+        """Starts a step's service on another node, if it was ready once, has not failed, and did not end too often."""
+        name, kind = step.what, step.kind
+        if not step.node or not self.was_ready(name, kind):
+            return False
+        pause = self._ends.setdefault(name, Deaths()).pause()
+        if pause is None:
+            return False
+        self.left(name, kind)
+        await asyncio.sleep(pause)
+        node = await self._node_for(step)
+        if not self._stopping:
+            text = "the Slurm step of %s on %s ended with exit code %d: it starts again on %s"
+            _log.warning(text, name, step.node, code, node)
+            await self._start_alone(name, kind, node, self._ends[name].total)
+        return True
+
+    async def _node_for(self, lost: _Step) -> str:
+        """Returns the node in use with the fewest steps, this one only where there is no other."""
+        listed: Sequence[SlurmNode] = ()
+        with suppress(ConfigurationError):  # then `srun` says so of the next step
+            listed = await nodes_of_job()
+        here = os.environ.get(NODE_VARIABLE, "")
+        taken = [step.node for step in self._steps]
+        usable = [node.name for node in listed if node.usable and node.name not in (here, lost.node)]
+        return min(usable, key=taken.count, default=here)
 
     async def _tell(self, step: _Step) -> None:
         if step.kind == "sandbox" or step.process.stdin is None:
@@ -212,29 +255,6 @@ class SlurmStack(ClusterStack):
                     self.joined(found["name"], found["service"], found["address"])
                 elif found.get("event") == "failed":
                     self.gave_up(found["name"], found["service"], found["error"])
-
-
-def service_names(nodes: Sequence[str]) -> dict[str, str]:
-    """Returns a service's name for each node: the node's own, if it may be one, else n0, n1, ..."""
-    found: dict[str, str] = {}
-    for number, node in enumerate(nodes):
-        name = re.sub(r"[^a-z0-9-]", "-", node.lower()).strip("-")
-        usable = _NAME.fullmatch(name) and name not in found.values()
-        found[node] = name if usable else f"n{number}"
-    return found
-
-
-async def _output(*command: str) -> str:
-    """Returns what a program of Slurm prints. Raises ConfigurationError."""
-    process = await asyncio.create_subprocess_exec(
-        *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
-    )
-    found, errors = await process.communicate()
-    if process.returncode:
-        raise ConfigurationError(
-            f"`{' '.join(command)}` failed: {errors.decode(errors='replace').strip()}", reason="SLURM_FAILED"
-        )
-    return found.decode(errors="replace")
 
 
 async def _ended(step: asyncio.subprocess.Process) -> None:
