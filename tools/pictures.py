@@ -18,7 +18,7 @@ _STEPS: Final = 30
 
 
 async def main() -> None:
-    """Writes docs/images/runs.png."""
+    """Writes runs.png and run-metrics.png in docs/images."""
     began = time.time() - 60 * _STEPS
     with TemporaryDirectory() as place:
         async with (
@@ -29,6 +29,11 @@ async def main() -> None:
             async with looking(browser, address, "any", route, width=1280, height=900) as page:
                 await page.locator("path.band").first.wait_for()
                 await page.screenshot(path=_IMAGES / "runs.png")
+            async with looking(browser, address, "any", route, width=1280, height=640) as page:
+                await page.get_by_role("region", name="optimizer/grad_norm").wait_for()
+                logged = page.get_by_role("heading", name="Logged by the trainer")
+                await logged.evaluate("heading => window.scrollTo(0, heading.getBoundingClientRect().top - 80)")
+                await page.screenshot(path=_IMAGES / "run-metrics.png")
 
 
 if __name__ == "__main__":

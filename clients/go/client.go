@@ -30,6 +30,8 @@ type Client struct {
 	Rollouts *Rollouts
 	// Groups does the same for groups of rollouts whose rewards are compared.
 	Groups *Groups
+	// Runs has the metrics that trainers log of runs.
+	Runs *Runs
 	// Agents has the agents that rollouts may run.
 	Agents *Agents
 	// Terminals opens episodes in which the policy itself types the commands.
@@ -143,7 +145,7 @@ func Connect(opts ...Option) (*Client, error) {
 	}
 	c.cluster = newCluster(found, dialing, c.services)
 	c.inference = inferencev1.NewInferenceServiceClient(c.services["inference"].conn)
-	c.Rollouts, c.Groups, c.Inference = &Rollouts{c}, &Groups{c}, &Inference{c}
+	c.Rollouts, c.Groups, c.Runs, c.Inference = &Rollouts{c}, &Groups{c}, &Runs{c}, &Inference{c}
 	driver := c.services["driver"]
 	c.Agents = &Agents{driver, driverv1.NewAgentServiceClient(driver.conn), c.cluster}
 	c.Terminals, c.Sandboxes = &Terminals{c}, &Sandboxes{c}

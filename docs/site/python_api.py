@@ -84,6 +84,12 @@ PAGES: Final[Mapping[str, Page]] = {
         "`ps.stream(...)`: batches of ended groups for an asynchronous trainer.",
         ("pacing.",),
     ),
+    "runs.md": Page(
+        "Metrics of runs",
+        "`ps.runs` and `session.log`: what a trainer measures, by step.",
+        ("runs",),
+        ("penstock.client.runs.RunsClient",),
+    ),
     "errors.md": Page(
         "Exceptions",
         "One class for each gRPC code, and some for what a trainer handles. Compare `reason`: "

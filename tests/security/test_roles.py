@@ -24,6 +24,7 @@ _OBSERVER_MAY: Final = {
         "GetRollout ListRollouts WatchRollout WatchRollouts WaitRollout GetGroup ListGroups WatchGroup WaitGroup "
         "GetTrajectory ExportTrajectories"
     ),
+    "penstock.driver.v1.RunService": "ListMetrics",
     "penstock.driver.v1.TerminalService": "GetTerminal",
     "penstock.interception.v1.RolloutGateService": "GetRollout ListRollouts GetCapture WatchCalls WatchGate",
     "penstock.interception.v1.InterceptService": "ListCalls GetCall",

@@ -7,6 +7,7 @@ import { Agents } from "./driver/agents.js";
 import type { RolloutChanges } from "./driver/changes.js";
 import { Drivers } from "./driver/drivers.js";
 import { changesOfAll, newestFirst, oneAfterAnother } from "./driver/merging.js";
+import { Runs } from "./driver/runs.js";
 import { Terminals } from "./driver/terminals.js";
 import { type ConnectOptions, type Endpoints, resolve, type ServiceName } from "./endpoints.js";
 import type { ModelCall } from "./calls.js";
@@ -242,6 +243,7 @@ export class Groups {
 export class Penstock {
   readonly rollouts: Rollouts;
   readonly groups: Groups;
+  readonly runs: Runs;
   readonly agents: Agents;
   readonly terminals: Terminals;
   readonly sandboxes: Sandboxes;
@@ -258,6 +260,7 @@ export class Penstock {
     const drivers = new Drivers(this.#cluster, this.#gate);
     this.rollouts = new Rollouts(drivers);
     this.groups = new Groups(drivers);
+    this.runs = new Runs(this.#cluster);
     this.agents = new Agents(this.service("driver"), this.#cluster);
     this.terminals = new Terminals(drivers);
     this.sandboxes = new Sandboxes(this.#cluster, endpoints);

@@ -16,6 +16,7 @@ export {
 } from "./connection.js";
 export type { Agents, AgentSpec, CheckFinding } from "./driver/agents.js";
 export type { RolloutChanges } from "./driver/changes.js";
+export type { DeleteMetricsOptions, LogOptions, Metric, MetricPoint, MetricsOptions, Runs } from "./driver/runs.js";
 export type { TerminalHandle, TerminalOptions, Terminals } from "./driver/terminals.js";
 export type { TrajectoryOptions } from "./driver.js";
 export { type ConnectOptions, DEFAULT_PORTS, type ServiceName, type Tls } from "./endpoints.js";

@@ -8,8 +8,10 @@
 
 import { type ModelCall, unlessAborted } from "./calls.js";
 import { type Cluster, FRESH_MS, isAway, type Member } from "./cluster.js";
+import { type LogOptions, logMetrics } from "./driver/runs.js";
 import {
   CallEnded,
+  ConfigurationError,
   Internal,
   InvalidArgument,
   PenstockError,
@@ -280,6 +282,20 @@ export class InterceptSession {
       undo();
       throw error;
     }
+  }
+
+  /**
+   * Logs metrics of the session's run, such as the loss, for the dashboard; fulfilled once they are on the driver's disk. See `Runs.log`.
+   *
+   * Rejects with ConfigurationError RUN_NOT_SELECTED: the session is not of one `runId`.
+   */
+  async log(values: Readonly<Record<string, number>>, step: number, options: LogOptions = {}): Promise<void> {
+    const { runId } = this.#options;
+    if (!runId) {
+      const message = "Metrics are those of a run: open the session with runId";
+      throw new ConfigurationError(message, { reason: "RUN_NOT_SELECTED" });
+    }
+    await logMetrics(this.#cluster, runId, values, step, options);
   }
 
   /** Sends what is still to be sent and says goodbye: calls without an answer are queued again at once. */

@@ -14,7 +14,12 @@ import grpc
 import structlog
 from pydantic import SecretStr
 
-from penstock.driver.v1 import agent_service_pb2_grpc, rollout_service_pb2_grpc, terminal_service_pb2_grpc
+from penstock.driver.v1 import (
+    agent_service_pb2_grpc,
+    rollout_service_pb2_grpc,
+    run_service_pb2_grpc,
+    terminal_service_pb2_grpc,
+)
 from penstock_chassis import times
 from penstock_chassis.aio.pace import Pace
 from penstock_chassis.auth import Owned, Role
@@ -60,19 +65,21 @@ from penstock_driver.rollouts.recovery.replayed_answers import RecordingFile
 from penstock_driver.rollouts.recovery.sealed_specs import SealedSpecs
 from penstock_driver.rollouts.regrading import Regrader
 from penstock_driver.rollouts.use_cases import RolloutCreation, RolloutDeletion, RolloutReading, RolloutUseCases
-from penstock_driver.rpc import rollout_service, terminal_service
+from penstock_driver.rpc import rollout_service, run_service, terminal_service
 from penstock_driver.rpc.agent_service import AgentServicer
 from penstock_driver.rpc.rollout_service import RolloutServicer
+from penstock_driver.rpc.run_service import RunServicer
 from penstock_driver.rpc.terminal_service import TerminalServicer
 from penstock_driver.settings import DriverSettings
 from penstock_driver.status import ExportHealth, Health
 from penstock_driver.store import annotations as annotation_rows
-from penstock_driver.store import end_states, exports, records, summaries
+from penstock_driver.store import end_states, exports, records, run_metrics, summaries
 from penstock_driver.store.annotations import Annotations
 from penstock_driver.store.end_states import Bounds, EndStates
 from penstock_driver.store.event_log import EventLog
 from penstock_driver.store.exports import ExportQueue
 from penstock_driver.store.records import Records
+from penstock_driver.store.run_metrics import RunMetrics
 from penstock_driver.store.seal import Seal
 from penstock_driver.store.summaries import Summaries
 from penstock_driver.terminals import records as terminal_records
@@ -91,6 +98,7 @@ MIGRATIONS: Final = (
     records.MIGRATION_KEPT_SPECS,
     end_states.MIGRATION,
     annotation_rows.MIGRATION,
+    run_metrics.MIGRATION,
 )
 EXPORT_THREADS: Final = 2
 CARRIED: Final = "carried"
@@ -111,6 +119,7 @@ _READING: Final = {
         *("GetGroup", "ListGroups", "WatchGroup", "WaitGroup"),
         *("GetTrajectory", "ExportTrajectories"),
     ),
+    "penstock.driver.v1.RunService": ("ListMetrics",),
     "penstock.driver.v1.TerminalService": ("GetTerminal",),
 }
 ROLES: Final = dict.fromkeys(_READING, (Role.TRAINER,)) | {
@@ -137,6 +146,7 @@ class Driver:
     terminals: TerminalManager
     rollout_servicer: RolloutServicer
     agent_servicer: AgentServicer
+    run_servicer: RunServicer
     terminal_servicer: TerminalServicer
     owned: Mapping[str, Owned]
     exporter: Exporter | None
@@ -183,6 +193,7 @@ class Driver:
         return [
             (self.agent_servicer, agent_service_pb2_grpc.add_AgentServiceServicer_to_server),
             (self.rollout_servicer, rollout_service_pb2_grpc.add_RolloutServiceServicer_to_server),
+            (self.run_servicer, run_service_pb2_grpc.add_RunServiceServicer_to_server),
             (self.terminal_servicer, terminal_service_pb2_grpc.add_TerminalServiceServicer_to_server),
         ]
 
@@ -303,6 +314,7 @@ async def wired(
             terminals,
             RolloutServicer(service, manager, driver_records, event_log, Summaries(journal), home),
             AgentServicer(agents, sandboxes),
+            RunServicer(await RunMetrics.open(journal, settings.max_metric_points)),
             TerminalServicer(terminals),
             {**rollout_service.owned(driver_records), **terminal_service.owned(terminal_rows)},
             exporter,
@@ -485,7 +497,7 @@ async def build(settings: DriverSettings) -> AsyncIterator[Service]:
                     leave=driver.leave if settings.on_stop == "leave" else None,
                     troubles=health.troubles,
                     owned=driver.owned,
-                    features=rollout_service.FEATURES,
+                    features=(*rollout_service.FEATURES, run_service.FEATURE),
                     home=driver.home,
                     members=lambda: shown(lists, driver.home.name),
                 )

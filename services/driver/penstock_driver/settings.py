@@ -175,6 +175,13 @@ class DriverSettings(ServiceSettings):
     )
     export_bodies: bool = Field(False, description="export the agents' request bodies too")
 
+    max_metric_points: int = Field(
+        20_000_000,
+        ge=1,
+        le=10_000_000_000,
+        description="most points of metrics that are kept of the runs of each namespace; more are refused until some "
+        "are deleted",
+    )
     max_terminals: int = Field(256, ge=1, le=10_000, description="most open terminal episodes; more are refused")
 
     @field_validator("sandbox_members", "interception_members", "driver_members")

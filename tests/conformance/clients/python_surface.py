@@ -230,6 +230,27 @@ async def export(subject: Subject, given: Json) -> Json:
     return {"rollouts": sorted(told, key=lambda item: str(item["rollout_id"]))}
 
 
+async def log_metrics(subject: Subject, given: Json) -> None:
+    """Of a run by its id, or else of the session's run."""
+    if "run_id" in given:
+        await _ps(subject, given).runs.log(given["run_id"], given["values"], step=given["step"])
+    else:
+        await subject.kept("sessions")[given["session"]].log(given["values"], step=given["step"])
+
+
+async def metrics(subject: Subject, given: Json) -> Json:
+    found = await _ps(subject, given).runs.metrics(
+        given["run_id"], names=given.get("names", ()), max_points=given.get("max_points", 0)
+    )
+    pairs = {one.name: list(zip(one.steps.tolist(), one.values.tolist(), strict=True)) for one in found}
+    return {"metrics": pairs}
+
+
+async def delete_metrics(subject: Subject, given: Json) -> Json:
+    options = {"names": given.get("names", ()), "from_step": given.get("from_step", 0)}
+    return {"count": await _ps(subject, given).runs.delete_metrics(given["run_id"], **options)}
+
+
 async def server_info(subject: Subject, given: Json) -> Json:
     info = await _ps(subject, given).operations.server_info(given["service"])
     return {
@@ -248,7 +269,7 @@ COMMANDS: Final[Mapping[str, Callable[[Subject, Json], Awaitable[Json | None]]]]
         terminal_close, agent_list, agent_get, agent_register, agent_delete, agent_check, policy_version,
         update_weights, update_weights_from, init_transfer, transfer, load_adapter, load_adapter_from, adapter_list,
         unload_adapter, pause_engine, offer_tools, tool_called, let_tool, lease_calls, extend_leases, watch_rollouts,
-        export, server_info,
+        export, server_info, log_metrics, metrics, delete_metrics,
     )
     },
 }  # fmt: skip

@@ -78,6 +78,34 @@ async def test_run_is_read_by_step_and_leads_to_the_rollouts_of_a_step(browser: 
         await expect(table.get_by_role("columnheader", name="Rollout")).to_have_attribute("aria-sort", "ascending")
 
 
+async def test_what_the_trainer_logged_is_drawn_by_step_of_one_run_or_of_several(
+    browser: Browser, learned: str
+) -> None:
+    """Each metric has a picture with its values in words; the address keeps the filter."""
+    async with looking(browser, learned, "any", "/runs/learns") as page:
+        await expect(page.get_by_role("heading", name="Logged by the trainer")).to_be_visible()
+        section = page.get_by_role("region", name="optimizer/grad_norm")
+        picture = section.get_by_role("img", name=re.compile("^optimizer.grad_norm, 0 to 3: learns from "))
+        await picture.focus()
+        for _ in range(3):
+            await page.keyboard.press("ArrowRight")
+        await expect(section).to_contain_text("step 2: 25")
+        # Smoothed, the spike is not in the mean; it is in the band.
+        await page.get_by_label("Points pooled").select_option("3")
+        await expect(picture.locator("path.band")).to_have_count(1)
+        await expect(page.get_by_role("region", name="learning_rate")).to_contain_text("1e-6")
+        await page.get_by_label("Run to add to the picture").fill("slower")
+        await page.get_by_role("button", name="Add", exact=True).click()
+        both = page.get_by_role("img", name=re.compile("^entropy, 0 to 3: learns from .*; slower from "))
+        await expect(both).to_be_visible()
+        await page.get_by_label("Filter the metrics").fill("NORM")
+        await expect(both).to_have_count(0)
+        await expect(page.get_by_role("img", name=re.compile("^optimizer.grad_norm"))).to_be_visible()
+        await expect(page).to_have_url(re.compile("metric=NORM"))
+        await page.get_by_label("Filter the metrics").fill("nothing")
+        await expect(page.get_by_text("No metric has such a name.")).to_be_visible()
+
+
 async def test_tasks_show_what_is_never_solved_and_a_view_is_kept(browser: Browser, learned: str) -> None:
     """A task that is always 0 is found; what is shown is saved as a view, which outlives the page."""
     async with looking(browser, learned, "any", "/tasks?q=run:learns") as page:

@@ -11,7 +11,7 @@ import pytest
 from google.protobuf.descriptor import MethodDescriptor
 
 from penstock.client.transport import rpc
-from penstock.driver.v1 import agent_service_pb2, rollout_service_pb2, terminal_service_pb2
+from penstock.driver.v1 import agent_service_pb2, rollout_service_pb2, run_service_pb2, terminal_service_pb2
 from penstock.inference.v1 import inference_service_pb2
 from penstock.interception.v1 import intercept_service_pb2, rollout_gate_service_pb2
 from penstock.ops.v1 import operations_service_pb2
@@ -21,6 +21,7 @@ from penstock.values.provisional import is_provisional_method
 _FILES: Final = (
     agent_service_pb2,
     rollout_service_pb2,
+    run_service_pb2,
     terminal_service_pb2,
     inference_service_pb2,
     intercept_service_pb2,
@@ -65,6 +66,11 @@ METHODS: Final[dict[str, dict[str, str]]] = {
         "GetTrajectory": "RolloutHandle.trajectory",
         "AnnotateTrajectory": "RolloutHandle.annotate",
         "ExportTrajectories": "RolloutsClient.export",
+    },
+    "RunService": {
+        "LogMetrics": "RunsClient.log",
+        "ListMetrics": "RunsClient.metrics",
+        "DeleteMetrics": "RunsClient.delete_metrics",
     },
     "TerminalService": {
         "OpenTerminal": "TerminalsClient.open",

@@ -295,6 +295,12 @@ async def test_rollouts_groups_agents_and_terminals_are_reached(ps: Penstock, ca
     await group.delete()
     assert calls.of("RolloutService") == expected("RolloutService")
 
+    await ps.runs.log("every-rpc", {"loss": 0.5}, step=1)
+    (metric,) = await ps.runs.metrics("every-rpc")
+    assert (metric.name, metric.steps.tolist(), metric.values.tolist()) == ("loss", [1], [0.5])
+    assert await ps.runs.delete_metrics("every-rpc") == 1
+    assert calls.of("RunService") == expected("RunService")
+
     async with await ps.terminals.open(TASK) as terminal:
         assert (await terminal.run("echo hello")).ok
         assert not (await terminal.refresh()).ended

@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 
 import penstock.driver.v1.agent_service_pb2
 import penstock.driver.v1.rollout_service_pb2
+import penstock.driver.v1.run_service_pb2
 import penstock.inference.v1.inference_service_pb2
 import penstock.interception.v1.intercept_service_pb2
 import penstock.interception.v1.rollout_gate_service_pb2
@@ -539,6 +540,7 @@ def test_allowed_methods_exist_and_stream_as_in_the_protos() -> None:
     files = [
         penstock.driver.v1.agent_service_pb2,
         penstock.driver.v1.rollout_service_pb2,
+        penstock.driver.v1.run_service_pb2,
         penstock.inference.v1.inference_service_pb2,
         penstock.interception.v1.intercept_service_pb2,
         penstock.interception.v1.rollout_gate_service_pb2,

@@ -106,6 +106,7 @@ BLOCKS: Final[Mapping[str, str]] = {
     "MCPToolClient(base_url=ADDRESS": "the `openenv` package has an environment of its own: tests/integration/openenv",
     "HarnessRolloutWorker(": "wants TRL and torch: tests/integration/trl runs the real worker (`make test-trl`)",
     "ml_dtypes.bfloat16": "wants torch, PEFT and vLLM: tests/integration/vllm (`make test-vllm`)",
+    'session.log({"loss": loss, "entropy"': "a line of a trainer; your-own-trainer.md has a whole one, which is run",
     "TrackioLogger(": "trackio has an environment of its own: tests/unit/adapters/test_loggers.py",
     "DataProto.from_dict": "wants torch and verl; the arrays are checked by tests/unit/adapters/test_trainers.py",
 }

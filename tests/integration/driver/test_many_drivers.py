@@ -254,6 +254,19 @@ async def test_branches_are_at_their_parent_s_driver_whoever_asks(fleet: Fleet) 
         assert [call.branch_point for call in one.trajectory.calls] == [False, True, False]
 
 
+async def test_metrics_of_a_run_are_at_one_driver_and_listed_whoever_asks(fleet: Fleet) -> None:
+    run = secrets.token_hex(4)
+    async with fleet.at(0) as ps, fleet.at(1) as other:
+        await both_are_known(ps)
+        await both_are_known(other)
+        await ps.runs.log(run, {"loss": 1.0}, step=1)
+        await other.runs.log(run, {"loss": 0.5}, step=1)
+        for client in (ps, other):
+            (metric,) = await client.runs.metrics(run)
+            assert metric.values.tolist() == [0.5]
+        assert await ps.runs.delete_metrics(run) == 1
+
+
 async def test_a_lost_driver_is_named_and_avoided(fleet: Fleet) -> None:
     """Lists have what the other one has, and say that they are not whole."""
     async with fleet.at(0) as ps:

@@ -21,6 +21,7 @@ from tests.support.services.stack import Running
 
 from penstock.driver.v1 import agent_service_pb2 as agents
 from penstock.driver.v1 import rollout_service_pb2 as driver
+from penstock.driver.v1 import run_service_pb2 as runs
 from penstock.driver.v1 import terminal_service_pb2 as terminals
 from penstock.inference.v1 import inference_service_pb2 as engine
 from penstock.interception.v1 import interception_pb2 as common
@@ -63,6 +64,7 @@ CREATES_ON_SOME_ENGINES: Final = {"penstock.inference.v1.InferenceService/StartT
 REPEATABLE: Final = {
     "penstock.driver.v1.AgentService": "RegisterAgent",
     "penstock.driver.v1.RolloutService": "RegradeRollout AnnotateTrajectory",
+    "penstock.driver.v1.RunService": "LogMetrics",
     "penstock.interception.v1.InterceptService": "RegisterTools",
     "penstock.inference.v1.InferenceService": "InitTransfer TransferTensors UpdateWeights LoadAdapter ReportGap",
     "penstock.sandbox.v1.SandboxService": "PrepareSnapshot",
@@ -79,6 +81,7 @@ DOES_NOT_CREATE: Final = {
         "DeleteRollout GetGroup ListGroups WatchGroup WaitGroup PauseGroup ResumeGroup CancelGroup DeleteGroup "
         "GetTrajectory ExportTrajectories"
     ),
+    "penstock.driver.v1.RunService": "ListMetrics DeleteMetrics",
     "penstock.driver.v1.TerminalService": "Step CloseTerminal GetTerminal",
     "penstock.interception.v1.InterceptService": "Intercept LeaseCalls CompleteCalls ListCalls GetCall",
     "penstock.interception.v1.RolloutGateService": (
@@ -112,6 +115,9 @@ INVALID: Final[Mapping[str, Callable[[], Message]]] = {
         spec=toolbox_service_pb2.ToolboxSpec(npm_packages=["latest"])
     ),
     "penstock.sandbox.v1.ProcessService/StartProcess": processes.StartProcessRequest,
+    "penstock.driver.v1.RunService/LogMetrics": runs.LogMetricsRequest,
+    "penstock.driver.v1.RunService/ListMetrics": runs.ListMetricsRequest,
+    "penstock.driver.v1.RunService/DeleteMetrics": lambda: runs.DeleteMetricsRequest(run_id="r", from_step=-1),
     "penstock.ops.v1.OperationsService/GetStatus": lambda: operations.GetStatusRequest(patience=_NEGATIVE),
 }
 """More requests of which a field is invalid."""

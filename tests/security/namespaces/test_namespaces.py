@@ -83,6 +83,7 @@ async def teams(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Teams
                 waiting = await a.rollouts.create(
                     task, MARK, rollout_id=f"{MARK}-waiting", run_id=f"{MARK}-held", labels=labels
                 )
+                await a.runs.log(f"{MARK}-held", {MARK: 0.5}, step=1)
                 call = await anext(session.calls())
                 state = await terminal.refresh()
                 (snapshot, *_) = [one async for one in a.sandboxes.snapshots()]
@@ -245,6 +246,31 @@ async def test_another_teams_rollouts_are_neither_branched_replayed_nor_paused(t
         await own.branch(0, group_id=teams.group.group_id)
     assert (await teams.a.groups.attach(teams.group.group_id)).info == teams.group.info
     await opened.close()
+
+
+@pytest.mark.requirement("R107")
+async def test_another_teams_metrics_are_neither_read_written_nor_deleted(teams: Teams) -> None:
+    """By the id of its run: that is another run. Nor may a trainer ask for all, or act for the other team."""
+    a, b, run = teams.a, teams.b, teams.ids["run_id"]
+    assert await b.runs.metrics(run) == []
+    await b.runs.log(run, {MARK: -9.0, "loss": -9.0}, step=1)
+    assert await b.runs.delete_metrics(run, names=[MARK]) == 1
+    (own,) = await a.runs.metrics(run)
+    assert (own.name, own.steps.tolist(), own.values.tolist(), own.namespace) == (MARK, [1], [0.5], "team-a")
+    with pytest.raises(PermissionDenied) as refused:
+        await b.runs.metrics(run, all_namespaces=True)
+    assert refused.value.reason == "NAMESPACE_NOT_ALLOWED"
+    async with connect(replace(teams.running.stack.endpoints, token=_TOKENS["team-b"], namespace="team-a")) as forged:
+        for attack in (
+            forged.runs.metrics(run),
+            forged.runs.log(run, {MARK: 1.0}, step=1),
+            forged.runs.delete_metrics(run),
+        ):
+            with pytest.raises(PermissionDenied):
+                await attack
+    assert await b.runs.delete_metrics(run) == 1
+    found = await teams.running.ps.runs.metrics(run, all_namespaces=True)
+    assert [(metric.namespace, metric.name) for metric in found] == [("team-a", MARK)]
 
 
 @pytest.mark.requirement("R107")

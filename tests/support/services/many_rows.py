@@ -14,15 +14,17 @@ from tests.support.endpoints.token_endpoint import unused_port
 
 from penstock.client.transport.endpoints import Endpoints
 from penstock.dashboard.serving import Place, serve
-from penstock.driver.v1 import rollout_pb2, rollout_service_pb2_grpc
+from penstock.driver.v1 import rollout_pb2, rollout_service_pb2_grpc, run_service_pb2_grpc
 from penstock.inference.v1 import inference_service_pb2, inference_service_pb2_grpc
 from penstock_chassis.journal import Journal, Statement
 from penstock_driver.app import MIGRATIONS
 from penstock_driver.domain.records import Filter, Record, RequestKey, RolloutEnd
 from penstock_driver.domain.rollout import Outcome, Phase, PhaseChanged, Reward
 from penstock_driver.rpc.row_stream import watch_rows
+from penstock_driver.rpc.run_service import RunServicer
 from penstock_driver.store.event_log import EventLog
 from penstock_driver.store.records import Records
+from penstock_driver.store.run_metrics import RunMetrics
 from penstock_driver.store.summaries import Summaries
 from penstock_driver.wire.to_proto import outcome_to_proto
 
@@ -45,6 +47,7 @@ class Driver(rollout_service_pb2_grpc.RolloutServiceServicer):
 
     rows: Summaries
     history: EventLog
+    metrics: RunMetrics
     engine: Engine | None = None
     """Served at the same port."""
     port: int = field(default_factory=unused_port)
@@ -61,6 +64,7 @@ class Driver(rollout_service_pb2_grpc.RolloutServiceServicer):
         self.server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
         if not old:
             rollout_service_pb2_grpc.add_RolloutServiceServicer_to_server(self, self.server)
+            run_service_pb2_grpc.add_RunServiceServicer_to_server(RunServicer(self.metrics), self.server)
         if self.engine:
             inference_service_pb2_grpc.add_InferenceServiceServicer_to_server(self.engine, self.server)
         self.server.add_insecure_port(f"127.0.0.1:{self.port}")
@@ -91,7 +95,8 @@ async def serving(
         if updates:
             await journal.write(updates)
         # One method is all that a page of rows needs.
-        driver = Driver(Summaries(journal), history, engine)  # type: ignore[abstract]
+        metrics = await RunMetrics.open(journal, 1_000_000)
+        driver = Driver(Summaries(journal), history, metrics, engine)  # type: ignore[abstract]
         await driver.start()
         opened.push_async_callback(driver.stop)
         at = f"127.0.0.1:{driver.port}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -14,6 +15,7 @@ from penstock.inference.v1 import inference_service_pb2
 from penstock_chassis.journal import Statement
 from penstock_driver.domain.records import Record
 from penstock_driver.domain.rollout import Cause, Failure, Outcome, Phase, Reward
+from penstock_driver.store.run_metrics import At, Logged
 from penstock_driver.wire.to_proto import outcome_to_proto
 
 TASKS = ("fix-parser", "add-flag", "sort-imports", "<img src=x onerror=alert(1)>", "never-solved", "rename-field")
@@ -53,7 +55,24 @@ async def trained(
     ]
     engine = Engine(gaps)  # type: ignore[abstract]
     async with serving(place, records, updates, engine) as opened:
+        for run_id, gain in runs.items():
+            await opened[0].metrics.put("default", run_id, _logged(drawn, gain, steps, start))
         yield opened
+
+
+def _logged(drawn: random.Random, gain: float, steps: int, start: float) -> dict[At, Logged]:
+    """What the trainer of a run logged by step: one metric is level, and one has a spike."""
+    points = dict[At, Logged]()
+    for step in range(steps):
+        values = {
+            "entropy": 0.4 + math.exp(-3 * gain * step / steps) + drawn.gauss(0, 0.03),
+            "learning_rate": 1e-6,
+            "loss": 0.1 * (1 - gain) + drawn.gauss(0, 0.05),
+            "optimizer/grad_norm": 25.0 if step == steps // 2 else abs(drawn.gauss(1.5, 0.4)),
+        }
+        at = round((start + 60 * step) * 1e6)
+        points |= {At(name, step): Logged(value, at) for name, value in values.items()}
+    return points
 
 
 def _record(run_id: str, group_id: str, step: int, task_id: str, index: int, start: float) -> Record:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from penstock_codec import Codec
 from penstock_demo import model, tasks
 from penstock_demo.learner import WARM_CHUNK, Learner, Row, advantages
+from penstock_demo.train import entropy
 from penstock_inference.engines.base import Done, EngineOptions, GenerateRequest, Sampling
 from penstock_inference.engines.numpy import NumpyEngine
 
@@ -158,3 +159,14 @@ def _logprobs(learner: Learner, row: Row) -> np.ndarray:
 
 def _likelihood(learner: Learner, row: Row) -> float:
     return float((_logprobs(learner, row) * row.mask).sum())
+
+
+def test_entropy_is_what_sampled_tokens_had_against_them() -> None:
+    """In nats a token, of sampled tokens alone; of none it is none."""
+    sampled, given = np.array([1, 1, 0], np.float32), np.array([0, 1, 0], np.float32)
+    rows = [
+        Row.alike(np.arange(3), sampled, np.array([-1.0, -3.0, 0.0], np.float32), 0.5),
+        Row.alike(np.arange(3), given, np.array([0.0, -0.5, -9.0], np.float32), 0.0),
+    ]
+    assert entropy(rows) == {"entropy": pytest.approx(1.5)}
+    assert entropy([]) == {}

@@ -16,7 +16,7 @@ Rpc = tuple[str, str]
 
 ALL: Final = {(service, rpc) for service, rpcs in METHODS.items() for rpc in rpcs}
 PACKAGES: Final = {
-    "driver": ("AgentService", "RolloutService", "TerminalService"),
+    "driver": ("AgentService", "RolloutService", "RunService", "TerminalService"),
     "interception": ("InterceptService", "RolloutGateService"),
     "inference": ("InferenceService",),
     "ops": ("OperationsService",),

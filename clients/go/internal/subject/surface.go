@@ -26,13 +26,16 @@ type more struct {
 	Count     int            `json:"count"`
 	Descr     any            `json:"descriptor"`
 	Files     map[string]string
+	FromStep  int64 `json:"from_step"`
 	Labels    map[string]string
 	Last      bool
 	LeaseS    float64 `json:"lease_s"`
 	Like      string
 	MaxCalls  int `json:"max_calls"`
+	MaxPoints int `json:"max_points"`
 	Mode      any
 	Name      string
+	Names     []string
 	Options   any
 	Partial   bool
 	Path      string
@@ -45,6 +48,7 @@ type more struct {
 	Snapshot  string `json:"snapshot_id"`
 	SpecOnly  bool   `json:"spec_only"`
 	Stdin     any
+	Step      int64
 	Tar       string
 	Tensors   map[string]struct {
 		Shape []int64
@@ -57,6 +61,7 @@ type more struct {
 		Name, Does string
 		Parameters any
 	}
+	Values  map[string]float64
 	Version int64
 	WaitS   float64 `json:"wait_s"`
 }
@@ -82,7 +87,7 @@ func (s *subject) surface(ctx context.Context, ps *penstock.Client, c *command) 
 		return nil, err, true
 	}
 	for _, known := range []func(context.Context, *penstock.Client, *command, *more) (object, error, bool){
-		s.sandboxCommand, s.terminalCommand, s.weightCommand, s.toolCommand, s.pullCommand,
+		s.sandboxCommand, s.terminalCommand, s.weightCommand, s.toolCommand, s.pullCommand, s.metricCommand,
 	} {
 		if answer, err, is := known(ctx, ps, c, m); is {
 			return answer, err, true
@@ -304,6 +309,29 @@ func (s *subject) toolCommand(ctx context.Context, _ *penstock.Client, c *comman
 	case <-ctx.Done():
 		return nil, ctx.Err(), true
 	}
+}
+
+func (s *subject) metricCommand(ctx context.Context, ps *penstock.Client, c *command, m *more) (object, error, bool) {
+	switch c.Do {
+	case "log_metrics":
+		if session, err := one(s, s.sessions, c.Session); c.RunID == "" && err == nil {
+			return nil, session.Log(ctx, m.Step, m.Values), true
+		}
+		return nil, ps.Runs.Log(ctx, c.RunID, m.Step, m.Values), true
+	case "metrics":
+		found, err := ps.Runs.Metrics(ctx, c.RunID, penstock.WithMetrics(m.Names...), penstock.WithMaxPoints(m.MaxPoints))
+		metrics := map[string][][]float64{}
+		for _, metric := range found {
+			for _, point := range metric.Points {
+				metrics[metric.Name] = append(metrics[metric.Name], []float64{float64(point.Step), point.Value})
+			}
+		}
+		return object{"metrics": metrics}, err, true
+	case "delete_metrics":
+		count, err := ps.Runs.DeleteMetrics(ctx, c.RunID, m.FromStep, m.Names...)
+		return object{"count": count}, err, true
+	}
+	return nil, nil, false
 }
 
 func (s *subject) pullCommand(ctx context.Context, ps *penstock.Client, c *command, m *more) (object, error, bool) {

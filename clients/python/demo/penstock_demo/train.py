@@ -102,6 +102,8 @@ async def train(
             loss, gap = await asyncio.to_thread(course.update, learner, collected.rows)
             await ps.inference.update_weights(step + 1, learner.weights())
             session.announce(step + 1)
+            # By the version that sampled the rollouts: so the dashboard has both at one place.
+            await session.log({"loss": loss, "logprob_gap": gap, **entropy(collected.rows)}, step=step)
 
             ended = [*collected.whole, *collected.branches]
             save_trajectories(run, step + 1, ended)
@@ -162,6 +164,17 @@ def figures(whole: Sequence[RolloutResult], branches: Sequence[RolloutResult] = 
         tokens=sum(int(sample.loss_mask.sum()) for sample in samples),
         ungraded=sum(reward_of(result) is None for result in ended),
     )
+
+
+def entropy(rows: Sequence[Row]) -> dict[str, float]:
+    """The policy's entropy in nats a token, as its samples estimate it: the mean of what each token had against it.
+
+    Empty without a token: that is no entropy of 0.
+    """
+    tokens = sum(float(row.mask.sum()) for row in rows)
+    if not tokens:
+        return {}
+    return {"entropy": -sum(float((row.logprobs * row.mask).sum()) for row in rows) / tokens}
 
 
 def save_trajectories(run: Path, step: int, ended: list[RolloutResult]) -> None:

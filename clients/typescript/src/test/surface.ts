@@ -294,6 +294,20 @@ const OTHERS: Readonly<Record<string, Command>> = {
     return { runs: tool.runs };
   },
   let_tool: async (_, { name }) => known(tools, name).let.resolve(),
+  log_metrics: async (ps, { run_id, step, values, session }, signal, { sessions }) => {
+    const logs = run_id === undefined ? sessions.get(session) : undefined;
+    await (logs?.log(values, step, { signal }) ?? ps.runs.log(run_id, values, step, { signal }));
+  },
+  metrics: async (ps, { run_id, names, max_points }, signal) => {
+    const options = { ...(names && { names }), ...(max_points && { maxPoints: max_points }), signal };
+    const found = await ps.runs.metrics(run_id, options);
+    const pairs = found.map(({ name, points }) => [name, points.map(({ step, value }) => [step, value])]);
+    return { metrics: Object.fromEntries(pairs) };
+  },
+  delete_metrics: async (ps, { run_id, names, from_step }, signal) => {
+    const options = { ...(names && { names }), ...(from_step && { fromStep: from_step }), signal };
+    return { count: await ps.runs.deleteMetrics(run_id, options) };
+  },
   lease_calls: async (ps, { run_id, max_calls, wait_s }, signal, { calls, observedCall }) => {
     const options = { ...(max_calls && { maxCalls: max_calls }), ...(wait_s && { waitMs: wait_s * 1000 }) };
     const leased = await ps.leaseCalls({ runId: run_id, signal, ...options });

@@ -4,7 +4,7 @@ import { useSignal } from "@preact/signals";
 import { ticks, useWidth } from "../ui/plot";
 import type { LinePoint } from "./model";
 
-const EDGE = { left: 46, right: 12, top: 10, bottom: 22 };
+const EDGE = { left: 52, right: 12, top: 10, bottom: 22 };
 
 export interface Line {
   readonly name: string;
@@ -21,10 +21,11 @@ interface Props {
   readonly axis: string;
   /** What the band is; empty = there is none. */
   readonly band: string;
-  /** What is always in the picture, from the least to the most. */
-  readonly range: readonly [number, number];
+  /** What is always in the picture, from the least to the most; null = what the lines have. */
+  readonly range: readonly [number, number] | null;
   readonly height: number;
-  readonly onOpen: (line: number, point: LinePoint) => void;
+  /** Shows what a point is made of; without it that is nothing more. */
+  readonly onOpen?: (line: number, point: LinePoint) => void;
 }
 
 export function Chart({ title, lines, format, axis, band, range, height, onOpen }: Props) {
@@ -32,13 +33,13 @@ export function Chart({ title, lines, format, axis, band, range, height, onOpen 
   const picked = useSignal<number | null>(null);
   const xs = [...new Set(lines.flatMap((line) => line.points.map((point) => point.x)))].sort((a, b) => a - b);
   const [first = 0, last = 0] = [xs[0], xs.at(-1)];
-  let [low, high] = range;
+  let [low, high] = range ?? [Infinity, -Infinity];
   for (const { points } of lines)
     for (const { mean, own } of points) {
       low = Math.min(low, band ? mean.low : mean.value, own);
       high = Math.max(high, band ? mean.high : mean.value, own);
     }
-  if (high <= low) high = low + 1;
+  if (high <= low) [low, high] = range ? [low, low + 1] : around(low);
   const inner = width.value - EDGE.left - EDGE.right;
   const x = (value: number) => EDGE.left + (last > first ? (inner * (value - first)) / (last - first) : inner / 2);
   const y = (value: number) => EDGE.top + (height - EDGE.top - EDGE.bottom) * (1 - (value - low) / (high - low));
@@ -55,7 +56,7 @@ export function Chart({ title, lines, format, axis, band, range, height, onOpen 
   };
   const open = () => {
     const one = found[0];
-    if (one) onOpen(one.index, one.point);
+    if (one) onOpen?.(one.index, one.point);
   };
   const step = (by: number) => {
     const from = picked.peek() ?? (by > 0 ? -1 : xs.length);
@@ -79,7 +80,8 @@ export function Chart({ title, lines, format, axis, band, range, height, onOpen 
             height={height}
             role="img"
             tabIndex={0}
-            aria-label={`${title}, ${first} to ${last}: ${lines.map(({ name, points }) => `${name} ${ends(points, format)}`).join("; ")}. Arrow keys pick a point, Enter shows its rollouts.`}
+            aria-label={`${title}, ${first} to ${last}: ${lines.map(({ name, points }) => `${name} ${ends(points, format)}`).join("; ")}. Arrow keys pick a point${onOpen ? ", Enter shows its rollouts" : ""}.`}
+            class={onOpen ? "opens" : ""}
             onPointerMove={(event) => pick(event.clientX, event.currentTarget)}
             onPointerLeave={() => (picked.value = null)}
             onBlur={() => (picked.value = null)}
@@ -135,6 +137,12 @@ export function Chart({ title, lines, format, axis, band, range, height, onOpen 
       </div>
     </section>
   );
+}
+
+/** A level line is drawn in the middle. */
+function around(value: number): [number, number] {
+  const half = Math.abs(value) / 10 || 1;
+  return [value - half, value + half];
 }
 
 function bandPath(points: readonly LinePoint[], x: (value: number) => number, y: (value: number) => number): string {

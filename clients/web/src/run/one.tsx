@@ -18,6 +18,7 @@ import { Chart, type Line, Swatch } from "./chart";
 import { Ago, rate, RUN_COLUMNS, runName } from "./columns";
 import { type ComparedTask, comparedTasks } from "./comparison";
 import { gapPoints, useGaps } from "./gaps";
+import { MetricCharts } from "./metriccharts";
 import { AXES, type Axis, filterOf, lineOf, type LinePoint, type Measure, MEASURES, parseRef, pointsOf, type Run, rowsOf, runOf, usualAxis } from "./model";
 import { knownRefs, MOST_RUNS, placeOf } from "./all";
 import "./run.css";
@@ -97,6 +98,7 @@ function Shown({ refs, query }: { refs: readonly string[]; query: URLSearchParam
       {runs.length === 1 ? <Figures run={first} isStale={feeds.some((feed) => feed.isBroken.value)} /> : <Overlaid runs={runs} query={query} />}
       <Controls refs={refs} query={query} axis={axis} window={window} />
       <Charts runs={runs} axis={axis} window={window} />
+      <MetricCharts refs={refs} query={query} window={window} height={HEIGHTS.other} />
       {feeds.some((feed) => feed.isFull.value) && <p class="muted">Of each driver the newest {compact(MOST_ENDED)} ended rollouts of a run are shown: it may have older ones.</p>}
       <h2>Tasks</h2>
       {second ? (

@@ -3,14 +3,18 @@ import { type Signal, useSignal } from "@preact/signals";
 import { type RefObject } from "preact";
 import { useEffect, useRef } from "preact/hooks";
 
+const MOST_TICKS = 8;
+
 /** Round values from low to high, about four of them. */
 export function ticks(low: number, high: number): number[] {
   const span = high - low || 1;
   const rough = span / 4;
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 2.5, 5, 10].map((factor) => factor * power).find((size) => size >= rough) ?? rough;
+  const first = Math.ceil(low / step);
   const out: number[] = [];
-  for (let value = Math.ceil(low / step) * step; value <= high + step / 1e6; value += step) out.push(Math.round(value / step) * step);
+  // Counted: near 1e16 a step of 0.5 leads nowhere.
+  for (let index = 0; index <= MOST_TICKS && (first + index) * step <= high + step / 1e6; index += 1) out.push((first + index) * step);
   return out;
 }
 

@@ -38,6 +38,11 @@ EXAMPLES: Final[Mapping[str, Sequence[str]]] = {
         "penstock watch --run run-7 --by step",
         "penstock watch --group GROUP --json | jq .reward.value",
     ),
+    "metrics": (
+        "penstock metrics run-7",
+        "penstock metrics run-7 --name loss --json | jq .values",
+        "penstock metrics run-7 --delete --from-step 200",
+    ),
     "pause": (
         "penstock pause ROLLOUT --for 600",
         'penstock pause GROUP --reason "new weights"',

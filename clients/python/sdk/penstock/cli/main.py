@@ -22,6 +22,7 @@ from penstock.cli.commands import (
     drain,
     export,
     logprob_diff,
+    metrics,
     openenv,
     replay,
     rollout,
@@ -123,6 +124,7 @@ _add(dashboard.dashboard)
 _add(rollout.rollout)
 _add(branch.branch)
 _add(watch.watch)
+_add(metrics.metrics)
 _add(control.pause)
 _add(control.resume)
 _add(control.cancel)

@@ -45,6 +45,7 @@ from penstock.client.inference.weights import Adapter, PauseMode, WeightTransfer
 from penstock.client.intercept.calls import ModelCall
 from penstock.client.intercept.gate import GateRolloutHandle, LeasedCall
 from penstock.client.intercept.host_tools import HostTool, HostToolCall, ToolFailed
+from penstock.client.intercept.metric_log import MetricLog
 from penstock.client.intercept.session import InterceptSession, Selector
 from penstock.client.operations import LeftSandbox, Member, ServerInfo, ServiceStatus, Trouble
 from penstock.client.pacing.meter import Bias, BiasMeter
@@ -53,6 +54,7 @@ from penstock.client.pacing.stream import RolloutStream, StreamBatch, StreamedGr
 from penstock.client.rollouts.assays import Assays
 from penstock.client.rollouts.client import RolloutOptions
 from penstock.client.rollouts.handles import GroupHandle, RolloutHandle
+from penstock.client.runs import Metric
 from penstock.client.sandboxes.handle import Fork, SandboxHandle
 from penstock.client.sandboxes.processes import ProcessHandle
 from penstock.client.tasks.spec import (
@@ -269,6 +271,8 @@ __all__ = [
     "McpServer",
     "Member",
     "Message",
+    "Metric",
+    "MetricLog",
     "Mode",
     "ModelCall",
     "NodeStatus",

@@ -16,6 +16,7 @@ from penstock.client.pacing.policies import Policy
 from penstock.client.pacing.stream import RolloutStream
 from penstock.client.rollouts.client import GroupsClient, RolloutOptions, RolloutsClient
 from penstock.client.rollouts.driver_rpc import Drivers
+from penstock.client.runs import RunsClient
 from penstock.client.sandboxes.client import SandboxesClient
 from penstock.client.sandboxes.toolboxes import ToolboxesClient
 from penstock.client.tasks.spec import AgentChoice
@@ -28,6 +29,7 @@ from penstock.client.transport.rpc import Service
 _CLIENT_OF: Final[Mapping[str, ServiceName]] = {
     "rollouts": "driver",
     "groups": "driver",
+    "runs": "driver",
     "agents": "driver",
     "terminals": "driver",
     "sandboxes": "sandbox",
@@ -44,6 +46,8 @@ class Penstock:
     """Starts, watches and collects rollouts."""
     groups: GroupsClient
     """The same for groups of rollouts whose rewards are compared."""
+    runs: RunsClient
+    """Metrics that trainers log beside the rollouts of a run."""
     sandboxes: SandboxesClient
     """Standalone sandboxes."""
     agents: AgentsClient
@@ -87,6 +91,7 @@ class Penstock:
             self.terminals = TerminalsClient(drivers)
             self.rollouts = RolloutsClient(drivers)
             self.groups = GroupsClient(drivers)
+            self.runs = RunsClient(drivers)
         return self
 
     if not TYPE_CHECKING:  # for a type checker it would give every misspelt attribute a type
@@ -167,6 +172,7 @@ class Penstock:
                 bodies=bodies,
                 reconnect_timeout=reconnect_timeout,
             ),
+            self.runs.metric_log(selector.run_id) if selector.run_id and "driver" in self._services else None,
         )
 
     def stream(

@@ -22,11 +22,13 @@ from penstock.client.inference.client import InferenceClient
 from penstock.client.inference.weights import WeightTransfer
 from penstock.client.intercept.calls import ModelCall
 from penstock.client.intercept.gate import GateClient, GateRolloutHandle, LeasedCall
+from penstock.client.intercept.metric_log import MetricLog
 from penstock.client.intercept.session import InterceptSession
 from penstock.client.operations import OperationsClient
 from penstock.client.pacing.stream import RolloutStream
 from penstock.client.rollouts.client import GroupsClient, RolloutsClient
 from penstock.client.rollouts.handles import GroupHandle, RolloutHandle
+from penstock.client.runs import RunsClient
 from penstock.client.sandboxes.client import SandboxesClient
 from penstock.client.sandboxes.handle import Fork, SandboxHandle
 from penstock.client.sandboxes.processes import ProcessHandle
@@ -39,6 +41,7 @@ LIVE: Final = (
     connection.Penstock,
     RolloutsClient,
     GroupsClient,
+    RunsClient,
     InferenceClient,
     SandboxesClient,
     ToolboxesClient,
@@ -49,6 +52,7 @@ LIVE: Final = (
     RolloutHandle,
     GroupHandle,
     RolloutStream,
+    MetricLog,
     SandboxHandle,
     ProcessHandle,
     Fork,

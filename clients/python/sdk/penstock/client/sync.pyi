@@ -3,7 +3,7 @@
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Final, Literal, Self, Unpack, overload
+from typing import Any, Final, Literal, Self, SupportsFloat, Unpack, overload
 
 from numpy.typing import ArrayLike, NDArray
 
@@ -20,6 +20,7 @@ from penstock.client.pacing.meter import Bias
 from penstock.client.pacing.policies import Policy
 from penstock.client.pacing.stream import StreamBatch
 from penstock.client.rollouts.client import RolloutOptions
+from penstock.client.runs import Metric
 from penstock.client.tasks.spec import (
     AgentChoice,
     AgentKeyTerms,
@@ -88,6 +89,9 @@ class Penstock:
     @property
     def groups(self) -> GroupsClient:
         """The same for groups of rollouts whose rewards are compared."""
+    @property
+    def runs(self) -> RunsClient:
+        """Metrics that trainers log beside the rollouts of a run."""
     @property
     def sandboxes(self) -> SandboxesClient:
         """Standalone sandboxes."""
@@ -403,6 +407,58 @@ class GroupsClient:
         """Returns a handle of a group that was started elsewhere. Raises NotFound `GROUP_UNKNOWN`."""
     def list(self, *, run_id: str | None = None, all_namespaces: bool = False) -> Generator[Group]:
         """Yields groups of all drivers, newest first; `all_namespaces` and errors as for rollouts."""
+
+class RunsClient:
+    """Metrics of runs. A run is the `run_id` of rollouts; its metrics may come before its rollouts."""
+    def log(
+        self, run_id: str, metrics: Mapping[str, SupportsFloat], *, step: int, time: datetime | None = None
+    ) -> None:
+        """Logs metrics of a step, and returns once they are on the driver's disk. The last value of a step counts.
+
+        `metric_log` logs many in the background.
+
+        Args:
+            run_id: of the run: 1 to 63 letters, digits and `. _ / -`.
+            metrics: finite numbers by name: 1 to 128 names of 1 to 128 letters, digits and `_ . / -`.
+            step: 0 to 2^53 - 1, in any order.
+            time: when it was measured, with a time zone; None = now.
+
+        Raises:
+            InvalidArgument: `FIELD_INVALID`; violations name the fields.
+            ResourceExhausted: `METRIC_LIMIT`: the run or the namespace has as much as it may.
+        """
+    def metric_log(self, run_id: str) -> MetricLog:
+        """Logs metrics of a run in the background: `with ps.runs.metric_log("run-7") as log`."""
+    def metrics(
+        self, run_id: str, *, names: Sequence[str] = (), max_points: int = 0, all_namespaces: bool = False
+    ) -> list[Metric]:
+        """Fetches a run's metrics from all drivers, in the order of their names. A run without any has none.
+
+        Args:
+            run_id: of the run.
+            names: only these, at most 1024; none = all.
+            max_points: 3 to 10,000: thins longer metrics, at each driver, to about as many points. The least and the
+                greatest values stay. 0 = all points.
+            all_namespaces: of the runs with this id in all namespaces, for an operator.
+
+        Raises:
+            InvalidArgument: `FIELD_INVALID`.
+            Unavailable: a driver is away, and what it has is missing.
+        """
+    def delete_metrics(self, run_id: str, *, names: Sequence[str] = (), from_step: int = 0) -> int:
+        """Deletes metrics of a run at all drivers, and returns how many points. Idempotent.
+
+        A trainer that resumes from a checkpoint deletes what the last attempt logged after it.
+
+        Args:
+            run_id: of the run.
+            names: only these, at most 1024; none = all.
+            from_step: points of this step and later ones; 0 = all.
+
+        Raises:
+            InvalidArgument: `FIELD_INVALID`.
+            Unavailable: a driver is away; others may have deleted theirs.
+        """
 
 class InferenceClient:
     """`ps.inference`.
@@ -1315,6 +1371,32 @@ class RolloutStream:
             Exception: what the iterator of tasks raises.
         """
 
+class MetricLog:
+    """Logs the metrics of one run, made by `ps.runs.metric_log`. Leaving its block waits until all are on disk.
+
+    After an error that does not pass by itself nothing more is logged: `log`, `flush` and `close` raise it.
+    """
+    def __enter__(self) -> Self: ...
+    def __exit__(self, *_: object) -> None: ...
+    def log(self, metrics: Mapping[str, SupportsFloat], *, step: int, time: datetime | None = None) -> None:
+        """Logs metrics of a step. Returns at once; with 16,384 values that are not sent yet it waits.
+
+        Args:
+            metrics: finite numbers by name: 1 to 128 names of 1 to 128 letters, digits and `_ . / -`.
+            step: 0 to 2^53 - 1, in any order. The last value that is logged of a step counts.
+            time: when it was measured, with a time zone; None = now.
+
+        Raises:
+            InvalidArgument: `FIELD_INVALID`; violations name the fields, and nothing of the step is logged.
+            PenstockError: earlier metrics could not be logged.
+        """
+    def flush(self) -> None:
+        """Waits until all that was logged is on disk. Raises PenstockError: it could not be."""
+    def close(self) -> None:
+        """As `flush`; a driver that is away is waited for a minute at most. Idempotent."""
+    def close_after(self, error: BaseException | None) -> None:
+        """As `close`; after an error its own is only noted, so that the first one is what is raised."""
+
 class SandboxHandle:
     """One sandbox. `with` deletes it at the end; otherwise it lives until its lease expires."""
     @property
@@ -1648,7 +1730,28 @@ class InterceptSession:
     def __enter__(self) -> Self: ...
     def __exit__(self, *_: object) -> None: ...
     def close(self) -> None:
-        """Sends the remaining results and ends the session: calls without an answer are queued again at once."""
+        """Sends the remaining results and metrics and ends the session: calls without an answer are queued again at
+        once.
+
+        Raises:
+            PenstockError: metrics could not be logged.
+        """
+    def log(self, metrics: Mapping[str, SupportsFloat], *, step: int, time: datetime | None = None) -> None:
+        """Logs metrics of the session's run, such as the loss, for the dashboard; it needs a session of one `run_id`.
+
+        Returns at once: they are sent in the background, in order, and the end of the session waits for them. With
+        16,384 values that are not sent yet it waits.
+
+        Args:
+            metrics: finite numbers by name: 1 to 128 names of 1 to 128 letters, digits and `_ . / -`.
+            step: 0 to 2^53 - 1, in any order. The last value that is logged of a step counts.
+            time: when it was measured, with a time zone; None = now.
+
+        Raises:
+            InvalidArgument: `FIELD_INVALID`; violations name the fields, and nothing of the step is logged.
+            ConfigurationError: `RUN_NOT_SELECTED`: the session is not of one run, or the connection has no driver.
+            PenstockError: earlier metrics could not be logged.
+        """
     def calls(self) -> Generator[ModelCall]:
         """Yields calls to answer, oldest first; ends when the session is closed or finished. Several loops may share
         it.

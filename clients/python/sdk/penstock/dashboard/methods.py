@@ -38,6 +38,7 @@ ALLOWED: Final[Mapping[str, Method]] = {
         " CreateGroup GetGroup ListGroups WaitGroup CancelGroup",
         "WatchRollout WatchRollouts WatchGroup GetTrajectory",
     ),
+    **_methods("driver", "RunService", "", "ListMetrics"),
     "penstock.ops.v1.OperationsService/GetServerInfo": Method(None),
     "penstock.ops.v1.OperationsService/GetStatus": Method(None),
     **_methods("driver", "AgentService", "ListAgents GetAgent"),

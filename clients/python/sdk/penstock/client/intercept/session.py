@@ -11,10 +11,13 @@ import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, Self, TypeVar
+from datetime import datetime
+from types import TracebackType
+from typing import Any, Final, Self, SupportsFloat, TypeVar
 
 from penstock.client.errors import (
     CallEnded,
+    ConfigurationError,
     Internal,
     InvalidArgument,
     PenstockError,
@@ -23,6 +26,7 @@ from penstock.client.errors import (
 from penstock.client.intercept.calls import ModelCall
 from penstock.client.intercept.host_tools import HostTool, Serving
 from penstock.client.intercept.leases import Inbox
+from penstock.client.intercept.metric_log import MetricLog
 from penstock.client.intercept.stream import GateStream, SessionOptions
 from penstock.client.transport import tracing
 from penstock.client.transport.cluster import FRESH_S, NOT_ASKED, Cluster, Member
@@ -76,14 +80,22 @@ class InterceptSession:
     calls have ended then (`GATE_LOST`), and it takes part again when it is back.
     """
 
-    def __init__(self, cluster: Cluster, given: Member, selector: Selector, options: SessionOptions) -> None:
-        """`given` is the gate while no driver can be asked for all."""
+    def __init__(
+        self,
+        cluster: Cluster,
+        given: Member,
+        selector: Selector,
+        options: SessionOptions,
+        metrics: MetricLog | None = None,
+    ) -> None:
+        """`given` is the gate while no driver can be asked for all; `metrics` logs those of the selected run."""
         if options.credits < 1:
             raise InvalidArgument("A session needs at least one credit", reason="CREDITS")
         self._cluster = cluster
         self._given = given
         self._selector = selector_to(selector)
         self._options = options
+        self._metrics = metrics
         self._credits = pb.Credits(calls=options.credits, bytes=options.credit_bytes)
         self._gates: dict[str, _Gate] = {}
         self._inbox = Inbox()
@@ -112,17 +124,52 @@ class InterceptSession:
             raise
         return self
 
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._close(error)
 
     async def close(self) -> None:
-        """Sends the remaining results and ends the session: calls without an answer are queued again at once."""
+        """Sends the remaining results and metrics and ends the session: calls without an answer are queued again at
+        once.
+
+        Raises:
+            PenstockError: metrics could not be logged.
+        """
+        await self._close(None)
+
+    async def _close(self, error: BaseException | None) -> None:
         self._is_closing = True
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
         await asyncio.gather(*(gate.stream.close() for gate in self._gates.values()))
         self._fail(SessionLost("The session is closed", reason="SESSION_CLOSED"))
+        if self._metrics is not None:
+            await self._metrics.close_after(error)
+
+    async def log(self, metrics: Mapping[str, SupportsFloat], *, step: int, time: datetime | None = None) -> None:
+        """Logs metrics of the session's run, such as the loss, for the dashboard; it needs a session of one `run_id`.
+
+        Returns at once: they are sent in the background, in order, and the end of the session waits for them. With
+        16,384 values that are not sent yet it waits.
+
+        Args:
+            metrics: finite numbers by name: 1 to 128 names of 1 to 128 letters, digits and `_ . / -`.
+            step: 0 to 2^53 - 1, in any order. The last value that is logged of a step counts.
+            time: when it was measured, with a time zone; None = now.
+
+        Raises:
+            InvalidArgument: `FIELD_INVALID`; violations name the fields, and nothing of the step is logged.
+            ConfigurationError: `RUN_NOT_SELECTED`: the session is not of one run, or the connection has no driver.
+            PenstockError: earlier metrics could not be logged.
+        """
+        if self._metrics is None:
+            raise ConfigurationError(
+                "Metrics are those of a run: open the session with run_id, at a connection that has a driver",
+                reason="RUN_NOT_SELECTED",
+            )
+        await self._metrics.log(metrics, step=step, time=time)
 
     async def calls(self) -> AsyncGenerator[ModelCall, None]:
         """Yields calls to answer, oldest first; ends when the session is closed or finished. Several loops may share
