@@ -232,6 +232,7 @@ async def failure(awaitable: Any) -> PenstockError:
 
 
 MakeBox = Callable[..., Any]
+_EMPTY = "chmod -R u+rwX . && find . -mindepth 1 -delete"
 
 
 @pytest_asyncio.fixture(loop_scope="session")
@@ -252,15 +253,15 @@ async def make_box(service: Running, capabilities: sb.Capabilities) -> AsyncIter
 
 
 @pytest_asyncio.fixture(loop_scope="session")
-async def box(make_box: MakeBox) -> Box:
-    """A fresh sandbox without network."""
+async def fresh_box(make_box: MakeBox) -> Box:
+    """A fresh sandbox without network, for tests of a whole sandbox or that leave something outside `box`'s workdir."""
     made: Box = await make_box()
     return made
 
 
 @pytest_asyncio.fixture(scope="package", loop_scope="session")
 async def standing(service: Running) -> AsyncIterator[Box]:
-    """The sandbox of `shared_box`."""
+    """The sandbox of `box`."""
     spec = sb.SandboxSpec(network=narrowest(await claimed(service)))
     request = ss.CreateSandboxRequest(request_id=secrets.token_hex(8), spec=spec)
     sandbox = (await service.sandboxes.CreateSandbox(request, timeout=180)).sandbox
@@ -269,9 +270,12 @@ async def standing(service: Running) -> AsyncIterator[Box]:
 
 
 @pytest_asyncio.fixture(loop_scope="session")
-async def shared_box(standing: Box) -> Box:
-    """A sandbox without network and with an empty working directory, for tests that leave nothing else behind."""
-    await standing.out("find . -mindepth 1 -delete")
+async def box(standing: Box) -> Box:
+    """A sandbox without network where nothing runs, with an empty working directory.
+
+    Making one costs most backends more than what a test does in it, so tests share it. Ids of processes are not reused.
+    """
+    await standing.out(_EMPTY, kill_all_after=True)
     return standing
 
 

@@ -217,16 +217,14 @@ HOSTILE = {
 @pytest.mark.requirement("R75", "R80", "R145")
 @pytest.mark.parametrize("padding", [0, 200_000], ids=["small", "large"])
 @pytest.mark.parametrize("what", HOSTILE)
-async def test_a_hostile_archive_is_refused_before_anything_is_unpacked(
-    shared_box: Box, what: str, padding: int
-) -> None:
+async def test_a_hostile_archive_is_refused_before_anything_is_unpacked(box: Box, what: str, padding: int) -> None:
     """What it claims costs nothing, whether what serves files reads it itself or has a child do it."""
     raw, reason = HOSTILE[what]
     content = FILE + header("filler", tarfile.REGTYPE, padding, bytes(padding)) + raw + END
-    error = await failure(shared_box.write_tree("dst", content))
+    error = await failure(box.write_tree("dst", content))
     assert error.reason == reason, error
     # And the sandbox is served as before.
-    assert await shared_box.out("ls -A") == ""
+    assert await box.out("ls -A") == ""
 
 
 @pytest.mark.requirement("R75")
