@@ -1,10 +1,10 @@
 """Agents that print and call without end: what is kept of it is bounded, and a neighbour is served all the same.
 
-The amounts are small in the suite; PENSTOCK_FLOODS=full has those of the requirement. With `-s` that form shows the 99th
-percentile of a neighbour's calls beside an agent that is as busy and says nothing ("silent"), beside this one
+The amounts are small in the suite; PENSTOCK_FLOODS=full has those of the requirement. With `-s` the full form shows the
+99th percentile of a neighbour's calls beside an agent that is as busy and says nothing ("silent"), beside this one
 ("greedy"), and beside the silent one and plain processes that burn what the services burnt for the greedy one
-("burnt"): what any service suffers from so busy a machine. It asserts that the second is within twice the
-larger of the others; it is for a machine that does nothing else. The small form runs the greedy agents alone.
+("burnt"): what any service suffers from so busy a machine. It asserts that the second is within twice the larger of
+the others, and is for a machine that does nothing else. The small form runs the greedy agents alone.
 """
 
 from __future__ import annotations
