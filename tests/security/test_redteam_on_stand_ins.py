@@ -54,7 +54,7 @@ BY_DEFAULT: Final = (
 """What the way in which a sandbox is served, read and ended decides."""
 ALL: Final = os.environ.get("PENSTOCK_TEST_STAND_INS") == "all"
 BY_REQUESTS: Final = ("fork-hopper", "kill-all", "planted-reward-files", "sparse-file", "deep-line")
-"""Of these, what a request for each piece may decide: one of each class, and output. In the rest the same attendant
+"""Of these, what a request for each piece may decide: one of each class but escapes. In the rest the same attendant
 acts inside as on E2B's, which costs half as much."""
 # Neither tells what an agent changed, so that nothing is graded in a fork.
 JOBS: Final = [
