@@ -10,6 +10,7 @@ from typing import Any, cast
 import grpc
 import pytest
 import pytest_asyncio
+from google.protobuf.duration_pb2 import Duration
 from tests.conformance.sandbox.needs import narrowest
 from tests.conformance.sandbox.services import SERVICES, Running, start
 from tests.support.docker import dockerd
@@ -261,8 +262,8 @@ async def fresh_box(make_box: MakeBox) -> Box:
 
 @pytest_asyncio.fixture(scope="package", loop_scope="session")
 async def standing(service: Running) -> AsyncIterator[Box]:
-    """The sandbox of `box`."""
-    spec = sb.SandboxSpec(network=narrowest(await claimed(service)))
+    """The sandbox of `box`, which lives as long as a slow run of the suite."""
+    spec = sb.SandboxSpec(network=narrowest(await claimed(service)), lease=Duration(seconds=3600))
     request = ss.CreateSandboxRequest(request_id=secrets.token_hex(8), spec=spec)
     sandbox = (await service.sandboxes.CreateSandbox(request, timeout=180)).sandbox
     yield Box(service, sandbox)
