@@ -98,12 +98,12 @@ async def test_thousands_of_entries_cost_no_memory_of_the_services(fresh_box: Bo
     make = (
         "import os\n"
         "os.mkdir('many')\n"
-        "content = bytes(5000)\n"
-        "for i in range(7_000):\n"
+        "content = bytes(12_000)\n"
+        "for i in range(3_000):\n"
         "    file = os.open(f'many/{i:0100}', os.O_CREAT | os.O_WRONLY)\n"
         "    os.write(file, content)\n"
         "    os.close(file)\n"
-        "for i in range(1_000): os.mkdir(f'many/d{i}')\n"
+        "for i in range(500): os.mkdir(f'many/d{i}')\n"
     )
     made = await fresh_box.run("python3", "-c", make)
     assert made.exit.code == 0, made
@@ -113,7 +113,7 @@ async def test_thousands_of_entries_cost_no_memory_of_the_services(fresh_box: Bo
     async for event in fresh_box.service.sandboxes.DiffSandbox(request, timeout=300):
         names += event.tar_chunk.count(b"ustar")
     # A name of 100 characters and a directory needs no header but its own.
-    assert names >= 8_001
+    assert names >= 3_501
     # Less than half of what the entries take in the archive.
     assert peak.grown() < 16 * MIB
 
