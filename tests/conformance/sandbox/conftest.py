@@ -1,4 +1,4 @@
-"""One service for each variant, shared by the suite; a fresh sandbox for each test, but for those of many values."""
+"""One service for each variant, and one sandbox that is emptied before each test; a fresh one where a test needs it."""
 
 from __future__ import annotations
 
