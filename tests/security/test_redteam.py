@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Final, cast
@@ -121,7 +121,7 @@ def on(engine: dockerd.Engine) -> dict[str, Any]:
     return {"docker_host": engine.host, "docker_image": dockerd.BASE, "docker_sidecar_image": dockerd.BASE}
 
 
-def on_demand(jobs: list[tuple[Attack, Grading]], why_not: Callable[[Attack, Grading], str]) -> list[Any]:
+def on_demand(jobs: Sequence[tuple[Attack, Grading]], why_not: Callable[[Attack, Grading], str]) -> list[Any]:
     """Parameters of a test, of which those with a reason are left out unless they are asked for."""
     reasons = [why_not(*job) for job in jobs]
     return [
