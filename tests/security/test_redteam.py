@@ -45,6 +45,8 @@ SHOWN_BY_DOCKERS_TESTS: Final = (
     *("memory", "fork-bomb", "many-files", "dead-leader", "hangs-on"),
     # tests/integration/sandbox/test_docker_attacks.py, with each of its two ways to reach a sandbox.
     *("fork-hopper", "vfork-hopper", "shared-memory-hopper", "traced-and-stopped", "unreadable-program"),
+    # test_docker.py beside it: the limits are the container's own, and the kernel that keeps them is the same.
+    "spin",
 )
 """Of Docker's, those whose way is tried on its sandboxes by tests without a rollout."""
 NOT_ON_LOCAL: Final = (
