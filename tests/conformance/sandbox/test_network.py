@@ -107,7 +107,7 @@ async def test_the_one_endpoint_leads_to_its_upstream(endpoint: Endpoint) -> Non
 @needs("one_endpoint")
 async def test_megabytes_pass_the_endpoint_both_ways_and_half_closes_too(endpoint: Endpoint) -> None:
     box = await endpoint.answered()
-    data = bytes(range(256)) * 16384
+    data = bytes(range(256)) * 8192
     result = await box.run(shell=TALK, stdin=data, output_limit=10_000_000)
     assert result.stdout == b"echo:" + data
 
