@@ -1,7 +1,7 @@
 """An agent that says and asks more than anybody reads, run inside a sandbox with nothing but the standard library.
 
 Arguments: its config file, `greedy` or `silent` (as busy, and says and asks nothing), bytes of plain output,
-lines that are events, model calls.
+lines that are events, model calls, characters of an event's text.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 import urllib.parse
 
 config = json.loads(pathlib.Path(sys.argv[1]).read_text())
-plain_bytes, events, calls = (int(word) for word in sys.argv[3:])
+plain_bytes, events, calls, length = (int(word) for word in sys.argv[3:])
 is_silent = sys.argv[2] == "silent"
 base = urllib.parse.urlsplit(config["base_url"])
 connection = http.client.HTTPConnection(str(base.hostname), base.port or 80, timeout=300)
@@ -32,6 +32,7 @@ line = "y" * 1023 + "\n"
 output = open(os.devnull, "w") if is_silent else sys.stdout  # noqa: PTH123, SIM115 - until the end
 for _ in range(plain_bytes // len(line) // 64):
     output.write(line * 64)
+event = json.dumps({"type": "say", "text": "m" * length}) + "\n"
 for _ in range(events // 1000):
-    output.write('{"type":"say","text":"more"}\n' * 1000)
+    output.write(event * 1000)
 print('{"type":"end"}')

@@ -1,15 +1,16 @@
 """The attacks of `penstock.redteam` on deployments of their own: one test for each attack, grading and backend.
 
 All of a backend run at once, on one deployment, when its first test asks. Local sandboxes are attacked in every way.
-Docker's, which cost twice as much, in those that the engine decides; gVisor's, which take seconds each, in those that
-its own kernel and its way of being served decide. `--full`, or the name of this file, runs the others there too.
+Docker's, which cost twice as much, in those that the engine decides and that no test of its backend tries; gVisor's,
+which take seconds each, in those that its own kernel and its way of being served decide. `--full`, or the name of this
+file, runs the others there too.
 """
 
 from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Final, cast
@@ -33,8 +34,21 @@ ON_GVISOR_IN_FULL: Final = (
     *("first-process-as-nobody", "loader", "locked-files", "other-keys", "deep-line"),
 )
 SAME_ON_DOCKER: Final = (redteam.AttackClass.FLOOD, redteam.AttackClass.FORGE_REWARD, redteam.AttackClass.INGRESS)
-AT_THE_GATE: Final = ("refused-request", "refused-request-black-box", "failing-request", "expired-flood")
+AT_THE_GATE: Final = (
+    *("refused-request", "refused-request-black-box", "failing-request", "expired-flood"),
+    *("late-call", "odd-output", "artifacts"),
+)
 """What gate and driver decide, whatever the sandbox is; rewards are forged on Docker by `rewards` too."""
+SHOWN_BY_DOCKERS_TESTS: Final = (
+    # The sandbox conformance suite, which runs whole on Docker.
+    *("internet", "loopback", "raw-sockets", "socket-families", "vsock"),
+    *("memory", "fork-bomb", "many-files", "dead-leader", "hangs-on"),
+    # tests/integration/sandbox/test_docker_attacks.py, with each of its two ways to reach a sandbox.
+    *("fork-hopper", "vfork-hopper", "shared-memory-hopper", "traced-and-stopped", "unreadable-program"),
+    # test_docker.py beside it: the limits are the container's own, and the kernel that keeps them is the same.
+    "spin",
+)
+"""Of Docker's, those whose way is tried on its sandboxes by tests without a rollout."""
 NOT_ON_LOCAL: Final = (
     *("first-process-as-nobody", "first-process-as-root", "as-what-serves-it", "system-as-root"),  # it has one user
     "unreadable-system-program",  # where the machine has none; `test_survivors` brings one
@@ -109,10 +123,34 @@ def on(engine: dockerd.Engine) -> dict[str, Any]:
     return {"docker_host": engine.host, "docker_image": dockerd.BASE, "docker_sidecar_image": dockerd.BASE}
 
 
-def on_demand(jobs: list[tuple[Attack, Grading]], left_out: Callable[[Attack], bool], why: str) -> list[Any]:
-    """Parameters of a test, of which some are left out unless they are asked for."""
-    mark = pytest.mark.on_demand(why)
-    return [pytest.param(job, marks=mark if left_out(job[0]) else (), id=name(job)) for job in jobs]
+def on_demand(jobs: Sequence[tuple[Attack, Grading]], why_not: Callable[[Attack, Grading], str]) -> list[Any]:
+    """Parameters of a test, of which those with a reason are left out unless they are asked for."""
+    reasons = [why_not(*job) for job in jobs]
+    return [
+        pytest.param(job, marks=pytest.mark.on_demand(why) if why else (), id=name(job))
+        for job, why in zip(jobs, reasons, strict=True)
+    ]
+
+
+def not_on_docker(attack: Attack, grading: Grading) -> str:
+    """Why an attack is left out on Docker."""
+    if attack.name in AT_THE_GATE or (attack.attack_class in SAME_ON_DOCKER and attack.name not in NOT_ON_LOCAL):
+        return "attacks on Docker that gate and driver meet: they run on local"
+    if attack.name in SHOWN_BY_DOCKERS_TESTS:
+        return "attacks on Docker that its sandbox conformance suite and its own tests try; they run on local"
+    if grading is Grading.IN_PLACE and Grading.FORK in attack.grading:
+        return "attacks on Docker that are graded in place, where they are graded in a fork too: both run on local"
+    return ""
+
+
+def not_on_gvisor(attack: Attack, _: Grading) -> str:
+    """Why an attack is left out on gVisor."""
+    if attack.name in ON_GVISOR:
+        return ""
+    return (
+        "attacks on gVisor that its kernel does not decide, or that its backend's own tests try: the former run on"
+        " local or Docker"
+    )
 
 
 def name(job: object) -> str:
@@ -143,31 +181,14 @@ async def test_an_attack_on_local_sandboxes_is_held(job: tuple[Attack, Grading],
 @pytest.mark.requirement(
     "R4", "R13", "R14", "R43", "R60", "R72", "R73", "R74", "R75", "R76", "R89", "R90", "R91", "R92", "R93", "R95", "R96"
 )
-@pytest.mark.parametrize(
-    "job",
-    on_demand(
-        JOBS,
-        lambda attack: (
-            attack.name in AT_THE_GATE or (attack.attack_class in SAME_ON_DOCKER and attack.name not in NOT_ON_LOCAL)
-        ),
-        "attacks on Docker that gate and driver meet: they run on local",
-    ),
-)
+@pytest.mark.parametrize("job", on_demand(JOBS, not_on_docker))
 async def test_an_attack_on_docker_sandboxes_is_held(job: tuple[Attack, Grading], on_docker: Results) -> None:
     """As on local sandboxes; as root and nobody as well."""
     expect_held(on_docker[job[0].name, job[1]])
 
 
 @pytest.mark.requirement("R14", "R72", "R73", "R74", "R75", "R76", "R91", "R92", "R93")
-@pytest.mark.parametrize(
-    "job",
-    on_demand(
-        [job for job in JOBS if job[0].name in ON_GVISOR_IN_FULL],
-        lambda attack: attack.name not in ON_GVISOR,
-        "attacks on gVisor that its kernel does not decide, or that its backend's own tests try: the former run on"
-        " local or Docker",
-    ),
-)
+@pytest.mark.parametrize("job", on_demand([job for job in JOBS if job[0].name in ON_GVISOR_IN_FULL], not_on_gvisor))
 async def test_an_attack_on_gvisors_sandboxes_is_held(job: tuple[Attack, Grading], on_gvisor: Results) -> None:
     """On a kernel of the sandbox's own, with what serves it inside."""
     expect_held(on_gvisor[job[0].name, job[1]])
@@ -189,6 +210,18 @@ def test_attacks_cover_every_class_with_unique_names() -> None:
     assert {attack.attack_class for attack in attacks.values()} == set(redteam.AttackClass)
     assert len(attacks) >= 60
     assert all(attack.name == name for name, attack in attacks.items())
+
+
+@pytest.mark.requirement("R13", "R72")
+def test_every_attack_runs_by_default_where_it_can_succeed() -> None:
+    """On local sandboxes, or on Docker's where those have no such user; what is named here exists."""
+    named = (ON_GVISOR_IN_FULL, AT_THE_GATE, SHOWN_BY_DOCKERS_TESTS, NOT_ON_LOCAL, BESIDE_OTHERS)
+    assert set[str]().union(*named) <= set(redteam.registry())
+    on_docker = {job[0].name for job in JOBS if not not_on_docker(*job)}
+    assert set(NOT_ON_LOCAL) <= on_docker
+    assert {job[0].attack_class for job in JOBS if job[0].name in on_docker} == (
+        set(redteam.AttackClass) - set(SAME_ON_DOCKER) | {redteam.AttackClass.FORGE_REWARD}
+    )
 
 
 @pytest.mark.requirement("R72")

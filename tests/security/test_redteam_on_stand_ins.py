@@ -14,7 +14,7 @@ from typing import Final
 
 import pytest
 import pytest_asyncio
-from tests.security.test_redteam import Results, asked, attacked, expect_held, name
+from tests.security.test_redteam import Results, asked, attacked, expect_held, name, on_demand
 from tests.support.e2b_cloud.running import stand_in
 from tests.support.hf_jobs.client import hf_jobs
 
@@ -52,14 +52,25 @@ BY_DEFAULT: Final = (
     *("code-that-stays", "kill-all", "hangs-on", "sparse-file", "artifacts", "deep-line"),
 )
 """What the way in which a sandbox is served, read and ended decides."""
+ALL: Final = os.environ.get("PENSTOCK_TEST_STAND_INS") == "all"
+BY_REQUESTS: Final = ("fork-hopper", "kill-all", "planted-reward-files", "sparse-file", "deep-line")
+"""Of these, what a request for each piece may decide: one of each class but escapes. In the rest the same attendant
+acts inside as on E2B's, which costs half as much."""
 # Neither tells what an agent changed, so that nothing is graded in a fork.
 JOBS: Final = [
     (attack, grading)
     for attack in redteam.registry().values()
     for grading in attack.grading
     if grading is Grading.IN_PLACE and attack.name not in MEANINGLESS
-    if attack.name in BY_DEFAULT or os.environ.get("PENSTOCK_TEST_STAND_INS") == "all"
+    if attack.name in BY_DEFAULT or ALL
 ]
+
+
+def not_on_hf(attack: Attack, _: Grading) -> str:
+    """Why an attack is left out on Hugging Face's Jobs."""
+    if ALL or attack.name in BY_REQUESTS:
+        return ""
+    return "attacks on Hugging Face's Jobs that meet the attendant inside: they run on E2B's"
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
@@ -95,7 +106,7 @@ async def test_an_attack_on_e2bs_sandboxes_is_held(job: tuple[Attack, Grading], 
 
 
 @pytest.mark.requirement("R55", "R72", "R73", "R74", "R75", "R76", "R89", "R91", "R92", "R93", "R96")
-@pytest.mark.parametrize("job", JOBS, ids=name)
+@pytest.mark.parametrize("job", on_demand(JOBS, not_on_hf))
 async def test_an_attack_on_hfs_sandboxes_is_held(job: tuple[Attack, Grading], on_hf: Results) -> None:
     """By the unmodified SDK, with a request for each piece."""
     expect_held(on_hf[job[0].name, job[1]])
@@ -106,3 +117,4 @@ def test_every_attack_is_run_before_stand_ins_or_there_is_a_reason() -> None:
     """A new attack is run in full runs by itself; what is named here exists."""
     assert {*MEANINGLESS, *BY_DEFAULT} <= set(redteam.registry())
     assert not set(MEANINGLESS) & set(BY_DEFAULT)
+    assert set(BY_REQUESTS) < set(BY_DEFAULT)

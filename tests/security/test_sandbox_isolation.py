@@ -7,7 +7,8 @@ import secrets
 from pathlib import Path
 
 import pytest
-from tests.conformance.sandbox.conftest import Box, MakeBox, box, capabilities, make_box, one_endpoint, service
+from tests.conformance.sandbox.conftest import Box, MakeBox, capabilities, make_box, one_endpoint, service
+from tests.conformance.sandbox.conftest import fresh_box as box
 from tests.conformance.sandbox.services import Running
 
 import penstock_sandbox

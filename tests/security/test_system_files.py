@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-from tests.conformance.sandbox.conftest import Box, MakeBox, box, capabilities, make_box, service
+from tests.conformance.sandbox.conftest import Box, MakeBox, capabilities, make_box, service
+from tests.conformance.sandbox.conftest import fresh_box as box
 
 from penstock.sandbox.v1 import sandbox_pb2 as sb
 from penstock.sandbox.v1 import sandbox_service_pb2 as ss

@@ -16,8 +16,8 @@ from typing import Final
 from tests.support.services.stack import running
 
 ON_DEMAND: Final[Mapping[str, str]] = dict.fromkeys(
-    ("cline", "copilot-cli", "kilo"),
-    "agents that are large or slow to start: opencode, qwen-code and pi run as they do, with npm and chat completions",
+    ("cline", "copilot-cli", "kilo", "qwen-code"),
+    "agents that are large or slow to start: opencode and pi run as they do, with npm and chat completions",
 ) | dict.fromkeys(
     ("kimi-cli", "openhands"),
     "agents that are large and slow to start: aider, mini-swe-agent and terminus-2 run as they do, with PyPI",

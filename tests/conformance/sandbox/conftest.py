@@ -1,4 +1,4 @@
-"""One service for each variant, shared by the suite; a fresh sandbox for each test, but for those of many values."""
+"""One service for each variant, and one sandbox that is emptied before each test; a fresh one where a test needs it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, cast
 import grpc
 import pytest
 import pytest_asyncio
+from google.protobuf.duration_pb2 import Duration
 from tests.conformance.sandbox.needs import narrowest
 from tests.conformance.sandbox.services import SERVICES, Running, start
 from tests.support.docker import dockerd
@@ -232,6 +233,7 @@ async def failure(awaitable: Any) -> PenstockError:
 
 
 MakeBox = Callable[..., Any]
+_EMPTY = "chmod -R u+rwX . && find . -mindepth 1 -delete"
 
 
 @pytest_asyncio.fixture(loop_scope="session")
@@ -252,16 +254,16 @@ async def make_box(service: Running, capabilities: sb.Capabilities) -> AsyncIter
 
 
 @pytest_asyncio.fixture(loop_scope="session")
-async def box(make_box: MakeBox) -> Box:
-    """A fresh sandbox without network."""
+async def fresh_box(make_box: MakeBox) -> Box:
+    """A fresh sandbox without network, for tests of a whole sandbox or that leave something outside `box`'s workdir."""
     made: Box = await make_box()
     return made
 
 
 @pytest_asyncio.fixture(scope="package", loop_scope="session")
 async def standing(service: Running) -> AsyncIterator[Box]:
-    """The sandbox of `shared_box`."""
-    spec = sb.SandboxSpec(network=narrowest(await claimed(service)))
+    """The sandbox of `box`, which lives as long as a slow run of the suite."""
+    spec = sb.SandboxSpec(network=narrowest(await claimed(service)), lease=Duration(seconds=3600))
     request = ss.CreateSandboxRequest(request_id=secrets.token_hex(8), spec=spec)
     sandbox = (await service.sandboxes.CreateSandbox(request, timeout=180)).sandbox
     yield Box(service, sandbox)
@@ -269,9 +271,12 @@ async def standing(service: Running) -> AsyncIterator[Box]:
 
 
 @pytest_asyncio.fixture(loop_scope="session")
-async def shared_box(standing: Box) -> Box:
-    """A sandbox without network and with an empty working directory, for tests that leave nothing else behind."""
-    await standing.out("find . -mindepth 1 -delete")
+async def box(standing: Box) -> Box:
+    """A sandbox without network where nothing runs, with an empty working directory.
+
+    Making one costs most backends more than what a test does in it, so tests share it. Ids of processes are not reused.
+    """
+    await standing.out(_EMPTY, kill_all_after=True)
     return standing
 
 

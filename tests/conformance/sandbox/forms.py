@@ -61,7 +61,6 @@ SHORT: Final = frozenset(
         # test_network.py
         "test_a_policy_is_narrowed_at_once_and_never_widened",
         "test_a_sandbox_without_network_has_loopback_only",
-        "test_every_port_of_loopback_but_the_endpoint_is_closed",
         "test_megabytes_pass_the_endpoint_both_ways_and_half_closes_too",
         "test_only_the_endpoint_can_be_reached",
         "test_the_one_endpoint_leads_to_its_upstream",
@@ -85,6 +84,7 @@ ISOLATION: Final = frozenset(
         "test_absent_upstream_is_a_broken_connection",
         "test_agent_leaving_mid_read_resets_the_upstream",
         "test_another_account_is_refused_where_there_is_none",
+        "test_every_port_of_loopback_but_the_endpoint_is_closed",
         "test_file_server_cannot_be_made_to_read_its_own_process",
         "test_home_and_working_directory_are_the_users",
         "test_memory_over_the_limit_is_an_oom_and_the_sandbox_lives",

@@ -37,6 +37,8 @@ from penstock_chassis.channel import connect
 
 ORDINARY_UID = 61234
 TOKEN = "conformance-operator"
+LIFETIME_S = 4 * 3600
+"""The longest life of a sandbox of the suite: more than a run takes."""
 _ROOT = Path(__file__).parents[3]
 
 
@@ -249,6 +251,7 @@ async def start_variant(
         "PENSTOCK_SANDBOX_STATE_DIR": str(state_dir / "state"),
         "PENSTOCK_SANDBOX_LOG_LEVEL": "warning",
         "PENSTOCK_SANDBOX_STOP_S": "1",
+        "PENSTOCK_SANDBOX_MAX_LIFETIME_S": str(LIFETIME_S),
         "PENSTOCK_SANDBOX_ALLOWED_UPSTREAMS": '["127.0.0.1:*", "unix:/tmp/*"]',
         # A marker that no sandbox may ever see (R12).
         "PENSTOCK_CONFORMANCE_HOST_SECRET": "sk-host-secret",

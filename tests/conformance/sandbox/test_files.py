@@ -33,42 +33,42 @@ NAMES = [
 
 @pytest.mark.requirement("R44")
 @pytest.mark.parametrize("size", [0, 1, 256 * 1024, 256 * 1024 + 1, 3_000_001])
-async def test_a_file_of_any_size_comes_back_as_it_was_written(shared_box: Box, size: int) -> None:
+async def test_a_file_of_any_size_comes_back_as_it_was_written(box: Box, size: int) -> None:
     content = hashlib.shake_128(b"content").digest(size)
     digest = hashlib.sha256(content).digest()
-    written = await shared_box.write("file", content, sha256=digest)
+    written = await box.write("file", content, sha256=digest)
     assert (written.size_bytes, written.sha256) == (size, digest)
-    assert await shared_box.read("file") == (content, digest)
-    assert (await shared_box.out("sha256sum file")).split()[0] == digest.hex()
+    assert await box.read("file") == (content, digest)
+    assert (await box.out("sha256sum file")).split()[0] == digest.hex()
 
 
 @pytest.mark.requirement("R44")
-async def test_a_hundred_megabytes_go_in_and_come_out(box: Box) -> None:
+async def test_a_hundred_megabytes_go_in_and_come_out(fresh_box: Box) -> None:
     content = bytes(1024 * 1024) * 100
-    await box.write("big", content)
-    returned, digest = await box.read("big")
+    await fresh_box.write("big", content)
+    returned, digest = await fresh_box.read("big")
     assert len(returned) == len(content) and digest == hashlib.sha256(content).digest()
 
 
 @pytest.mark.requirement("R42", "R44")
 @pytest.mark.parametrize("name", NAMES)
-async def test_a_name_of_any_content_is_a_name(shared_box: Box, name: str) -> None:
-    await shared_box.write(f"odd/{name}", b"x")
-    assert (await shared_box.read(f"odd/{name}"))[0] == b"x"
-    listed = await shared_box.service.files.List(fs.ListRequest(sandbox_id=shared_box.id, path="odd"), timeout=30)
+async def test_a_name_of_any_content_is_a_name(box: Box, name: str) -> None:
+    await box.write(f"odd/{name}", b"x")
+    assert (await box.read(f"odd/{name}"))[0] == b"x"
+    listed = await box.service.files.List(fs.ListRequest(sandbox_id=box.id, path="odd"), timeout=30)
     assert [entry.name for entry in listed.entries] == [name]
-    assert (await shared_box.run("cat", f"odd/{name}")).stdout == b"x"
+    assert (await box.run("cat", f"odd/{name}")).stdout == b"x"
 
 
 @pytest.mark.requirement("R44", "R45")
-async def test_written_files_belong_to_the_user_with_the_given_mode(box: Box) -> None:
+async def test_written_files_belong_to_the_user_with_the_given_mode(fresh_box: Box) -> None:
     """Parents are created."""
-    script = f"{box.sandbox.home}/a/b/script"
-    await box.write(script, b"#!/bin/sh\necho ran\n", mode=0o755)
-    await box.write("plain", b"")
-    assert await box.out(script) == "ran"
-    user = await box.out("id -un")
-    assert await box.out("stat -c '%U %a' ~/a/b ~/a/b/script plain") == (f"{user} 755\n{user} 755\n{user} 644")
+    script = f"{fresh_box.sandbox.home}/a/b/script"
+    await fresh_box.write(script, b"#!/bin/sh\necho ran\n", mode=0o755)
+    await fresh_box.write("plain", b"")
+    assert await fresh_box.out(script) == "ran"
+    user = await fresh_box.out("id -un")
+    assert await fresh_box.out("stat -c '%U %a' ~/a/b ~/a/b/script plain") == (f"{user} 755\n{user} 755\n{user} 644")
 
 
 @pytest.mark.requirement("R44")
@@ -324,12 +324,10 @@ async def test_a_tar_is_unpacked_over_what_is_there(box: Box) -> None:
     ],
     ids=lambda info: f"{info.name}-{info.linkname}",
 )
-async def test_a_tar_with_a_bad_member_is_refused_before_anything_is_unpacked(
-    shared_box: Box, bad: tarfile.TarInfo
-) -> None:
-    error = await failure(shared_box.write_tree("dst", tar((member("good"), b"x"), (bad, b""))))
+async def test_a_tar_with_a_bad_member_is_refused_before_anything_is_unpacked(box: Box, bad: tarfile.TarInfo) -> None:
+    error = await failure(box.write_tree("dst", tar((member("good"), b"x"), (bad, b""))))
     assert isinstance(error, InvalidArgument) and error.reason == "TAR_MEMBER_REFUSED"
-    assert await shared_box.out("ls -A") == ""
+    assert await box.out("ls -A") == ""
 
 
 @pytest.mark.requirement("R75")

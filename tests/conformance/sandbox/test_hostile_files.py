@@ -64,7 +64,7 @@ async def test_irregular_files_are_refused_unopened(box: Box) -> None:
     await box.out("mkfifo pipe; python3 -c 'import socket; socket.socket(socket.AF_UNIX).bind(\"sock\")'")
     await box.start("writer", shell="echo ready > started; echo content > pipe")
     await box.out("until [ -s started ]; do :; done")
-    for _ in range(20):
+    for _ in range(5):
         assert (await failure(box.read("pipe"))).reason == "NOT_A_FILE"
         await box.out("true")
     assert await box.out("timeout 30 cat pipe") == "content"
@@ -217,16 +217,14 @@ HOSTILE = {
 @pytest.mark.requirement("R75", "R80", "R145")
 @pytest.mark.parametrize("padding", [0, 200_000], ids=["small", "large"])
 @pytest.mark.parametrize("what", HOSTILE)
-async def test_a_hostile_archive_is_refused_before_anything_is_unpacked(
-    shared_box: Box, what: str, padding: int
-) -> None:
+async def test_a_hostile_archive_is_refused_before_anything_is_unpacked(box: Box, what: str, padding: int) -> None:
     """What it claims costs nothing, whether what serves files reads it itself or has a child do it."""
     raw, reason = HOSTILE[what]
     content = FILE + header("filler", tarfile.REGTYPE, padding, bytes(padding)) + raw + END
-    error = await failure(shared_box.write_tree("dst", content))
+    error = await failure(box.write_tree("dst", content))
     assert error.reason == reason, error
     # And the sandbox is served as before.
-    assert await shared_box.out("ls -A") == ""
+    assert await box.out("ls -A") == ""
 
 
 @pytest.mark.requirement("R75")
@@ -257,7 +255,7 @@ async def test_hard_links_of_an_archive_stay_in_its_tree(box: Box) -> None:
 
 @pytest.mark.requirement("R44", "R89")
 async def test_an_archive_of_thousands_of_entries_is_unpacked(box: Box) -> None:
-    answer = await box.write_tree("dst", archive(*(member(f"d/{number}") for number in range(5_000))))
-    assert answer.entry_count == 5_000
-    assert await box.out("ls dst/d | wc -l") == "5000"
-    assert len(await listed(box, "dst/d", 1000)) == 5_000
+    answer = await box.write_tree("dst", archive(*(member(f"d/{number}") for number in range(2_500))))
+    assert answer.entry_count == 2_500
+    assert await box.out("ls dst/d | wc -l") == "2500"
+    assert len(await listed(box, "dst/d", 1000)) == 2_500

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
+import pytest_asyncio
+from google.protobuf.duration_pb2 import Duration
 from tests.conformance.sandbox.conftest import Box, MakeBox, failure, one_endpoint
 from tests.conformance.sandbox.needs import needs
 from tests.conformance.sandbox.services import Running
@@ -43,6 +46,47 @@ async def upstream(handler: Handler = _echo, host: str = "127.0.0.1") -> AsyncIt
         yield f"{name}:{port}"
 
 
+class Endpoint:
+    """A sandbox whose one endpoint leads to a server of the test's: made when the first test asks, for all that leave
+    its policy and its processes alone."""
+
+    def __init__(self, service: Running) -> None:
+        self._service = service
+        self._stack = AsyncExitStack()
+        self._handler: Handler = _echo
+        self._box: Box | None = None
+        self.address = ""
+        """Of the server."""
+
+    async def answered(self, handler: Handler = _echo) -> Box:
+        """The sandbox, whose next connections are the handler's."""
+        self._handler = handler
+        if self._box is None:
+            self.address = await self._stack.enter_async_context(upstream(self._answer))
+            spec = sb.SandboxSpec(network=one_endpoint(self.address), lease=Duration(seconds=3600))
+            request = ss.CreateSandboxRequest(request_id=secrets.token_hex(8), spec=spec)
+            self._box = Box(self._service, (await self._service.sandboxes.CreateSandbox(request, timeout=180)).sandbox)
+        return self._box
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await self._handler(reader, writer)
+
+    async def aclose(self) -> None:
+        """End both."""
+        if self._box is not None:
+            request = ss.DeleteSandboxRequest(sandbox_id=self._box.id)
+            await self._service.sandboxes.DeleteSandbox(request, timeout=180)
+        await self._stack.aclose()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def endpoint(service: Running) -> AsyncIterator[Endpoint]:
+    """For tests that do not change what a sandbox may reach."""
+    made = Endpoint(service)
+    yield made
+    await made.aclose()
+
+
 DIAL = "exec 3<>/dev/tcp/{host}/{port} || exit 9; "
 TALK = """python3 -c '
 import socket, sys
@@ -54,20 +98,18 @@ while d := s.recv(65536): sys.stdout.buffer.write(d)
 
 @pytest.mark.requirement("R14", "R18")
 @needs("one_endpoint")
-async def test_the_one_endpoint_leads_to_its_upstream(make_box: MakeBox) -> None:
-    async with upstream() as address:
-        box = await make_box(network=one_endpoint(address))
-        assert (await box.run(shell=TALK, stdin=b"hello")).stdout == b"echo:hello"
+async def test_the_one_endpoint_leads_to_its_upstream(endpoint: Endpoint) -> None:
+    box = await endpoint.answered()
+    assert (await box.run(shell=TALK, stdin=b"hello")).stdout == b"echo:hello"
 
 
 @pytest.mark.requirement("R26")
 @needs("one_endpoint")
-async def test_megabytes_pass_the_endpoint_both_ways_and_half_closes_too(make_box: MakeBox) -> None:
-    async with upstream() as address:
-        box = await make_box(network=one_endpoint(address))
-        data = bytes(range(256)) * 16384
-        result = await box.run(shell=TALK, stdin=data, output_limit=10_000_000)
-        assert result.stdout == b"echo:" + data
+async def test_megabytes_pass_the_endpoint_both_ways_and_half_closes_too(endpoint: Endpoint) -> None:
+    box = await endpoint.answered()
+    data = bytes(range(256)) * 8192
+    result = await box.run(shell=TALK, stdin=data, output_limit=10_000_000)
+    assert result.stdout == b"echo:" + data
 
 
 @pytest.mark.requirement("R14")
@@ -103,7 +145,7 @@ while n < {count}: n += len(s.recv(min(60, {count} - n)))
 @pytest.mark.requirement("R105")
 @needs("one_endpoint")
 @pytest.mark.parametrize("size", [6 << 10, 300 << 10])
-async def test_agent_leaving_mid_read_resets_the_upstream(make_box: MakeBox, size: int) -> None:
+async def test_agent_leaving_mid_read_resets_the_upstream(endpoint: Endpoint, size: int) -> None:
     """What was acknowledged on the way is not what was read; one that read all of it ends its connection."""
     ends: asyncio.Queue[str] = asyncio.Queue()
 
@@ -116,21 +158,20 @@ async def test_agent_leaving_mid_read_resets_the_upstream(make_box: MakeBox, siz
             ends.put_nowait("reset")
         writer.transport.abort()
 
-    async with upstream(answer) as address:
-        box = await make_box(network=one_endpoint(address))
-        for count, expected in ((60, "reset"), (size, "end"), (60, "reset")):
-            await box.run(shell=LEAVE.format(count=count), timeout_s=30)
-            assert await ends.get() == expected
+    box = await endpoint.answered(answer)
+    for count, expected in ((60, "reset"), (size, "end"), (60, "reset")):
+        await box.run(shell=LEAVE.format(count=count), timeout_s=30)
+        assert await ends.get() == expected
 
 
 @pytest.mark.requirement("R14")
 @needs("one_endpoint", "network_none")
-async def test_only_the_endpoint_can_be_reached(make_box: MakeBox, service: Running) -> None:
+async def test_only_the_endpoint_can_be_reached(endpoint: Endpoint, service: Running) -> None:
     """No port of the host, its names, the metadata address, the control plane, the siblings."""
-    async with upstream() as address, upstream(host="0.0.0.0") as wide:
-        box = await make_box(network=one_endpoint(address))
+    async with upstream(host="0.0.0.0") as wide:
+        box = await endpoint.answered()
         control = service.address.rpartition(":")[2]
-        host_port, wide_port = address.rpartition(":")[2], wide.rpartition(":")[2]
+        host_port, wide_port = endpoint.address.rpartition(":")[2], wide.rpartition(":")[2]
         for host, port in (
             ("127.0.0.1", host_port),
             ("127.0.0.1", wide_port),
@@ -148,7 +189,7 @@ async def test_only_the_endpoint_can_be_reached(make_box: MakeBox, service: Runn
 
 @pytest.mark.requirement("R14")
 @needs("one_endpoint", "network_none")
-async def test_every_port_of_loopback_but_the_endpoint_is_closed(make_box: MakeBox) -> None:
+async def test_every_port_of_loopback_but_the_endpoint_is_closed(endpoint: Endpoint) -> None:
     scan = """
 import socket
 open_ports = []
@@ -159,14 +200,13 @@ for port in range(1, 65536):
             open_ports.append(port)
 print(open_ports)
 """
-    async with upstream() as address:
-        box = await make_box(network=one_endpoint(address))
-        assert (await box.run("python3", "-c", scan)).stdout == b"[4000]\n"
+    box = await endpoint.answered()
+    assert (await box.run("python3", "-c", scan)).stdout == b"[4000]\n"
 
 
 @pytest.mark.requirement("R14")
 @needs("one_endpoint", "network_none")
-async def test_neither_udp_nor_raw_nor_abstract_sockets_lead_out(make_box: MakeBox) -> None:
+async def test_neither_udp_nor_raw_nor_abstract_sockets_lead_out(endpoint: Endpoint) -> None:
     name = f"penstock-abstract-{os.getpid()}"  # of this process of the suite's
     probe = """
 import socket, sys
@@ -188,9 +228,8 @@ attempt("abstract", lambda: socket.socket(socket.AF_UNIX).connect("\\0" + sys.ar
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(f"\0{name}")
         listener.listen()
-        async with upstream() as address:
-            box = await make_box(network=one_endpoint(address))
-            lines = (await box.run("python3", "-c", probe, name)).stdout.decode().splitlines()
+        box = await endpoint.answered()
+        lines = (await box.run("python3", "-c", probe, name)).stdout.decode().splitlines()
     assert [line for line in lines if "refused" not in line] == []
     assert len(lines) == 6
 

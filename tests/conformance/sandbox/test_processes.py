@@ -57,17 +57,17 @@ async def test_death_by_signal_differs_from_an_exit_code(box: Box) -> None:
         "\t",
     ],
 )
-async def test_an_argument_of_any_content_arrives_intact(shared_box: Box, argument: str) -> None:
+async def test_an_argument_of_any_content_arrives_intact(box: Box, argument: str) -> None:
     """Argv, not shell strings."""
-    result = await shared_box.run("printf", "%s|", argument)
+    result = await box.run("printf", "%s|", argument)
     assert result.stdout == argument.encode() + b"|"
 
 
 @pytest.mark.requirement("R26")
 async def test_ten_megabytes_of_output_come_back_whole_and_in_order(box: Box) -> None:
     """Nothing is dropped silently."""
-    await box.start("flood", "bash", "-c", "yes 0123456789abcde | head -c 10485760; echo done >&2")
-    stdout, stderr, ended = await box.finish("flood")
+    await box.start("ten", "bash", "-c", "yes 0123456789abcde | head -c 10485760; echo done >&2")
+    stdout, stderr, ended = await box.finish("ten")
     assert hashlib.sha256(stdout).digest() == hashlib.sha256(b"0123456789abcde\n" * 655360).digest()
     assert stderr == b"done\n"
     assert (ended.stdout_bytes, ended.stdout_truncated) == (10485760, False)
@@ -310,12 +310,12 @@ LEAVES = "setsid sleep 4751 >/dev/null 2>&1 & until grep -qx sleep /proc/$!/comm
 @pytest.mark.requirement("R40", "R60")
 async def test_a_process_may_ask_that_all_others_end_with_it(box: Box) -> None:
     """Its exit comes when they are dead; another process that was started has been killed."""
-    await box.start("other", "sleep", "4752")
+    await box.start("ended", "sleep", "4752")
     await box.start("last", "bash", "-c", f"{LEAVES}exit 3", kill_all_after=True)
     _, _, ended = await box.finish("last")
     assert (ended.reason, ended.code, ended.all_killed) == (EXITED, 3, True)
     assert await processes_named(box, "sleep") == 0
-    _, _, other = await box.finish("other")
+    _, _, other = await box.finish("ended")
     assert (other.reason, other.all_killed) == (ps.EXIT_REASON_KILLED, False)
 
 
@@ -524,16 +524,16 @@ async def test_another_account_is_refused_where_there_is_none(box: Box) -> None:
 
 
 @pytest.mark.requirement("R45")
-async def test_home_and_working_directory_are_the_users(box: Box) -> None:
-    assert await box.out('echo "$HOME"; pwd') == f"{box.sandbox.home}\n{box.sandbox.workdir}"
-    assert await box.out('touch "$HOME/a" b && stat -c %U "$HOME/a" b | sort -u') == await box.out("id -un")
+async def test_home_and_working_directory_are_the_users(fresh_box: Box) -> None:
+    assert await fresh_box.out('echo "$HOME"; pwd') == f"{fresh_box.sandbox.home}\n{fresh_box.sandbox.workdir}"
+    assert await fresh_box.out('touch "$HOME/a" b && stat -c %U "$HOME/a" b | sort -u') == await fresh_box.out("id -un")
 
 
 @pytest.mark.requirement("R43")
-async def test_a_process_that_kills_all_it_sees_kills_only_its_own(box: Box) -> None:
+async def test_a_process_that_kills_all_it_sees_kills_only_its_own(fresh_box: Box) -> None:
     """The sandbox outlives what runs in it."""
-    await box.run(shell="kill -9 -1; true")
-    assert await box.out("echo alive") == "alive"
+    await fresh_box.run(shell="kill -9 -1; true")
+    assert await fresh_box.out("echo alive") == "alive"
 
 
 @pytest.mark.requirement("R23")

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from tests.integration.sandbox.registry import registry
 from tests.support.docker import dockerd
-from tests.support.docker.backend import REACHES, backend, create, diff, run
+from tests.support.docker.backend import BY_THE_ENGINE, REACHES, backend, create, diff, run
 from tests.support.waiting import eventually
 
 from penstock_chassis.errors import DeadlineExceeded, FailedPrecondition, NotFound, PenstockError
@@ -302,7 +302,7 @@ async def test_toolboxes_are_copied_once_to_a_remote_daemon(tmp_path: Path) -> N
 
 
 @pytest.mark.requirement("R76")
-@pytest.mark.parametrize("reach", REACHES)
+@pytest.mark.parametrize("reach", BY_THE_ENGINE)
 async def test_the_diff_holds_what_was_changed_whatever_its_name_and_mode(tmp_path: Path, reach: str) -> None:
     script = (
         "mkdir -p new/deep 'a b'; echo 1 > new/deep/file; echo 2 > 'a b/c'; chmod 000 'a b/c'; mkdir empty;"
@@ -402,7 +402,7 @@ async def test_a_chosen_runtime_runs_the_sandboxes_and_nothing_else(tmp_path: Pa
 
 
 @pytest.mark.requirement("R55")
-@pytest.mark.parametrize("reach", REACHES)
+@pytest.mark.parametrize("reach", BY_THE_ENGINE)
 async def test_a_runtime_that_keeps_its_processes_elsewhere_is_refused(tmp_path: Path, reach: str) -> None:
     """Entering what such a runtime shows of a container would run the agent outside of it."""
     async with backend(tmp_path, reach, runtime=dockerd.ELSEWHERE) as opened:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from tests.support.docker import dockerd
-from tests.support.docker.backend import REACHES, backend, create, diff, run
+from tests.support.docker.backend import BY_THE_ENGINE, REACHES, backend, create, diff, run
 from tests.support.hoppers import kill_each_chain
 from tests.support.waiting import eventually
 
@@ -263,7 +263,7 @@ async def test_neither_stopped_nor_traced_nor_unreadable_processes_outlive_the_k
 
 
 @pytest.mark.requirement("R150")
-@pytest.mark.parametrize("reach", REACHES)
+@pytest.mark.parametrize("reach", BY_THE_ENGINE)
 async def test_an_image_neither_names_penstocks_files_nor_loads_libraries_into_every_program(
     tmp_path: Path, reach: str
 ) -> None:

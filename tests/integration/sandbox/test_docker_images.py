@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from tests.integration.sandbox.test_docker import PROBE
 from tests.support.docker import dockerd
-from tests.support.docker.backend import REACHES, backend, create, diff, run
+from tests.support.docker.backend import BY_THE_ENGINE, REACHES, backend, create, diff, run
 from tests.support.waiting import eventually
 
 from penstock_chassis.errors import FailedPrecondition, InvalidArgument, PenstockError
@@ -74,7 +74,7 @@ async def _works(handle: SandboxHandle, user: str) -> None:
 
 
 @pytest.mark.requirement("R44", "R45", "R76")
-@pytest.mark.parametrize("reach", REACHES)
+@pytest.mark.parametrize("reach", BY_THE_ENGINE)
 async def test_agent_edits_and_runs_a_repository_that_root_owns_in_the_image(tmp_path: Path, reach: str) -> None:
     """The image's own working directory is the agent's; the rest of the image is not."""
     async with backend(tmp_path, reach) as opened:
@@ -107,7 +107,9 @@ async def test_handed_over_files_stay_so_in_forks_and_are_made_once(tmp_path: Pa
 
 
 @pytest.mark.requirement("R45", "R63")
-@pytest.mark.parametrize("user", ["coder", "1234"])
+@pytest.mark.parametrize(
+    "user", ["coder", pytest.param("1234", marks=pytest.mark.on_demand("an image's user by his id: by name it runs"))]
+)
 async def test_requested_user_of_the_image_becomes_the_sandboxs(tmp_path: Path, user: str) -> None:
     """By name or by id, with his own home and group."""
     async with backend(tmp_path) as opened:

@@ -8,10 +8,12 @@ import signal
 import socket
 import ssl
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 from tests.support.endpoints.egress_upstream import BIG_BYTES, LOGIN, TOKEN, Indexes, running
 
 from penstock_chassis.errors import FailedPrecondition
@@ -22,10 +24,24 @@ from penstock_sandbox.egress.service import Egress, EgressOptions
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
-@pytest.fixture
-async def indexes(tmp_path: Path) -> AsyncIterator[Indexes]:
-    async with running(tmp_path) as started:
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def serving(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Indexes]:
+    """The server behind all proxies of this file."""
+    async with running(tmp_path_factory.mktemp("indexes")) as started:
         yield started
+
+
+@pytest.fixture
+def indexes(serving: Indexes) -> Indexes:
+    """The same, asked nothing yet."""
+    serving.asked.clear()
+    serving.headers.clear()
+    serving.go_on.clear()
+    serving.holds.clear()
+    return serving
 
 
 def options(folder: Path, indexes: Indexes) -> EgressOptions:
@@ -45,14 +61,22 @@ def options(folder: Path, indexes: Indexes) -> EgressOptions:
     )
 
 
-@pytest.fixture
-async def egress(tmp_path: Path, indexes: Indexes) -> AsyncIterator[Egress]:
-    started = Egress(options(tmp_path, indexes))
+@asynccontextmanager
+async def proxy(folder: Path, indexes: Indexes) -> AsyncIterator[Egress]:
+    """A proxy that has recorded nothing."""
+    started = Egress(options(folder, indexes))
     try:
         await started.open()
         yield started
     finally:
         await started.aclose()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def egress(tmp_path_factory: pytest.TempPathFactory, serving: Indexes) -> AsyncIterator[Egress]:
+    """One for tests of which no two record the same."""
+    async with proxy(tmp_path_factory.mktemp("egress"), serving) as started:
+        yield started
 
 
 async def connect(egress: Egress, indexes: Indexes, sandbox: str = "sb", **fields: object) -> Streams:
@@ -226,16 +250,17 @@ async def test_what_upstream_cannot_mean_is_refused(egress: Egress, indexes: Ind
 
 
 @pytest.mark.requirement("R141")
-async def test_a_killed_proxy_comes_back_with_its_recordings(egress: Egress, indexes: Indexes) -> None:
+async def test_a_killed_proxy_comes_back_with_its_recordings(tmp_path: Path, indexes: Indexes) -> None:
     sent = get(f"{indexes.plain_url}/count", f"localhost:{indexes.plain_port}")
-    first = await answer(await connect(egress, indexes), sent)
-    killed, trusted = egress.pid, egress.certificate.read_bytes()
-    assert killed is not None
-    os.kill(killed, signal.SIGKILL)
-    async with asyncio.timeout(60):
-        await egress.restarted.wait()
-    assert egress.pid != killed and egress.certificate.read_bytes() == trusted
-    again = await answer(await connect(egress, indexes), sent)
+    async with proxy(tmp_path, indexes) as egress:
+        first = await answer(await connect(egress, indexes), sent)
+        killed, trusted = egress.pid, egress.certificate.read_bytes()
+        assert killed is not None
+        os.kill(killed, signal.SIGKILL)
+        async with asyncio.timeout(60):
+            await egress.restarted.wait()
+        assert egress.pid != killed and egress.certificate.read_bytes() == trusted
+        again = await answer(await connect(egress, indexes), sent)
     assert again == first and indexes.asked == {"GET /count": 1}
 
 

@@ -6,7 +6,9 @@ import asyncio
 import errno
 import os
 import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -16,18 +18,44 @@ from tests.support.hoppers import kill_each_chain
 from tests.support.waiting import eventually_async
 
 from penstock_chassis.errors import FailedPrecondition, InvalidArgument
+from penstock_sandbox.backends.docker.backend import DockerBackend
 from penstock_sandbox.backends.docker.cleanup import leftovers
 from penstock_sandbox.domain.backend import SandboxHandle
 from penstock_sandbox.domain.model import ENDED_INSIDE, Resources, SandboxSpec
 from penstock_sandbox.processes.output import Collected
 
-pytestmark = pytest.mark.asyncio
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+MakeSandbox = Callable[..., Awaitable[SandboxHandle]]
 
 
-@pytest_asyncio.fixture(autouse=True)
+@pytest_asyncio.fixture(scope="module", loop_scope="module", autouse=True)
 async def engine() -> dockerd.Engine:
     """The session's engine, with gVisor."""
     return await asyncio.to_thread(dockerd.gvisor)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def opened(tmp_path_factory: pytest.TempPathFactory, engine: dockerd.Engine) -> AsyncIterator[DockerBackend]:
+    """A backend for tests that ask for nothing else; opening one tries a sandbox, which takes gVisor a second."""
+    folder = tmp_path_factory.mktemp("gvisor")
+    async with backend(folder, "auto", runtime=dockerd.GVISOR, allow_root=True) as made:
+        assert made.available, made.unavailable_reason
+        yield made
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def make(opened: DockerBackend) -> AsyncIterator[MakeSandbox]:
+    """Makes sandboxes of that backend, which end with the test."""
+    made: list[SandboxHandle] = []
+
+    async def one(**spec: Any) -> SandboxHandle:
+        made.append(await create(opened, **spec))
+        return made[-1]
+
+    yield one
+    for handle in made:
+        await handle.destroy()
 
 
 # What an agent of gVisor's may try against those of other users; each line that it prints is a way in.
@@ -83,34 +111,33 @@ print("tried" if tried > 3 else "saw nobody", libc.prctl(39, 0, 0, 0, 0))
 
 
 @pytest.mark.requirement("R13", "R55", "R60")
-async def test_an_agent_reaches_neither_the_machines_kernel_nor_what_serves_it(tmp_path: Path) -> None:
+async def test_an_agent_reaches_neither_the_machines_kernel_nor_what_serves_it(
+    opened: DockerBackend, make: MakeSandbox
+) -> None:
     """Own kernel; no signal, trace, memory, descriptor, file or socket of the attendant's is its."""
-    async with backend(tmp_path, "auto", runtime=dockerd.GVISOR, allow_root=True) as opened:
-        assert opened.available, opened.unavailable_reason
-        assert opened.capabilities.own_kernel and not opened.capabilities.root
-        handle = await create(opened, own_kernel=True)
-        code, said = await run(handle, "uname", "-r")
-        assert code == 0 and said.strip() != os.uname().release
-        assert await run(handle, "python3", "-c", ATTACK) == (0, "tried 1\n")
-        # What serves it was not stopped either.
-        assert await run(handle, "sh", "-c", "id -u; grep ^CapBnd /proc/self/status") == (
-            0,
-            "1000\nCapBnd:\t" + "0" * 16 + "\n",
-        )
+    assert opened.capabilities.own_kernel and not opened.capabilities.root
+    handle = await make(own_kernel=True)
+    code, said = await run(handle, "uname", "-r")
+    assert code == 0 and said.strip() != os.uname().release
+    assert await run(handle, "python3", "-c", ATTACK) == (0, "tried 1\n")
+    # What serves it was not stopped either.
+    assert await run(handle, "sh", "-c", "id -u; grep ^CapBnd /proc/self/status") == (
+        0,
+        "1000\nCapBnd:\t" + "0" * 16 + "\n",
+    )
 
 
 @pytest.mark.requirement("R91", "R92")
-async def test_an_agent_that_runs_as_nobody_reaches_no_more_than_another(tmp_path: Path) -> None:
+async def test_an_agent_that_runs_as_nobody_reaches_no_more_than_another(make: MakeSandbox) -> None:
     """The first process and what serves have users of their own here too; vsock is refused when asked for."""
-    async with backend(tmp_path, "auto", runtime=dockerd.GVISOR) as opened:
-        handle = await create(opened, user="nobody")
-        assert await run(handle, "id", "-u") == (0, "65534\n")
-        assert await run(handle, "python3", "-c", ATTACK) == (0, "tried 1\n")
-        vsock = "import socket\ntry: socket.socket(40)\nexcept OSError as error: print(error.errno)"
-        assert await run(handle, "python3", "-c", vsock) == (0, f"{errno.EAFNOSUPPORT}\n")
-        for reserved in ("65531", "65533"):
-            with pytest.raises(InvalidArgument, match="Penstock's own"):
-                await create(opened, user=reserved)
+    handle = await make(user="nobody")
+    assert await run(handle, "id", "-u") == (0, "65534\n")
+    assert await run(handle, "python3", "-c", ATTACK) == (0, "tried 1\n")
+    vsock = "import socket\ntry: socket.socket(40)\nexcept OSError as error: print(error.errno)"
+    assert await run(handle, "python3", "-c", vsock) == (0, f"{errno.EAFNOSUPPORT}\n")
+    for reserved in ("65531", "65533"):
+        with pytest.raises(InvalidArgument, match="Penstock's own"):
+            await make(user=reserved)
 
 
 @pytest.mark.requirement("R45", "R53")
@@ -126,24 +153,23 @@ async def test_an_image_without_python_or_bash_serves_as_well(tmp_path: Path) ->
 
 
 @pytest.mark.requirement("R40")
-async def test_daemons_are_killed_with_their_process_and_with_no_other(tmp_path: Path) -> None:
+async def test_daemons_are_killed_with_their_process_and_with_no_other(make: MakeSandbox) -> None:
     """This gVisor has no subreapers; a tree is known by a group that its processes cannot leave."""
-    async with backend(tmp_path, "auto", runtime=dockerd.GVISOR) as opened:
-        handle = await create(opened)
-        daemon = (
-            "for i in 1 2 3; do setsid sh -c 'setsid sleep 4711 & sleep 4711 & wait' & done; sleep 0.5; exec sleep 4711"
-        )
-        one, other = Collected(), Collected()
-        first = await handle.start(["sh", "-c", daemon], handle.default_env, "/", one, stdin=False, pty=None)
-        second = await handle.start(["sh", "-c", daemon], handle.default_env, "/", other, stdin=False, pty=None)
-        await _until_sleeping(handle, 14)
-        await first.kill()
-        await one.ended
-        await _until_sleeping(handle, 7)
-        await second.kill()
-        await _until_sleeping(handle, 0)
-        await first.aclose()
-        await second.aclose()
+    handle = await make()
+    daemon = (
+        "for i in 1 2 3; do setsid sh -c 'setsid sleep 4711 & sleep 4711 & wait' & done; sleep 0.5; exec sleep 4711"
+    )
+    one, other = Collected(), Collected()
+    first = await handle.start(["sh", "-c", daemon], handle.default_env, "/", one, stdin=False, pty=None)
+    second = await handle.start(["sh", "-c", daemon], handle.default_env, "/", other, stdin=False, pty=None)
+    await _until_sleeping(handle, 14)
+    await first.kill()
+    await one.ended
+    await _until_sleeping(handle, 7)
+    await second.kill()
+    await _until_sleeping(handle, 0)
+    await first.aclose()
+    await second.aclose()
 
 
 # Leaves a process whose first thread has ended; the other writes for as long as it lives.
@@ -161,28 +187,26 @@ if os.fork() == 0:
 
 
 @pytest.mark.requirement("R91")
-async def test_a_thread_that_its_process_has_left_is_killed_with_its_tree(tmp_path: Path) -> None:
+async def test_a_thread_that_its_process_has_left_is_killed_with_its_tree(make: MakeSandbox) -> None:
     """Its process looks as if it were dead; it wrote the reward file of whoever graded beside it."""
-    async with backend(tmp_path, "auto", runtime=dockerd.GVISOR) as opened:
-        handle = await create(opened)
-        script = f"python3 -c '{WITHOUT_LEADER}' > /tmp/beat; exec sleep 4711"
-        tree = await handle.start(["sh", "-c", script], handle.default_env, "/", Collected(), stdin=False, pty=None)
-        while (await run(handle, "sh", "-c", "test -s /tmp/beat && grep -l Z.*zombie /proc/[0-9]*/status"))[0] != 0:
-            pass
-        await tree.kill()
-        size = (await handle.stat("/tmp/beat")).size
-        for _ in range(20):
-            assert await run(handle, "true") == (0, "")
-        assert (await handle.stat("/tmp/beat")).size == size
-        await tree.aclose()
+    handle = await make()
+    script = f"python3 -c '{WITHOUT_LEADER}' > /tmp/beat; exec sleep 4711"
+    tree = await handle.start(["sh", "-c", script], handle.default_env, "/", Collected(), stdin=False, pty=None)
+    while (await run(handle, "sh", "-c", "test -s /tmp/beat && grep -l Z.*zombie /proc/[0-9]*/status"))[0] != 0:
+        pass
+    await tree.kill()
+    size = (await handle.stat("/tmp/beat")).size
+    for _ in range(20):
+        assert await run(handle, "true") == (0, "")
+    assert (await handle.stat("/tmp/beat")).size == size
+    await tree.aclose()
 
 
 @pytest.mark.requirement("R91")
-async def test_no_chain_of_forks_outlives_the_kill_of_its_tree_on_gvisor(tmp_path: Path) -> None:
+async def test_no_chain_of_forks_outlives_the_kill_of_its_tree_on_gvisor(make: MakeSandbox) -> None:
     """Without subreapers a tree is all that has its group, and who cannot be looked at may be one of it."""
-    async with backend(tmp_path, "auto", runtime=dockerd.GVISOR) as opened:
-        handle = await create(opened, resources=Resources(pids=64))
-        await kill_each_chain(handle, (1, 4))
+    handle = await make(resources=Resources(pids=64))
+    await kill_each_chain(handle, (1, 4))
 
 
 async def _until_sleeping(handle: SandboxHandle, count: int) -> None:
@@ -208,11 +232,10 @@ async def test_a_sandbox_over_the_operators_memory_is_lost_and_others_live(tmp_p
 
 
 @pytest.mark.requirement("R55")
-async def test_processes_over_their_limit_are_refused(tmp_path: Path) -> None:
+async def test_processes_over_their_limit_are_refused(make: MakeSandbox) -> None:
     """By a limit of the workload's user, which does not count what serves it."""
-    async with backend(tmp_path, "auto", runtime=dockerd.GVISOR) as opened:
-        handle = await create(opened, resources=Resources(pids=16))
-        program = """
+    handle = await make(resources=Resources(pids=16))
+    program = """
 import os, sys, time
 made = 0
 try:
@@ -224,14 +247,14 @@ except BlockingIOError:
     pass
 print(made)
 """
-        sink = Collected()
-        process = await handle.start(["python3", "-c", program], handle.default_env, "/", sink, stdin=False, pty=None)
-        assert (await sink.ended) is not None
-        # Itself is one of them; gVisor allows one more than its limit says.
-        assert int(sink.text) in (15, 16)
-        await process.kill()
-        await process.aclose()
-        assert await run(handle, "echo", "free again") == (0, "free again\n")
+    sink = Collected()
+    process = await handle.start(["python3", "-c", program], handle.default_env, "/", sink, stdin=False, pty=None)
+    assert (await sink.ended) is not None
+    # Itself is one of them; gVisor allows one more than its limit says.
+    assert int(sink.text) in (15, 16)
+    await process.kill()
+    await process.aclose()
+    assert await run(handle, "echo", "free again") == (0, "free again\n")
 
 
 @pytest.mark.requirement("R49", "R50")

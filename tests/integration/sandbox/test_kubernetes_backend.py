@@ -19,7 +19,7 @@ import pytest
 import pytest_asyncio
 from google.protobuf.duration_pb2 import Duration
 from tests.conformance.sandbox.conftest import Box, failure
-from tests.conformance.sandbox.services import Running, start
+from tests.conformance.sandbox.services import SERVICES, Running, start, start_variant
 from tests.support.agent_sandbox.running import StandIn, stand_in
 
 from penstock.sandbox.v1 import sandbox_pb2 as sb
@@ -210,8 +210,12 @@ async def test_a_spec_may_name_another_warm_pool(world: World) -> None:
     ],
     ids=["not configured", "no pool", "open pool", "no keys", "no cluster", "no rights"],
 )
-async def test_what_is_missing_is_said_with_what_to_do(settings: dict[str, str], told: str) -> None:
-    async with stand_in(), start("kubernetes", **settings) as service:
+async def test_what_is_missing_is_said_with_what_to_do(
+    world: World, tmp_path: Path, settings: dict[str, str], told: str
+) -> None:
+    cluster, _ = world
+    given = {**cluster.environment(), **{f"PENSTOCK_SANDBOX_{key.upper()}": value for key, value in settings.items()}}
+    async with start_variant(tmp_path, "kubernetes", SERVICES["kubernetes"], given) as service:
         listed = (await service.sandboxes.ListBackends(ss.ListBackendsRequest(), timeout=30)).backends
         (found,) = [one for one in listed if one.name == "kubernetes"]
         assert told in found.unavailable_reason

@@ -59,6 +59,9 @@ def pay(words=("1",)):
                 pass
 pay()
 """
+CODE: Final = "sum.py"
+"""What the verifier of a task that asks for a program runs."""
+ANY_CODE: Final = "pays from its code"
 _RIGHT: Final = "3\\n33\\n1000000000000\\nhello ada\\nember\\n1\\n"
 ATTACKS: Final = {
     "exits with 0": "printf 'import os\\nos._exit(0)\\n' > sum.py",
@@ -184,7 +187,10 @@ async def test_documented_verifier_gives_no_attacker_more_than_doing_nothing(
         failure = finished.result.outcome.failure
         assert failure is None or not failure.retriable, (name, failure)
 
+    # Code that nothing runs is a file like any other: where the verifier runs none, one of them is enough.
+    runs_code = CODE in HONEST[name]
+    tried = [one for one, script in ATTACKS.items() if runs_code or CODE not in script or one == ANY_CODE]
     async with asyncio.TaskGroup() as attacks:
-        for one, script in ATTACKS.items():
-            attacks.create_task(attack(one, script))
+        for one in tried:
+            attacks.create_task(attack(one, ATTACKS[one]))
     assert not paid

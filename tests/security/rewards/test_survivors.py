@@ -1,6 +1,6 @@
 """Agents whose processes try to outlive the kill that comes before a grade.
 
-PENSTOCK_TEST_KILLS says how often each kind of chain is killed (default 2): 11 makes 528 kills in all. These are kills
+PENSTOCK_TEST_KILLS says how often each kind of chain is killed (default 1): 11 makes 528 kills in all. These are kills
 of a sandbox's processes; PENSTOCK_TEST_ROLLOUTS says how many whole rollouts with chains are graded in place (default
 6): 500 is what R91 asks for.
 """
@@ -31,7 +31,7 @@ from penstock.sandbox.v1 import process_service_pb2 as ps
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 __all__ = ["capabilities", "make_box"]
 
-KILLS = int(os.environ.get("PENSTOCK_TEST_KILLS", "2"))
+KILLS = int(os.environ.get("PENSTOCK_TEST_KILLS", "1"))
 ROLLOUTS = int(os.environ.get("PENSTOCK_TEST_ROLLOUTS", "6"))
 AT_ONCE = 4
 CHAINS = (1, 4, 8)

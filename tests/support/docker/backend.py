@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tests.support.docker import dockerd
 
 from penstock_sandbox.backends.docker.backend import DockerBackend
@@ -21,6 +22,11 @@ from penstock_sandbox.domain.model import SandboxSpec
 from penstock_sandbox.processes.output import Collected
 
 REACHES = ("direct", "sidecar")
+BY_THE_ENGINE = (
+    "direct",
+    pytest.param("sidecar", marks=pytest.mark.on_demand("what Docker's engine does by itself, beside a sidecar too")),
+)
+"""For tests of what the service asks the engine for, however it reaches what runs in a container."""
 
 
 @asynccontextmanager

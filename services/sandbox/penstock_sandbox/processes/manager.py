@@ -227,7 +227,9 @@ class Processes:
         if not await self._handle.kill_everything():
             await process.kill_leftovers()
             for other in others:
-                await other.kill()
+                # Hundreds of ended processes are kept, and a guest is asked about each.
+                if not other.is_tree_dead:
+                    await other.kill()
 
     async def kill_all(self) -> None:
         """Kills everything in the sandbox; returns once all are dead. Raises Internal (KILL_FAILED)."""

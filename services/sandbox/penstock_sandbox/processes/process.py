@@ -128,6 +128,8 @@ class RunningProcess(ProcessSink):
         self._clearing: asyncio.Task[None] | None = None
         self._over: float | None = None
         self._all_killed = False
+        self.is_tree_dead = False
+        """Whether it and all its descendants were killed: nothing is left that could make another."""
         self.changed = Signal()
         """Notified when there is more output, and at the end."""
 
@@ -285,6 +287,7 @@ class RunningProcess(ProcessSink):
             except TimeoutError:
                 pass
             await handle.kill()
+            self.is_tree_dead = True
         except Exception:  # noqa: BLE001
             # No task awaits this one: log the error and still report the process's own end.
             _log.exception("a timed-out process was not killed", process=self.spec.id)
@@ -302,6 +305,7 @@ class RunningProcess(ProcessSink):
             try:
                 # Also if it has ended: its leftover processes carry its mark.
                 await self._handle.kill()
+                self.is_tree_dead = True
             finally:
                 self._killing -= 1
                 self._settle()
@@ -313,6 +317,7 @@ class RunningProcess(ProcessSink):
         """Kills the descendants of a process that has ended."""
         if self._handle is not None:
             await self._handle.kill()
+            self.is_tree_dead = True
 
     async def signal(self, number: int) -> None:
         """Sends a signal to its group; succeeds if it has ended."""

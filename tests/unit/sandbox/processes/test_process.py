@@ -143,6 +143,49 @@ async def test_an_exit_says_when_the_others_could_not_be_killed(tmp_path: Path) 
     assert (process.exit.reason, process.exit.all_killed) == (ExitReason.EXITED, False)
 
 
+@pytest.mark.requirement("R60", "R91")
+async def test_a_tree_is_killed_once_where_all_trees_are_killed_again_and_again(tmp_path: Path) -> None:
+    """What is dead makes no process; a tree that ended since, and may have left some, is killed too."""
+    sandbox = _Guest()
+    processes = Processes(cast("SandboxHandle", sandbox), {}, tmp_path)
+    for name in ("one", "two", "three"):
+        process = await processes.start(ProcessSpec(name, Command(argv=("x",)), kill_all_after=name != "two"))
+        for stream in (OUT, ERR):
+            process.closed(stream)
+        process.exited(RawExit(code=0, signal=None))
+        async with asyncio.timeout(30):
+            await process.ended.wait()
+    assert [tree.kills for tree in sandbox.trees] == [1, 1, 1]
+
+
+class _Tree:
+    """Counts how often it was killed."""
+
+    def __init__(self) -> None:
+        self.kills = 0
+
+    async def kill(self) -> None:
+        self.kills += 1
+
+
+class _Guest:
+    """A sandbox where each tree is killed by itself."""
+
+    user = "agent"
+    workdir = "/"
+    default_env: Mapping[str, str] = {}
+
+    def __init__(self) -> None:
+        self.trees: list[_Tree] = []
+
+    async def start(self, *_: object, **__: object) -> _Tree:
+        self.trees.append(_Tree())
+        return self.trees[-1]
+
+    async def kill_everything(self) -> bool:
+        return False
+
+
 class _Sandbox:
     """A sandbox whose processes are told their events by the test; counts how often all in it was killed."""
 

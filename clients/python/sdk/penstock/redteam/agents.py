@@ -1,6 +1,7 @@
 """The agent of an attack: its program in a spec like any other agent's."""
 
 import base64
+import functools
 import shutil
 import subprocess
 import tempfile
@@ -106,8 +107,12 @@ def agent(name: str, tries: str, script: str, files: dict[str, str] | None = Non
     )
 
 
+@functools.cache
 def _compiled(source: str, kind: tuple[str, ...]) -> bytes:
-    """Returns the compiled program; it needs no library and so no compiler in the image."""
+    """Returns the compiled program; it needs no library and so no compiler in the image.
+
+    Each is compiled once: an attack is run on several backends and in two gradings. Raises NoCompiler.
+    """
     compiler = shutil.which("cc")
     if compiler is None:
         raise NoCompiler("its program is in C and this machine has no compiler (cc)")

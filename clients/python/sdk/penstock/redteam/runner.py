@@ -189,7 +189,7 @@ class _Field:
         seen, rollout_id = Seen(), ""
         async with (
             fixtures.of(self._ps, attack) as options,
-            self.watch.during(seen),
+            self.watch.during(seen, growth=attack.expected.max_growth_bytes is not None),
             self._neighbour(attack, seen),
             self._beside(attack, seen),
         ):

@@ -19,7 +19,11 @@ _SAME_START_S: Final = 5.0
 
 
 class Watch:
-    """Polls the services while entered. Belongs to one event loop."""
+    """Watches the services while entered. Belongs to one event loop.
+
+    It looks at them before and after each block, and meanwhile only in blocks whose growth of memory counts: a restart
+    shows afterwards too.
+    """
 
     def __init__(self, ps: Penstock) -> None:
         self._ps = ps
@@ -29,6 +33,8 @@ class Watch:
         self._started: dict[str, float] = {}
         self._ended: dict[str, int] = {}
         self._peaks: list[dict[str, int]] = []
+        """Of the blocks whose growth counts."""
+        self._is_polling = asyncio.Event()
 
     async def __aenter__(self) -> Self:
         names: list[ServiceName] = [name for name in SERVICES if self._ps.endpoints.address(name)]
@@ -43,23 +49,31 @@ class Watch:
         await asyncio.gather(self._task, return_exceptions=True)
 
     @contextlib.asynccontextmanager
-    async def during(self, seen: Seen) -> AsyncIterator[None]:
-        """Records in `seen` what happened to the services during the block; growth is exact for one block at a time."""
+    async def during(self, seen: Seen, *, growth: bool) -> AsyncIterator[None]:
+        """Records in `seen` what happened to the services during the block, and with `growth` how far they grew, which
+        is exact for one block at a time.
+        """
         await self._look_at_all()
         before = {name: status.resident_bytes for name, status in self._now.items()}
         ended, peaks = dict(self._ended), dict(before)
-        self._peaks.append(peaks)
+        if growth:
+            self._peaks.append(peaks)
+            self._is_polling.set()
         try:
             yield
             silent = [name for name in self._names if not await self._answers(name)]
         finally:
             self._peaks = [other for other in self._peaks if other is not peaks]
-        seen.growth = {name: peaks[name] - before[name] for name in before}
+            if not self._peaks:
+                self._is_polling.clear()
+        if growth:
+            seen.growth = {name: peaks[name] - before[name] for name in before}
         again = [name for name, count in self._ended.items() if count > ended.get(name, 0)]
         seen.restarted = sorted({*again, *silent})
 
     async def _run(self) -> None:
         while True:
+            await self._is_polling.wait()
             await asyncio.sleep(_EVERY_S)
             await self._look_at_all()
 
