@@ -104,6 +104,19 @@ def test_a_harbor_task_may_leave_its_own_container_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.requirement("R63")
+@pytest.mark.parametrize("name", ["docker-compose.yml", "compose.yaml", "compose.yml"])
+def test_a_compose_file_of_another_name_is_material_of_the_task(tmp_path: Path, name: str) -> None:
+    """Harbor looks for one name; tasks whose agents mend compose files have others, with whatever mistakes."""
+    foreign_tasks.harbor(tmp_path / "sum")
+    foreign_tasks.write(tmp_path / "sum", {f"environment/{name}": "services: {db: {privileged: true}}\n"})
+    (found,) = import_tasks("harbor", tmp_path / "sum", tmp_path / "out", Choices())
+    assert found.folder is not None, found.problem
+    task = Task.load(found.folder)
+    assert task.sandbox is None or not task.sandbox.companions
+    assert task.build is not None and (task.build / name).is_file()
+
+
+@pytest.mark.requirement("R63")
 def test_the_image_of_a_companion_is_built_from_its_dockerfile(tmp_path: Path) -> None:
     """Issue 12, point 6: named after its content, as the agent's is, so that a rollout needs it built first."""
     foreign_tasks.terminal_bench(tmp_path / "sum")

@@ -18,7 +18,8 @@ from penstock.client.tasks.sandbox_keys import CompanionTables
 from penstock.tasks.importers.common import Choices, Folder, Refused, plain, yaml_of
 from penstock.values.companions import MOST, MOST_ALIASES
 
-NAMES: Final = ("docker-compose.yaml", "docker-compose.yml", "compose.yaml", "compose.yml")
+NAME: Final = "docker-compose.yaml"
+"""The one name that Harbor and Terminal-Bench look for: a file with another is the agent's material."""
 _TOP: Final = ("version", "name", "services", "networks", "volumes")
 _WITHOUT_EFFECT: Final = (
     "container_name", "depends_on", "expose", "hostname", "init", "labels", "links", "logging", "networks", "platform",

@@ -93,14 +93,11 @@ def fill(folder: Folder, source: Path, choices: Choices) -> None:
     env = substituted(environment.get("env", {}), choices.env, "environment.env")
     if env:
         folder.content["env"] = {**folder.content.get("env", {}), **env}
-    for file in [source / "environment" / name for name in compose.NAMES]:
-        if file.exists():
-            if own:
-                what = (
-                    "several containers beside a separate verifier: its sandbox would not have them as the agent left"
-                )
-                raise Refused(f"environment/{file.name}: {what} them")
-            compose.put_companions(folder, file, "main", choices)
+    if (file := source / "environment" / compose.NAME).exists():
+        if own:
+            what = "several containers beside a separate verifier: its sandbox would not have them as the agent left"
+            raise Refused(f"environment/{file.name}: {what} them")
+        compose.put_companions(folder, file, "main", choices)
     if servers := list(_servers(environment, choices)):
         folder.content["mcp_servers"] = servers
     if choices.resources and (resources := _resources(environment)):
