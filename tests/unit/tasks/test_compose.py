@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tests.support import foreign_tasks
 
-from penstock.client import Companion, HealthCheck, InvalidArgument, Resources, Task
+from penstock.client import Companion, HealthCheck, InvalidArgument, McpServer, Resources, Task
 from penstock.client.rollouts.client import sandbox_of
 from penstock.tasks.images import contexts_of, with_image
 from penstock.tasks.importers import Choices, Imported, import_tasks
@@ -114,6 +114,23 @@ def test_a_compose_file_of_another_name_is_material_of_the_task(tmp_path: Path, 
     task = Task.load(found.folder)
     assert task.sandbox is None or not task.sandbox.companions
     assert task.build is not None and (task.build / name).is_file()
+
+
+@pytest.mark.requirement("R63")
+def test_an_mcp_server_of_harbor_in_a_companion_is_one_of_the_task(tmp_path: Path) -> None:
+    """By the name of its service, whose host is the sandbox's own; no other address is reached."""
+    compose = "services:\n  my_tools: {image: tools}\n"
+    server = "mcp_servers = [{ name = 'tools', transport = 'streamable-http', url = 'http://HOST:8000/mcp' }]\n"
+    for host, problem in (("my_tools", ""), ("main", "it must be a program"), ("example.com", "it must be a program")):
+        foreign_tasks.harbor(tmp_path / host, more=server.replace("HOST", host))
+        foreign_tasks.write(tmp_path / host, {"environment/docker-compose.yaml": compose})
+        (found,) = import_tasks("harbor", tmp_path / host, tmp_path / "out", Choices())
+        assert problem in (found.problem or "")
+        if not problem:
+            assert found.folder is not None, found.problem
+            assert Task.load(found.folder).mcp_servers == [
+                McpServer(name="tools", args=[], url="http://my_tools:8000/mcp")
+            ]
 
 
 @pytest.mark.requirement("R63")
