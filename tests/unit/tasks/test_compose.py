@@ -86,7 +86,8 @@ def test_services_beside_the_agents_become_companions(tmp_path: Path) -> None:
         ),
     )
     assert task.env == {"DATABASE": "postgres://my_db/app"}
-    assert task.verifier is not None and task.verifier.fresh_fork is False
+    assert task.verifier is not None and task.verifier.fresh_fork is True
+    assert task.verifier.changes_below == ["/app"]
     assert [note for note in found.notes if note.startswith("restart:")]
 
 
@@ -101,6 +102,45 @@ def test_a_harbor_task_may_leave_its_own_container_out(tmp_path: Path) -> None:
     assert task.sandbox is not None
     cache = Companion(name="cache", image="redis", aliases=("main",), health_check=HealthCheck())
     assert task.sandbox.companions == (cache,)
+
+
+@pytest.mark.requirement("R72")
+@pytest.mark.parametrize(
+    ("files", "where"),
+    [
+        ({}, ""),
+        ({"tests/test_it.py": "open('/app/sub/x'); get('http://db:1/rows'); get(f'{URL}/rows'); 1 / 2"}, ""),
+        ({"tests/it.sh": "#!/usr/bin/env bash\n. $HOME/.local/bin/env\ncat ~/x /dev/null >/logs/verifier/x"}, "~/"),
+        ({"tests/test_it.py": "open('/app/../etc/hosts')"}, "/etc/hosts"),
+        ({"tests/test_it.py": "assert Path('/opt/tool').exists()"}, "/opt/tool"),
+        ({"tests/deep/test_it.py": "open(Path.home() / 'x')"}, "Path.home"),
+        ({"tests/test_it.py": "open('/application/x')"}, "/application/x"),
+        ({"tests/data.bin": "\0 /tmp/x"}, "/tmp/x"),
+        ({"environment/Dockerfile": "FROM a\nWORKDIR /app\nFROM b\n"}, "working directory"),
+        ({"environment/Dockerfile": "FROM a\nWORKDIR $HOME\n"}, "working directory"),
+        ({"environment/Dockerfile": "FROM a\nWORKDIR /usr/src/app\n"}, "working directory"),
+        ({"environment/Dockerfile": "FROM a\nWORKDIR /app\nWORKDIR sub\n"}, "/app/numbers.txt"),
+    ],
+)
+def test_a_task_with_companions_is_graded_in_a_fork_unless_its_tests_name_what_that_lacks(
+    tmp_path: Path, files: dict[str, str], where: str
+) -> None:
+    """In place, code that the agent left in a companion could forge the reward; a fork has the working directory."""
+    foreign_tasks.harbor(tmp_path / "sum")
+    more = {"tests/test.sh": "#!/bin/bash\ncat /app/numbers.txt\n"} if where == "/app/numbers.txt" else {}
+    foreign_tasks.write(
+        tmp_path / "sum", {"environment/docker-compose.yaml": "services: {db: {image: b}}", **more, **files}
+    )
+    (found,) = import_tasks("harbor", tmp_path / "sum", tmp_path / "out", Choices())
+    assert found.folder is not None, found.problem
+    verifier = Task.load(found.folder).verifier
+    assert verifier is not None
+    (note,) = (note for note in found.notes if note.startswith("fresh_fork:"))
+    if where:
+        assert verifier.fresh_fork is False and not verifier.changes_below
+        assert "can forge a reward" in note and where in note
+    else:
+        assert verifier.fresh_fork is True and verifier.changes_below == ["/app"]
 
 
 @pytest.mark.requirement("R63")

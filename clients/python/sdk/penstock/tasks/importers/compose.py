@@ -72,7 +72,6 @@ def put_companions(folder: Folder, file: Path, main: str, choices: Choices) -> N
         place = ".".join(map(str, wrong["loc"]))
         raise Refused(f"{file.name}: companions: {place} {wrong['msg'].removeprefix('Value error, ')}") from None
     folder.content.setdefault("sandbox", {})["companions"] = found
-    folder.notes.append("fresh_fork: graded in place, where code of the agent in a companion can forge a reward")
     again = [name for name in beside if services[name].get("restart", "no") not in ("no", False)]
     if again:
         folder.notes.append(f"restart: a companion that ends is not started again ({', '.join(again)})")

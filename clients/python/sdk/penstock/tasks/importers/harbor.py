@@ -34,6 +34,7 @@ from penstock.tasks.importers.common import (
     substituted,
     text_of,
 )
+from penstock.tasks.importers.companion_grading import put_grading
 from penstock.tasks.importers.dockerfile import put_environment
 from penstock.tasks.importers.git import lfs_pointers
 
@@ -130,8 +131,7 @@ def fill(folder: Folder, source: Path, choices: Choices) -> None:
         files += [] if has_tests else seeds
     else:
         has_tests = False
-        # In Harbor, too, the tests run in the agent's container, with everything that it installed.
-        folder.content["verifier"]["fresh_fork"] = False
+        put_grading(folder, source / "environment" / "Dockerfile", source / "tests")
         if verifier.get("user") is not None:
             command["user"] = str(verifier["user"])
     if not has_tests:

@@ -21,6 +21,7 @@ from penstock.tasks.importers.common import (
     manifest,
     yaml_of,
 )
+from penstock.tasks.importers.companion_grading import put_grading
 from penstock.tasks.importers.dockerfile import put_environment
 
 _TEST_SECONDS: Final = 60.0
@@ -80,9 +81,8 @@ def _fill(folder: Folder, source: Path, choices: Choices) -> None:
         ],
         "commands": [command],
         "reward": "file",
-        # In Terminal-Bench, too, the tests run in the agent's container, with everything that it installed.
-        "fresh_fork": False,
     }
+    put_grading(folder, source / "Dockerfile", tests)
     _put_solution(folder, source, workdir)
     kept = ("difficulty", "category", "tags", "author_name", "author_email")
     folder.content["metadata"] = {"format": "terminal-bench", **{key: config[key] for key in kept if key in config}}
