@@ -245,7 +245,7 @@ class ServiceSettings(BaseSettings):
 
     @classmethod
     def _load(cls, flags: Mapping[str, Any]) -> Self:
-        unknown = cls._unknown_variables(os.environ)
+        unknown = cls._unknown_variables(os.environ) + cls._unknown_keys(_read_table(cls.table()))
         if unknown:
             raise _invalid(unknown)
         try:
@@ -300,6 +300,14 @@ class ServiceSettings(BaseSettings):
             Violation(name, "no such setting" + did_you_mean(name.upper(), known))
             for name in sorted(environment)
             if name.upper().startswith(prefix) and name.upper() not in known
+        ]
+
+    @classmethod
+    def _unknown_keys(cls, table: Mapping[str, Any]) -> list[Violation]:
+        return [
+            Violation(name, "no such setting" + did_you_mean(name, cls.model_fields))
+            for name in table
+            if name not in cls.model_fields
         ]
 
     @classmethod

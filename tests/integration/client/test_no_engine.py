@@ -12,9 +12,11 @@ from tests.support.copying import copy_task, finish, training
 from tests.support.policy import FILES
 from tests.support.services.stack import Running, disjoint_uids
 
-from penstock.client import FailedPrecondition, Mode, connect
+from penstock.client import Command, FailedPrecondition, Mode, Task, Verifier, connect
 from penstock.client.errors import PenstockError
+from penstock.client.tasks.spec import Solution
 from penstock.local.stack import LocalStack
+from penstock.tasks.solutions import prove
 
 
 @pytest.fixture
@@ -42,6 +44,19 @@ async def test_a_trainer_answers_rollouts_with_its_own_engine(alone: Running) ->
         finished = await asyncio.wait_for(finish(handle), 120)
     assert finished.reward == 1.0, finished.agent_said()
     assert (await handle.trajectory()).grade == "exact"
+
+
+@pytest.mark.requirement("R138")
+async def test_tasks_are_proved_without_an_engine(alone: Running) -> None:
+    """Neither a solution nor no work calls a model."""
+    task = Task(
+        task_id="write",
+        instruction="Write hello to out.txt.",
+        verifier=Verifier(commands=[Command(shell="grep -qx hello out.txt")]),
+        solution=Solution(commands=[Command(shell="echo hello > out.txt")]),
+    )
+    (proof,) = await prove(alone.ps, [task])
+    assert proof.holds and (proof.solution, proof.nothing) == (1.0, 0.0), proof.problems
 
 
 @pytest.mark.requirement("R27")

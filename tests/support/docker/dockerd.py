@@ -247,7 +247,10 @@ def begin(folder: Path, argv: Sequence[str], further: Mapping[str, str]) -> Engi
     log = folder / "log"
     environment = {**os.environ, "PATH": f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin", **further}
     with log.open("wb") as output:
-        process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment)
+        # Podman's monitor leaves a file in its working directory where a container exceeds its memory.
+        process = subprocess.Popen(
+            argv, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment, cwd=folder
+        )
     try:
         api = docker.APIClient(base_url=f"unix://{folder}/docker.sock", version="1.41", timeout=120)
         deadline = time.monotonic() + _READY_S

@@ -70,6 +70,21 @@ def test_documents_tests_and_comments_are_no_mutants() -> None:
     assert mutants(diff, 10) == []
 
 
+@pytest.mark.requirement("R138")
+def test_caches_of_tools_that_the_solution_runs_are_no_mutants() -> None:
+    """By the tag that pytest, mypy and Ruff write, at any depth, or by a name."""
+    caches = (
+        ".pytest_cache/CACHEDIR.TAG",
+        ".pytest_cache/v/cache/nodeids",
+        "a/.hypothesis/unicode/1",
+        "x/CACHEDIR.TAG",
+    )
+    diff = "".join(diff_of(path, None, "[1]\n[2]\n") for path in caches)
+    assert answer_blocks(diff) == [] and mutants(diff, 10) == []
+    change = diff_of("src/a.py", "a = 1\n", "a = 2\n") + diff_of("cache.py", "a = 1\n", "a = 2\n")
+    assert [block.path for block in answer_blocks(diff + change)] == ["src/a.py", "cache.py"]
+
+
 @pytest.mark.parametrize(("before", "after", "left"), [(None, "echo 1\necho 2\n", ""), ("a\nb\n", None, "a\nb\n")])
 def test_new_and_removed_files_are_taken_back(tmp_path: Path, before: str | None, after: str | None, left: str) -> None:
     """A file that only has to be there is written empty: doing nothing is another trial."""

@@ -94,9 +94,10 @@ def test_clients_address_variable_does_not_stop_the_service(
     ValveSettings.load([])
 
 
-def test_an_unknown_key_in_the_file_is_refused(file: Callable[[str], None]) -> None:
+def test_an_unknown_key_in_the_file_is_refused_with_the_nearest_name(file: Callable[[str], None]) -> None:
     file("[valve]\nprot = 1\n")
-    assert refusal([]).violations[0].field == "prot"
+    (violation,) = refusal([]).violations
+    assert (violation.field, violation.description) == ("prot", "no such setting; did you mean port?")
 
 
 def test_a_key_outside_a_table_is_refused(file: Callable[[str], None]) -> None:

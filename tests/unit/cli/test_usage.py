@@ -81,6 +81,20 @@ def test_no_help_is_cut_on_a_narrow_terminal(command: tuple[str, ...], monkeypat
     assert done.exit_code == 0 and "…" not in text and "..." not in text, done.output
 
 
+def test_up_names_settings_in_the_environment_that_it_does_not_use(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With what to write instead, and without the value, which may be a secret."""
+    monkeypatch.setattr(up, "run", lambda work: work.close())
+    monkeypatch.setattr(up, "err", Console(file=(said := io.StringIO()), width=80))
+    monkeypatch.setenv("PENSTOCK_SANDBOX_EGRESS_HOSTS", '["a.example"]')
+    monkeypatch.setenv("PENSTOCK_SANDBOX_ADDRESS", "127.0.0.1:1")
+    done = CliRunner().invoke(app, ["up", "--upstream", "m=http://127.0.0.1:9/v1", "--state-dir", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    expected = "PENSTOCK_SANDBOX_EGRESS_HOSTS has no effect here: use --set sandbox.egress_hosts=VALUE\n"
+    assert said.getvalue() == expected
+
+
 def test_an_upstream_of_up_is_an_address() -> None:
     """A name without a scheme is refused before it is configured."""
     done = CliRunner().invoke(app, ["up", "--upstream", "mine=127.0.0.1:9"])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tests.support import foreign_tasks
 
-from penstock.client import Companion, HealthCheck, InvalidArgument, Resources, Task
+from penstock.client import Companion, HealthCheck, InvalidArgument, McpServer, Resources, Task
 from penstock.client.rollouts.client import sandbox_of
 from penstock.tasks.images import contexts_of, with_image
 from penstock.tasks.importers import Choices, Imported, import_tasks
@@ -86,7 +86,8 @@ def test_services_beside_the_agents_become_companions(tmp_path: Path) -> None:
         ),
     )
     assert task.env == {"DATABASE": "postgres://my_db/app"}
-    assert task.verifier is not None and task.verifier.fresh_fork is False
+    assert task.verifier is not None and task.verifier.fresh_fork is True
+    assert task.verifier.changes_below == ["/app"]
     assert [note for note in found.notes if note.startswith("restart:")]
 
 
@@ -101,6 +102,75 @@ def test_a_harbor_task_may_leave_its_own_container_out(tmp_path: Path) -> None:
     assert task.sandbox is not None
     cache = Companion(name="cache", image="redis", aliases=("main",), health_check=HealthCheck())
     assert task.sandbox.companions == (cache,)
+
+
+@pytest.mark.requirement("R72")
+@pytest.mark.parametrize(
+    ("files", "where"),
+    [
+        ({}, ""),
+        ({"tests/test_it.py": "open('/app/sub/x'); get('http://db:1/rows'); get(f'{URL}/rows'); 1 / 2"}, ""),
+        ({"tests/it.sh": "#!/usr/bin/env bash\n. $HOME/.local/bin/env\ncat ~/x /dev/null >/logs/verifier/x"}, "~/"),
+        ({"tests/test_it.py": "open('/app/../etc/hosts')"}, "/etc/hosts"),
+        ({"tests/test_it.py": "assert Path('/opt/tool').exists()"}, "/opt/tool"),
+        ({"tests/deep/test_it.py": "open(Path.home() / 'x')"}, "Path.home"),
+        ({"tests/test_it.py": "open('/application/x')"}, "/application/x"),
+        ({"tests/data.bin": "\0 /tmp/x"}, "/tmp/x"),
+        ({"environment/Dockerfile": "FROM a\nWORKDIR /app\nFROM b\n"}, "working directory"),
+        ({"environment/Dockerfile": "FROM a\nWORKDIR $HOME\n"}, "working directory"),
+        ({"environment/Dockerfile": "FROM a\nWORKDIR /usr/src/app\n"}, "working directory"),
+        ({"environment/Dockerfile": "FROM a\nWORKDIR /app\nWORKDIR sub\n"}, "/app/numbers.txt"),
+    ],
+)
+def test_a_task_with_companions_is_graded_in_a_fork_unless_its_tests_name_what_that_lacks(
+    tmp_path: Path, files: dict[str, str], where: str
+) -> None:
+    """In place, code that the agent left in a companion could forge the reward; a fork has the working directory."""
+    foreign_tasks.harbor(tmp_path / "sum")
+    more = {"tests/test.sh": "#!/bin/bash\ncat /app/numbers.txt\n"} if where == "/app/numbers.txt" else {}
+    foreign_tasks.write(
+        tmp_path / "sum", {"environment/docker-compose.yaml": "services: {db: {image: b}}", **more, **files}
+    )
+    (found,) = import_tasks("harbor", tmp_path / "sum", tmp_path / "out", Choices())
+    assert found.folder is not None, found.problem
+    verifier = Task.load(found.folder).verifier
+    assert verifier is not None
+    (note,) = (note for note in found.notes if note.startswith("fresh_fork:"))
+    if where:
+        assert verifier.fresh_fork is False and not verifier.changes_below
+        assert "can forge a reward" in note and where in note
+    else:
+        assert verifier.fresh_fork is True and verifier.changes_below == ["/app"]
+
+
+@pytest.mark.requirement("R63")
+@pytest.mark.parametrize("name", ["docker-compose.yml", "compose.yaml", "compose.yml"])
+def test_a_compose_file_of_another_name_is_material_of_the_task(tmp_path: Path, name: str) -> None:
+    """Harbor looks for one name; tasks whose agents mend compose files have others, with whatever mistakes."""
+    foreign_tasks.harbor(tmp_path / "sum")
+    foreign_tasks.write(tmp_path / "sum", {f"environment/{name}": "services: {db: {privileged: true}}\n"})
+    (found,) = import_tasks("harbor", tmp_path / "sum", tmp_path / "out", Choices())
+    assert found.folder is not None, found.problem
+    task = Task.load(found.folder)
+    assert task.sandbox is None or not task.sandbox.companions
+    assert task.build is not None and (task.build / name).is_file()
+
+
+@pytest.mark.requirement("R63")
+def test_an_mcp_server_of_harbor_in_a_companion_is_one_of_the_task(tmp_path: Path) -> None:
+    """By the name of its service, whose host is the sandbox's own; no other address is reached."""
+    compose = "services:\n  my_tools: {image: tools}\n"
+    server = "mcp_servers = [{ name = 'tools', transport = 'streamable-http', url = 'http://HOST:8000/mcp' }]\n"
+    for host, problem in (("my_tools", ""), ("main", "it must be a program"), ("example.com", "it must be a program")):
+        foreign_tasks.harbor(tmp_path / host, more=server.replace("HOST", host))
+        foreign_tasks.write(tmp_path / host, {"environment/docker-compose.yaml": compose})
+        (found,) = import_tasks("harbor", tmp_path / host, tmp_path / "out", Choices())
+        assert problem in (found.problem or "")
+        if not problem:
+            assert found.folder is not None, found.problem
+            assert Task.load(found.folder).mcp_servers == [
+                McpServer(name="tools", args=[], url="http://my_tools:8000/mcp")
+            ]
 
 
 @pytest.mark.requirement("R63")

@@ -74,7 +74,7 @@ def test_a_harbor_task_keeps_its_image_its_limits_and_its_resources(tmp_path: Pa
         ({}, "gpus = 1\n", "gpus"),
         ({}, "healthcheck = { command = 'x' }\n", "healthcheck"),
         ({}, "env = { KEY = '${SECRET}' }\n", "--env SECRET=VALUE"),
-        ({"environment/compose.yml": "services: {db: {build: db}}\n"}, "", "compose.yml: services.db.build"),
+        ({"environment/docker-compose.yaml": "services: {db: {build: db}}\n"}, "", "services.db.build"),
         ({}, "[steps]\nx = 1\n", "steps"),
         ({}, "os = 'windows'\n", "environment.os: windows"),
         ({}, "workdir = '/x'\ndocker_image = 'a:1'\n", "environment.workdir"),

@@ -2,7 +2,7 @@
 
 Mutants come from the unified diff that the solution makes of the working directory: each block of changed lines, and
 each statement of a block, taken back. What no test can notice (comments, imports, documentation, the solution's own
-tests) is left alone.
+tests, caches of tools that it runs) is left alone.
 """
 
 import re
@@ -25,6 +25,10 @@ _DOCUMENTS: Final = frozenset({".md", ".rst", ".adoc"})
 _TESTS: Final = re.compile(
     r"(?:^|/)(?:tests?|__tests__|spec|docs?)/|(?:^|/)(?:test_[^/]*|[^/]*[_.](?:test|spec)\.\w+|conftest\.py)$"
 )
+_CACHES: Final = frozenset({"__pycache__", ".hypothesis", ".venv", "node_modules"})
+"""Directories that tools write, beside those that say so."""
+_CACHE_TAG: Final = "CACHEDIR.TAG"
+"""The file by which a directory says that it is a cache (https://bford.info/cachedir/): pytest's, mypy's, Ruff's."""
 _BRANCH: Final = re.compile(r"(?:elif|else|except|finally)\b")
 """What belongs to the statement above it, in the same column."""
 _QUOTES: Final = ('"""', "'''")
@@ -109,8 +113,14 @@ def blocks_of(diff: str) -> list[Block]:
 
 
 def answer_blocks(diff: str) -> list[Block]:
-    """Returns the changes that make the solution: neither documentation nor tests, unless there is nothing else."""
-    found = blocks_of(diff)
+    """Returns the changes that make the solution: no caches; neither documentation nor tests, unless that is all."""
+    changed = blocks_of(diff)
+    tagged = {path.parent for block in changed if (path := PurePosixPath(block.path)).name == _CACHE_TAG}
+    found = [
+        block
+        for block in changed
+        if not any(parent.name in _CACHES or parent in tagged for parent in PurePosixPath(block.path).parents)
+    ]
     return [block for block in found if not _is_beside(block.path)] or found
 
 

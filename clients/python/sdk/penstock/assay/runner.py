@@ -22,10 +22,10 @@ from penstock.assay.trials import Trials
 from penstock.client.connection import Penstock
 from penstock.client.errors import InvalidArgument, first_of
 from penstock.client.rollouts.client import RolloutOptions, over
-from penstock.client.tasks.spec import Mode, SandboxChoice
+from penstock.client.tasks.spec import SandboxChoice
 from penstock.client.tasks.task import Task
 from penstock.client.wire.specs import digest
-from penstock.tasks.solutions import solving_agent
+from penstock.tasks.solutions import solving_agent, without_calls
 
 _T = TypeVar("_T")
 _NOTHING: Final = ":\n"
@@ -73,7 +73,7 @@ async def assay(
     Raises:
         The errors of `ps.rollouts.create`, but for those of a single task, which are findings.
     """
-    given: RolloutOptions = {"mode": Mode.TRANSPARENT_PROXY, "max_attempts": 3, **(options or {})}
+    given: RolloutOptions = {"max_attempts": 3, **without_calls(options)}
     given["run_id"] = f"assay-{secrets.token_hex(6)}"
     trials = Trials(ps, await solving_agent(ps), given, concurrency)
     chosen = terms or Terms()

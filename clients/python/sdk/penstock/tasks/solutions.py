@@ -51,7 +51,7 @@ async def prove(
     """
     solver = await solving_agent(ps)
     places = asyncio.Semaphore(concurrency)
-    given: RolloutOptions = {"mode": Mode.TRANSPARENT_PROXY, **(options or {})}
+    given = without_calls(options)
     given["run_id"] = f"prove-{secrets.token_hex(6)}"
     proofs: list[asyncio.Task[Proof]] = []
     try:
@@ -60,6 +60,15 @@ async def prove(
     except BaseExceptionGroup as failed:
         raise first_of(failed) from None
     return [proof.result() for proof in proofs]
+
+
+def without_calls(options: RolloutOptions | None) -> RolloutOptions:
+    """Returns options for rollouts whose agents call no model: the services need no engine, only a tokenizer.
+
+    A source that the options name is checked, as for rollouts that it answers.
+    """
+    given = options or {}
+    return {"mode": Mode.TRANSPARENT_PROXY if "source" in given else Mode.INTERCEPTION_GATE, **given}
 
 
 async def solving_agent(ps: Penstock) -> AgentChoice:

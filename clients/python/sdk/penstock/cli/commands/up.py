@@ -6,7 +6,7 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -173,6 +173,9 @@ def up(
         stack = launched(on, own, options)
     except ConfigurationError as error:
         usage_error(str(error))
+    for name in _unread(os.environ) if local else ():
+        service, _, setting = name.removeprefix("PENSTOCK_").lower().partition("_")
+        err.print(f"{name} has no effect here: use --set {service}.{setting}=VALUE", markup=False, soft_wrap=True)
     run(_up(stack, shown, as_json, example, command or [], may_free=local and not free_ports))
 
 
@@ -324,6 +327,14 @@ def demo(context: typer.Context) -> None:
     if demo_package() is None:
         usage_error(f"the demo is not installed: {LOCAL_EXTRA}")
     os.execv(sys.executable, [sys.executable, "-m", "penstock_demo", *context.args])  # noqa: S606 - no shell
+
+
+def _unread(environment: Iterable[str]) -> list[str]:
+    """Returns the variables that are settings of a service which is started by itself: those of a stack are its own."""
+    services = tuple(f"PENSTOCK_{service.upper()}_" for service in SERVICES)
+    # A client's variable for a service's address is nobody's setting.
+    clients = {f"{service}ADDRESS" for service in services}
+    return sorted(name for name in environment if name.startswith(services) and name not in clients)
 
 
 def _settings(given: Sequence[str]) -> dict[str, dict[str, Any]]:

@@ -18,7 +18,8 @@ from penstock.client.tasks.sandbox_keys import CompanionTables
 from penstock.tasks.importers.common import Choices, Folder, Refused, plain, yaml_of
 from penstock.values.companions import MOST, MOST_ALIASES
 
-NAMES: Final = ("docker-compose.yaml", "docker-compose.yml", "compose.yaml", "compose.yml")
+NAME: Final = "docker-compose.yaml"
+"""The one name that Harbor and Terminal-Bench look for: a file with another is the agent's material."""
 _TOP: Final = ("version", "name", "services", "networks", "volumes")
 _WITHOUT_EFFECT: Final = (
     "container_name", "depends_on", "expose", "hostname", "init", "labels", "links", "logging", "networks", "platform",
@@ -71,7 +72,6 @@ def put_companions(folder: Folder, file: Path, main: str, choices: Choices) -> N
         place = ".".join(map(str, wrong["loc"]))
         raise Refused(f"{file.name}: companions: {place} {wrong['msg'].removeprefix('Value error, ')}") from None
     folder.content.setdefault("sandbox", {})["companions"] = found
-    folder.notes.append("fresh_fork: graded in place, where code of the agent in a companion can forge a reward")
     again = [name for name in beside if services[name].get("restart", "no") not in ("no", False)]
     if again:
         folder.notes.append(f"restart: a companion that ends is not started again ({', '.join(again)})")

@@ -49,6 +49,20 @@ def contents(folder: Path) -> Contents:
     return found
 
 
+def workdir_of(dockerfile: Path) -> str | None:
+    """Returns the working directory that a Dockerfile sets last, as an absolute path; None = none that it shows."""
+    found: str | None = None
+    for line in _lines(text_of(dockerfile)):
+        word, _, rest = line.partition(" ")
+        if word.upper() == "FROM":
+            found = None
+        elif word.upper() == "WORKDIR":
+            place = rest.strip().strip("\"'")
+            known = "$" not in place and (place.startswith("/") or found is not None)
+            found = posixpath.normpath(posixpath.join(found or "/", place)) if known else None
+    return found
+
+
 def _lines(text: str) -> list[str]:
     joined: list[str] = []
     going_on = False

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 from pydantic import ValidationError
 
@@ -33,6 +34,7 @@ from penstock.tasks.importers.common import (
     substituted,
     text_of,
 )
+from penstock.tasks.importers.companion_grading import put_grading
 from penstock.tasks.importers.dockerfile import put_environment
 from penstock.tasks.importers.git import lfs_pointers
 
@@ -93,15 +95,12 @@ def fill(folder: Folder, source: Path, choices: Choices) -> None:
     env = substituted(environment.get("env", {}), choices.env, "environment.env")
     if env:
         folder.content["env"] = {**folder.content.get("env", {}), **env}
-    for file in [source / "environment" / name for name in compose.NAMES]:
-        if file.exists():
-            if own:
-                what = (
-                    "several containers beside a separate verifier: its sandbox would not have them as the agent left"
-                )
-                raise Refused(f"environment/{file.name}: {what} them")
-            compose.put_companions(folder, file, "main", choices)
-    if servers := list(_servers(environment, choices)):
+    if (file := source / "environment" / compose.NAME).exists():
+        if own:
+            what = "several containers beside a separate verifier: its sandbox would not have them as the agent left"
+            raise Refused(f"environment/{file.name}: {what} them")
+        compose.put_companions(folder, file, "main", choices)
+    if servers := list(_servers(environment, choices, _companions(folder))):
         folder.content["mcp_servers"] = servers
     if choices.resources and (resources := _resources(environment)):
         folder.content.setdefault("sandbox", {})["resources"] = resources
@@ -132,8 +131,7 @@ def fill(folder: Folder, source: Path, choices: Choices) -> None:
         files += [] if has_tests else seeds
     else:
         has_tests = False
-        # In Harbor, too, the tests run in the agent's container, with everything that it installed.
-        folder.content["verifier"]["fresh_fork"] = False
+        put_grading(folder, source / "environment" / "Dockerfile", source / "tests")
         if verifier.get("user") is not None:
             command["user"] = str(verifier["user"])
     if not has_tests:
@@ -232,19 +230,31 @@ def _put_networks(
         folder.content.setdefault("sandbox", {})[key] = {"hosts": hosts}
 
 
-def _servers(environment: dict[str, Any], choices: Choices) -> Iterator[dict[str, Any]]:
-    """Yields the MCP servers that are programs in the task's container. Raises Refused for others."""
+def _companions(folder: Folder) -> set[str]:
+    """Returns the names by which the task's programs reach its companions."""
+    found = folder.content.get("sandbox", {}).get("companions", ())
+    return {name for one in found for name in (one["name"], *one.get("aliases", ()))} - {"main"}
+
+
+def _servers(environment: dict[str, Any], choices: Choices, companions: set[str]) -> Iterator[dict[str, Any]]:
+    """Yields the MCP servers that are programs of the task's container, or in a companion. Raises Refused."""
     servers = environment.get("mcp_servers") or []
     if not isinstance(servers, list) or not all(isinstance(server, dict) for server in servers):
         raise Refused("environment.mcp_servers: it is not a list of tables")
     for index, server in enumerate(servers):
         where = f"environment.mcp_servers[{index}]"
-        if server.get("transport", "sse") != "stdio" or not server.get("command"):
-            raise Refused(f"{where}: it must be a program (transport stdio, with a command): agents reach no other")
-        plain(server, ("name", "transport", "command", "args", "env"), where)
-        args = [str(server["command"]), *map(str, server.get("args") or ())]
-        env = substituted(server.get("env") or {}, choices.env, f"{where}.env")
-        found = {"name": str(server.get("name") or ""), "args": args} | ({"env": env} if env else {})
+        found: dict[str, Any] = {"name": str(server.get("name") or "")}
+        if server.get("transport") == "streamable-http" and _host(server.get("url")) in companions:
+            plain(server, ("name", "transport", "url"), where)
+            found["url"] = server["url"]
+        elif server.get("transport") == "stdio" and server.get("command"):
+            plain(server, ("name", "transport", "command", "args", "env"), where)
+            found["args"] = [str(server["command"]), *map(str, server.get("args") or ())]
+            if env := substituted(server.get("env") or {}, choices.env, f"{where}.env"):
+                found["env"] = env
+        else:
+            what = "a program (transport stdio, with a command), or a service of its compose file (streamable-http)"
+            raise Refused(f"{where}: it must be {what}: agents reach no other")
         try:
             McpServerTable.model_validate(found)
         except ValidationError as error:
@@ -253,6 +263,14 @@ def _servers(environment: dict[str, Any], choices: Choices) -> Iterator[dict[str
                 f"{where}.{'.'.join(map(str, wrong['loc']))}: {wrong['msg'].removeprefix('Value error, ')}"
             ) from None
         yield found
+
+
+def _host(url: object) -> str | None:
+    """Returns the host of a server's address; None = there is none."""
+    try:
+        return urlsplit(url).hostname if isinstance(url, str) else None
+    except ValueError:
+        return None
 
 
 def _put_solution(folder: Folder, source: Path, config: dict[str, Any], choices: Choices, workdir: str) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from penstock.tasks.importers import compose
 from penstock.tasks.importers.common import Choices, Folder, Refused, plain
 
 _LOGS: Final = "/logs/artifacts"
@@ -24,7 +25,6 @@ _LOGS_MADE: Final = (
 _OF_THE_VERIFIER: Final = "/logs/verifier"
 _OF_THE_AGENT: Final = "/logs/agent"
 _OF_THE_KERNEL: Final = ("dev", "proc", "sys")
-_COMPOSE: Final = "docker-compose.yaml"
 _MAIN: Final = (None, "main")
 _COLLECT_S: Final = 60.0
 # Of others tar's patterns, which match across slashes, and ours, which match names, differ.
@@ -100,8 +100,8 @@ def _put_image(folder: Folder, tests: Path, image: str) -> bool:
     if image:
         verifier["image"] = image
         return True
-    if (tests / _COMPOSE).exists():
-        raise Refused(f"tests/{_COMPOSE}: several containers of a verifier are not supported")
+    if (tests / compose.NAME).exists():
+        raise Refused(f"tests/{compose.NAME}: several containers of a verifier are not supported")
     if (tests / "Dockerfile").is_file():
         verifier["build"] = folder.copy(tests, "verifier")
         return True

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from penstock.tasks.importers import compose
 from penstock.tasks.importers.common import (
     GRADER_FOLDER,
     Choices,
@@ -20,13 +21,13 @@ from penstock.tasks.importers.common import (
     manifest,
     yaml_of,
 )
-from penstock.tasks.importers.compose import put_companions
+from penstock.tasks.importers.companion_grading import put_grading
 from penstock.tasks.importers.dockerfile import put_environment
 
 _TEST_SECONDS: Final = 60.0
 _AGENT_SECONDS: Final = 360.0
 _OF_THE_FORM: Final = frozenset(
-    {"task.yaml", "Dockerfile", "docker-compose.yaml", "run-tests.sh", "tests", "solution.sh", "solution.yaml"}
+    {"task.yaml", "Dockerfile", compose.NAME, "run-tests.sh", "tests", "solution.sh", "solution.yaml"}
 )
 
 
@@ -50,9 +51,9 @@ def _fill(folder: Folder, source: Path, choices: Choices) -> None:
         raise Refused("it has no run-tests.sh")
     folder.content["instruction"] = config["instruction"]
     workdir = _put_environment(folder, source, choices)
-    file = source / "docker-compose.yaml"
+    file = source / compose.NAME
     if file.is_file() and len((yaml_of(file) or {}).get("services") or {}) > 1:
-        put_companions(folder, file, "client", choices)
+        compose.put_companions(folder, file, "client", choices)
     test_seconds = float(config.get("max_test_timeout_sec", _TEST_SECONDS))
     folder.content["limits"] = {
         "agent": float(config.get("max_agent_timeout_sec", _AGENT_SECONDS)),
@@ -80,9 +81,8 @@ def _fill(folder: Folder, source: Path, choices: Choices) -> None:
         ],
         "commands": [command],
         "reward": "file",
-        # In Terminal-Bench, too, the tests run in the agent's container, with everything that it installed.
-        "fresh_fork": False,
     }
+    put_grading(folder, source / "Dockerfile", tests)
     _put_solution(folder, source, workdir)
     kept = ("difficulty", "category", "tags", "author_name", "author_email")
     folder.content["metadata"] = {"format": "terminal-bench", **{key: config[key] for key in kept if key in config}}
