@@ -59,12 +59,14 @@ async def run(folder: Path, load: Load, *, gpus: int, cancel: bool, power: bool,
     folder.chmod(0o755)
     model.write(folder)
     engine.register(folder / engine.PLUGINS)
-    async with slurm(folder, _NODES, saves_power=power) as cluster:
+    # What a cancelled job leaves, it leaves of one of each as of two.
+    nodes, of_each = (_NODES[:2], 1) if cancel else (_NODES, 2)
+    async with slurm(folder, nodes, saves_power=power) as cluster:
         report.say("Slurm is up")
         ends = folder / rollouts.ENDS
         ends.touch()
         trainer = [sys.executable, "-m", "tests.clusters.rollouts", *load.arguments(), f"--folder={folder}"]
-        job = _submit(cluster, trainer, gpus, first_uid)
+        job = _submit(cluster, trainer, gpus, first_uid, of_each)
         if power:
             await eventually(lambda: cluster.power() == set(_NODES), "Slurm asks for all nodes", within=_LIMIT_S)
             report.say("Slurm asks for all nodes")
@@ -72,18 +74,18 @@ async def run(folder: Path, load: Load, *, gpus: int, cancel: bool, power: bool,
         report.say("a first rollout has ended")
         directory = folder / f"penstock-{job}"
         for kind, first in (("sandboxes", "n"), ("drivers", "d"), ("gates", "g"), ("engines", "e")):
-            names = list(_NODES) if first == "n" else [f"{first}0", f"{first}1"]
+            names = list(nodes) if first == "n" else [f"{first}{number}" for number in range(of_each)]
             members = members_in(folder, kind)
             report.check(sorted(members) == names, f"{kind} are {members}")
         if gpus:
             seen = gpus_seen(cluster.nodes.values())
-            report.check(seen == [str(gpus)] * 2, f"the engines see {seen} GPUs")
+            report.check(seen == [str(gpus)] * of_each, f"the engines see {seen} GPUs")
         else:
             for service, node in _PLACED.items():
                 report.check(has_service(cluster.nodes[node], service), f"{node} has no {service} service")
         last: set[str] = set()
         living = [name for name in cluster.nodes if cancel or power or name not in _PLACED.values()]
-        of_all = backends(folder, first_uid, _UIDS, _NODES)
+        of_all = backends(folder, first_uid, _UIDS, nodes)
         report.check(bool(traces(of_all)), "sandboxes show nothing to their machines while rollouts run")
         if cancel:
             cluster.run("scancel", job)
@@ -113,17 +115,17 @@ async def run(folder: Path, load: Load, *, gpus: int, cancel: bool, power: bool,
     return report
 
 
-def _submit(cluster: Slurm, trainer: Sequence[str], gpus: int, first_uid: int) -> str:
+def _submit(cluster: Slurm, trainer: Sequence[str], gpus: int, first_uid: int, of_each: int) -> str:
     folder = cluster.folder
     settings = [f"sandbox.first_uid={first_uid}", f"sandbox.uid_count={_UIDS}", f"inference.engine={engine.NAME}"]
     up = ["--model-dir", str(folder / "model"), "--engine", "scripted", "--script", str(folder / "script.yaml")]
     up += ["--engine-option", f"{engine.OPTION}={answers(folder)}"]
     up += [word for setting in settings for word in ("--set", setting)]
-    up += ["--drivers", "2", "--gates", "2", "--engines", "2"]
+    up += [word for kind in ("drivers", "gates", "engines") for word in (f"--{kind}", str(of_each))]
     up += ["--scratch", str(folder / "scratch"), *(["--gpus", str(gpus)] if gpus else [])]
     (folder / "scratch").mkdir(mode=0o711)
     script = ROOT / "deploy" / "slurm" / "penstock.sbatch"
-    options = [f"--nodes={len(_NODES)}", f"--output={folder / 'job.log'}", *(["--gres=gpu:2"] if gpus else [])]
+    options = [f"--nodes={len(cluster.nodes)}", f"--output={folder / 'job.log'}", *(["--gres=gpu:2"] if gpus else [])]
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     exported = f"--export=ALL,PYTHONPATH={machines.python_path(folder)},PATH={path}"
     return cluster.submit(script, exported, *options, then=[*up, "--", *trainer])

@@ -81,9 +81,12 @@ class Ray:
                 f"--object-store-memory={_STORE_BYTES}",
                 f"--resources={json.dumps({} if name == HEAD else PLACE)}",
             ),
-            *("--disable-usage-stats", "--block"),
+            # The trainer is on the head, whose log it writes to: what workers print is read by nobody.
+            *("--disable-usage-stats", "--block", f"--include-log-monitor={name == HEAD}"),
             *(f"--{name}-port={port}" for name, port in _PORTS.items()),
             *(["--include-dashboard=false", f"--temp-dir={self.folder / 'ray'}"] if name == HEAD else []),
+            # The monitor is the autoscaler.
+            *(["--no-monitor"] if name == HEAD and self.autoscaler is None else []),
             *([f"--autoscaling-config={self.autoscaler}"] if name == HEAD and self.autoscaler else []),
         ]
         self._tries[name] += 1

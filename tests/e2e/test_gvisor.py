@@ -33,15 +33,15 @@ async def on_gvisor(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[R
             yield started
 
 
+IN_LOCAL_SANDBOXES = pytest.mark.on_demand("opencode and pi on gVisor: they run in local sandboxes, shell here too")
+
+
 @pytest.mark.requirement("R17", "R18", "R55", "R57", "R82")
 @pytest.mark.parametrize(
     ("agent", "count"),
     [
-        pytest.param(
-            *("opencode", 1),
-            marks=pytest.mark.on_demand("opencode on gVisor: it runs in local sandboxes, and pi and shell on gVisor"),
-        ),
-        ("pi", 1),
+        pytest.param("opencode", 1, marks=IN_LOCAL_SANDBOXES),
+        pytest.param("pi", 1, marks=IN_LOCAL_SANDBOXES),
         ("shell", 2),
     ],
 )

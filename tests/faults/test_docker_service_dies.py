@@ -24,7 +24,24 @@ from penstock.sandbox.v1 import sandbox_service_pb2 as ss
 pytestmark = pytest.mark.asyncio
 
 
-@pytest_asyncio.fixture(params=["docker", "docker-sidecar", "docker-gvisor"])
+VARIANTS = pytest.mark.parametrize(
+    "variant",
+    [
+        "docker",
+        "docker-sidecar",
+        pytest.param(
+            "docker-gvisor",
+            marks=pytest.mark.on_demand(
+                "gVisor's containers at the death of their service, beside a second instance and killed: the same"
+                " labels and the same daemon as of other containers of Docker's, which run"
+            ),
+        ),
+    ],
+    indirect=True,
+)
+
+
+@pytest_asyncio.fixture
 async def variant(request: pytest.FixtureRequest) -> AsyncIterator[str]:
     """Each way into containers; what another test left with the engine would be told as this one's."""
     engine = await asyncio.to_thread(dockerd.gvisor if request.param == "docker-gvisor" else dockerd.engine)
@@ -64,6 +81,7 @@ def _attendants(folder: str) -> set[str]:
 
 
 @pytest.mark.requirement("R49", "R50")
+@VARIANTS
 async def test_a_killed_docker_service_leaves_nothing_with_the_daemon(variant: str) -> None:
     """Neither containers, images, volumes and networks, nor control groups, supervisors and mounts.
 
@@ -119,21 +137,7 @@ async def test_a_killed_docker_service_leaves_nothing_with_the_daemon(variant: s
 
 
 @pytest.mark.requirement("R50")
-@pytest.mark.parametrize(
-    "variant",
-    [
-        "docker",
-        "docker-sidecar",
-        pytest.param(
-            "docker-gvisor",
-            marks=pytest.mark.on_demand(
-                "containers of another instance beside gVisor's: the same labels distinguish instances as beside"
-                " other containers of Docker's"
-            ),
-        ),
-    ],
-    indirect=True,
-)
+@VARIANTS
 async def test_other_instances_containers_are_left_alone(variant: str) -> None:
     """Only our own sandboxes."""
     with tempfile.TemporaryDirectory(prefix="penstock-fault-") as one, tempfile.TemporaryDirectory() as other:
@@ -145,6 +149,7 @@ async def test_other_instances_containers_are_left_alone(variant: str) -> None:
 
 
 @pytest.mark.requirement("R28", "R43")
+@VARIANTS
 async def test_externally_killed_container_is_lost_at_once(variant: str) -> None:
     engine = dockerd.engine()
     with tempfile.TemporaryDirectory(prefix="penstock-fault-") as folder:

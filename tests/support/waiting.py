@@ -9,6 +9,9 @@ from typing import Final
 
 GUARD_S: Final = 60.0
 _PAUSE_S: Final = 0.02
+_MOST_PAUSE_S: Final = 0.3
+_SHARE: Final = 0.1
+"""A pause is this share of the time that was waited already: what takes long is asked seldom, and seen hardly later."""
 
 
 def limits(first: float) -> Iterator[float]:
@@ -22,10 +25,11 @@ def limits(first: float) -> Iterator[float]:
 
 def awaited(check: Callable[[], bool], what: str) -> None:
     """As `eventually`, where no event loop runs."""
-    deadline = time.monotonic() + GUARD_S
+    began = time.monotonic()
     while not check():
-        assert time.monotonic() < deadline, f"{what}: not within {GUARD_S:g} s"
-        time.sleep(_PAUSE_S)
+        waited = time.monotonic() - began
+        assert waited < GUARD_S, f"{what}: not within {GUARD_S:g} s"
+        time.sleep(_pause(waited))
 
 
 async def eventually(check: Callable[[], bool], what: str, *, within: float = GUARD_S) -> None:
@@ -39,8 +43,13 @@ async def eventually(check: Callable[[], bool], what: str, *, within: float = GU
 
 async def eventually_async(check: Callable[[], Awaitable[bool]], what: str, *, within: float = GUARD_S) -> None:
     """As `eventually`, for a check that has to ask somebody."""
-    deadline = asyncio.get_running_loop().time() + within
+    began = asyncio.get_running_loop().time()
     while not await check():
-        if asyncio.get_running_loop().time() > deadline:
+        waited = asyncio.get_running_loop().time() - began
+        if waited > within:
             raise AssertionError(f"{what}: not within {within:g} s")
-        await asyncio.sleep(_PAUSE_S)
+        await asyncio.sleep(_pause(waited))
+
+
+def _pause(waited: float) -> float:
+    return min(max(_PAUSE_S, _SHARE * waited), _MOST_PAUSE_S)

@@ -53,6 +53,7 @@ def _go() -> Sequence[str]:
         "go",
         "build",
         "-race",
+        "-ldflags=-w",  # half of the linker's time is a debugger's tables
         "-o",
         str(program),
         "./internal/subject",

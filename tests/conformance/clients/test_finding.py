@@ -145,7 +145,7 @@ async def test_the_commands_find_a_rollout_of_another_driver(place: Place, tmp_p
     async def penstock(*arguments: str) -> list[dict[str, Any]]:
         surroundings = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")}
         process = await asyncio.create_subprocess_exec(
-            str(Path(sys.executable).with_name("penstock")),
+            *(sys.executable, "-m", "penstock.cli.main"),
             *([] if discover else ["--no-discover"]),
             *arguments,
             env={**surroundings, "PENSTOCK_DRIVER_ADDRESS": address, "PENSTOCK_TOKEN": TOKEN},

@@ -1,12 +1,12 @@
-"""Each write of the driver's journal is refused once, by each error of a disk, under one fixed scenario (R50, R146).
+"""Each write of the driver's journal is refused once, by the errors of a disk in turn, in one scenario (R146).
 
 The scenario has whatever the driver writes: agents registered and deleted; rollouts that complete, that are begun anew,
 that are cancelled, deleted, or owe a release; groups; calls that are counted; terminal episodes that are answered,
 closed, or cannot be opened at first. Its clients do what their SDKs do about a refusal: they ask again. Then a driver
 starts on what one that died has left: rollouts and episodes in every state; each write of that start is refused, too.
 
-The suite refuses a sample: one write of each statement and a few commits, drawn by a seed.
-PENSTOCK_EVERY_REFUSED_WRITE=1 refuses each write in its turn, in a few minutes of one core:
+The suite refuses a sample by the errors in turn: one write of each statement and a few commits, drawn by a seed.
+PENSTOCK_EVERY_REFUSED_WRITE=1 refuses each write by each error, in a few minutes of one core:
 
     PENSTOCK_EVERY_REFUSED_WRITE=1 python -m pytest tests/faults/driver/test_every_refused_write.py
 """
@@ -23,7 +23,7 @@ from typing import Any, Final, TypeVar
 
 import pytest
 from tests.support.disks.failing_disk import Disk, failing
-from tests.support.disks.refused_writes import COMMITS, ERRORS, KINDS, sweep
+from tests.support.disks.refused_writes import COMMITS, IN_TURN, KINDS, Error, in_turn, sweep
 from tests.support.services.inner_driver import CONTEXT, Box, Boxes, InnerDriver, Places, asked, inner_driver
 from tests.support.waiting import eventually, eventually_async
 
@@ -409,13 +409,12 @@ async def _ended(scenario: Scenario, name: str) -> bool:
 
 @pytest.mark.requirement("R49", "R50", "R70", "R78", "R146")
 @KINDS
-@ERRORS
+@IN_TURN
 async def test_refused_write_changes_no_rollouts_end_and_loses_no_reported_event(
-    tmp_path: Path, code: int, undoes: bool, commits: bool
+    tmp_path: Path, errors: tuple[Error, ...], commits: bool
 ) -> None:
     """Who is refused hears why; what was told is there after a restart; nothing is left."""
-    draw = random.Random(f"{SEED} {code} {undoes}")
-    swept = await sweep(play, tmp_path, lambda at: Disk(code, at=at, commits=commits, undoes=undoes), draw=draw)
+    swept = await sweep(play, tmp_path, in_turn(errors, commits=commits), draw=random.Random(f"{SEED} {errors}"))
     assert len(swept.refused) >= COMMITS
     if not commits:
         swept.has("INSERT INTO rollouts", "INSERT INTO events", "INSERT INTO terminals", "UPDATE terminals")
@@ -423,16 +422,15 @@ async def test_refused_write_changes_no_rollouts_end_and_loses_no_reported_event
 
 @pytest.mark.requirement("R50", "R70", "R146")
 @KINDS
-@ERRORS
+@IN_TURN
 async def test_refused_write_at_start_ends_or_resumes_the_last_drivers_rollouts(
-    tmp_path: Path, code: int, undoes: bool, commits: bool
+    tmp_path: Path, errors: tuple[Error, ...], commits: bool
 ) -> None:
     """A driver starts on such a disk or says why it does not; the next one does."""
     remains = Remains(tmp_path)
     await remains.leave()
-    draw = random.Random(f"{SEED} {code} {undoes}")
-    disk_at = lambda at: Disk(code, at=at, commits=commits, undoes=undoes)  # noqa: E731
-    swept = await sweep(remains.start_on, tmp_path, disk_at, draw=draw)
+    draw = random.Random(f"{SEED} {errors}")
+    swept = await sweep(remains.start_on, tmp_path, in_turn(errors, commits=commits), draw=draw)
     assert len(swept.refused) > 2
     if not commits:
         swept.has("UPDATE rollouts SET phase = ?, end_time", "DELETE FROM owed", "UPDATE terminals SET outcome")

@@ -4,7 +4,9 @@ The scenario: an agent is registered; a rollout with setup, verifier and an arti
 annotated and graded again; it is deleted. The client comes back as its library does. Sandbox service and gate are the
 real ones and stay. Each write is the last one before its commit, when the driver has gone on meanwhile, and those that
 a client waits for also after it, before its answer to the client. The enumeration ends by itself, with the first write
-that is not reached.
+that is not reached. The suite kills at each third write. Each of them is
+
+    pytest --full tests/faults/driver/test_every_write.py
 """
 
 from __future__ import annotations
@@ -207,16 +209,23 @@ def services(tmp_path: Path) -> Iterator[tuple[Process, Process]]:
 
 
 @pytest.mark.requirement("R25", "R49", "R50", "R62", "R127", "R135", "R140")
-@pytest.mark.parametrize("spec", [SPEC, IN_PLACE], ids=["graded in a fork", "graded in place"])
+@pytest.mark.parametrize(
+    "every", [3, pytest.param(1, marks=pytest.mark.on_demand("each third write shows it as well"))]
+)
+@pytest.mark.parametrize(("spec", "first"), [(SPEC, 1), (IN_PLACE, 2)], ids=["graded in a fork", "graded in place"])
 async def test_kill_at_any_write_neither_loses_leaks_nor_repeats_a_rollout(
-    warm: Warm, services: tuple[Process, Process], tmp_path: Path, spec: rollout_pb2.RolloutSpec
+    warm: Warm,
+    services: tuple[Process, Process],
+    tmp_path: Path,
+    spec: rollout_pb2.RolloutSpec,
+    first: int,
+    every: int,
 ) -> None:
     """It completed in one attempt, with each event once; nothing of it is left anywhere."""
     failed: dict[str, list[str]] = {}
     seen: set[str] = set()
-    at, reached = 0, True
+    at, reached = min(first, every), True
     while reached:
-        at += 1
         committed = False
         while True:
             driver = driver_of(warm, tmp_path / f"{at}-{committed}", services)
@@ -227,15 +236,16 @@ async def test_kill_at_any_write_neither_loses_leaks_nor_repeats_a_rollout(
                 async with asyncio.timeout(HANGS_S):
                     found = await play(driver, spec)
             found += await leaked(services)
-            reached = driver.died
-            write = next(iter(driver.writes()[at - 1 :]), [])
-            seen.update(write)
+            reached, writes = driver.died, driver.writes()
+            write = next(iter(writes[at - 1 :]), [])
+            seen.update(statement for each in writes for statement in each)
             if found:
                 failed[f"{'after' if committed else 'before'} write {at}: {write}"] = found
             await driver.kill()
             if committed or not reached or not any(line.startswith(AWAITED) for line in write):
                 break
             committed = True
+        at += every
     assert not failed
     assert at > 8
     for kind in (

@@ -3,7 +3,7 @@
 The scenario is that of `test_every_write`, with an agent that asks a model: a rollout with setup, verifier and an
 artifact is created, watched, awaited, graded again and deleted. The driver lives, and kills its victim just before the
 n-th write is committed. The victims are started again as soon as they are dead, as their operator would; a spawner is
-started by its service. The short form kills at each sixth write. All of them takes some minutes:
+started by its service. The short form kills at each twelfth write. All of them takes some minutes:
 
     pytest --full tests/faults/driver/test_every_write_and_others.py
 """
@@ -296,7 +296,7 @@ def _sampled(played: Played, world: World, account: Path) -> Iterator[str]:
 
 @pytest.mark.requirement("R127", "R128", "R140")
 @pytest.mark.parametrize(
-    "every", [6, pytest.param(1, marks=pytest.mark.on_demand("each sixth write shows it as well"))]
+    "every", [12, pytest.param(1, marks=pytest.mark.on_demand("each twelfth write shows it as well"))]
 )
 @pytest.mark.parametrize("victim", VICTIMS)
 async def test_kill_of_another_at_a_write_of_the_driver_costs_no_answer(

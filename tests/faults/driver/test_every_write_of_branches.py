@@ -2,7 +2,7 @@
 
 The scenario: a rollout ends; two branches of it begin; one of them loses its sandbox, and its next attempt replays its
 parent's answers and its own. The writes are those from the request for the branches on; `test_every_write` has those
-before. The short form dies at each sixth write. All of them, before and after their commit, takes some minutes:
+before. The short form dies at each ninth write. All of them, before and after their commit, takes some minutes:
 
     pytest --full tests/faults/driver/test_every_write_of_branches.py
 """
@@ -142,7 +142,7 @@ async def _deleted(ps: Penstock, group: GroupHandle) -> list[str]:
 
 @pytest.mark.requirement("R127", "R128", "R129", "R130")
 @pytest.mark.parametrize(
-    "every", [6, pytest.param(1, marks=pytest.mark.on_demand("each sixth write shows it as well"))]
+    "every", [9, pytest.param(1, marks=pytest.mark.on_demand("each ninth write shows it as well"))]
 )
 async def test_kill_at_a_write_of_branching_samples_nothing_twice(
     warm: Warm, services: tuple[Process, Process], tmp_path: Path, every: int

@@ -67,6 +67,10 @@ def test_every_rollout_is_rewarded_although_a_node_and_a_gate_are_cut(tmp_path: 
     assert "a driver is lost: its rollouts are closed" in (tmp_path / "g1.log").read_text()
 
 
+@pytest.mark.on_demand(
+    "a killed driver of several, in a fleet of its own: tests/faults/driver/test_restarts.py has the next driver go on"
+    " with every rollout, and test_soak kills one of two"
+)
 @pytest.mark.requirement("R119", "R127")
 def test_rollouts_of_a_killed_driver_of_several_go_on(tmp_path: Path) -> None:
     """It comes back on its disk, at two gates and two sandbox services; each rollout has one attempt."""

@@ -1,4 +1,4 @@
-"""Each write of the gate's journal is refused once, by each error of a disk, under one fixed scenario (R34, R146).
+"""Each write of the gate's journal is refused once, by the errors of a disk in turn, in one scenario (R146).
 
 The scenario has whatever the gate writes: rollouts with a run's budgets, tokens, calls that are answered one by one and
 together, given back, paused and cancelled, host tools, closing and deleting. Agent, trainer and driver do what their
@@ -20,7 +20,7 @@ from typing import Final, TypeVar
 
 import pytest
 from tests.support.disks.failing_disk import Disk, failing
-from tests.support.disks.refused_writes import COMMITS, ERRORS, EVERY, KINDS, sweep
+from tests.support.disks.refused_writes import COMMITS, EVERY, IN_TURN, KINDS, Error, in_turn, sweep
 from tests.support.services.inner_gate import completion, inner_gate
 
 from penstock_chassis.errors import NotFound, Unavailable
@@ -183,13 +183,12 @@ async def _heads(gate: OpenGate) -> dict[str, bytes]:
 
 @pytest.mark.requirement("R34", "R82", "R146")
 @KINDS
-@ERRORS
+@IN_TURN
 async def test_refused_write_loses_nothing_acknowledged_and_keeps_nothing_refused(
-    tmp_path: Path, code: int, undoes: bool, commits: bool
+    tmp_path: Path, errors: tuple[Error, ...], commits: bool
 ) -> None:
     """Every answer that was acknowledged is there, none that was refused, and every chain is whole."""
-    draw = random.Random(f"{SEED} {code} {undoes}")
-    swept = await sweep(play, tmp_path, lambda at: Disk(code, at=at, commits=commits, undoes=undoes), draw=draw)
+    swept = await sweep(play, tmp_path, in_turn(errors, commits=commits), draw=random.Random(f"{SEED} {errors}"))
     assert set(swept.refused) == set(swept.written)
     assert len(swept.refused) > 10 or (not EVERY and len(swept.refused) >= COMMITS)
     if not commits:

@@ -1,4 +1,4 @@
-"""Each write of the sandbox service's journal is refused once, by each error of a disk (R50, R146).
+"""Each write of the sandbox service's journal is refused once, by the errors of a disk in turn (R50, R146).
 
 The scenario has whatever it writes: sandboxes made, deleted, lost and left behind by a kill; snapshots prepared, stood
 upon, deleted, evicted, and taken over by the next service. The provider is a set of names. Clients ask again.
@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import pytest
 from tests.support.disks.failing_disk import Disk, failing
-from tests.support.disks.refused_writes import ERRORS, KINDS, sweep
+from tests.support.disks.refused_writes import IN_TURN, KINDS, Error, in_turn, sweep
 from tests.unit.sandbox.scripted_backend import World
 from tests.unit.sandbox.scripted_domain import pass_turns
 from tests.unit.sandbox.snapshots.test_manager import Cache, cache
@@ -89,12 +89,12 @@ async def play(directory: Path, disk: Disk) -> None:
 
 @pytest.mark.requirement("R49", "R50", "R146")
 @KINDS
-@ERRORS
+@IN_TURN
 async def test_refused_write_leaves_nothing_and_loses_nothing_reported(
-    tmp_path: Path, code: int, undoes: bool, commits: bool
+    tmp_path: Path, errors: tuple[Error, ...], commits: bool
 ) -> None:
     """Of every sandbox and layer that was to go nothing is left; what was told to be there is there."""
-    swept = await sweep(play, tmp_path, lambda at: Disk(code, at=at, commits=commits, undoes=undoes))
+    swept = await sweep(play, tmp_path, in_turn(errors, commits=commits))
     assert len(swept.refused) > 8
     if not commits:
         for kind in ("INSERT INTO sandbox", "DELETE FROM sandbox", "INSERT INTO snapshot", "DELETE FROM snapshot"):

@@ -6,7 +6,7 @@ deleted by its label. Every request is repeated. The client comes back as its li
 request id, for a sandbox that is reported as lost. What the service had on its host goes with it, or with its next
 start. The enumeration ends by itself, with the first write that is not reached.
 
-The short form kills before the commit of each second write, and on e2b, where a start takes longer, of each sixth one.
+The short form kills before the commit of each fourth write, and on e2b, where a start takes longer, of each sixth one.
 All of them, before and after their commit, takes some minutes:
 
     pytest --full tests/faults/sandbox/test_every_write.py
@@ -329,7 +329,7 @@ async def warm() -> AsyncIterator[Warm]:
 async def backend(request: pytest.FixtureRequest) -> AsyncIterator[Backend]:
     """One whose snapshots go with the service, and one, in a stand-in of its cloud, whose snapshots stay."""
     if request.param == "local":
-        yield Backend("local", keeps=False, every=2, settings={})
+        yield Backend("local", keeps=False, every=4, settings={})
         return
     async with stand_in() as cloud:
         prefix = "PENSTOCK_SANDBOX_"

@@ -16,6 +16,7 @@ import pytest
 import yaml
 from aiohttp import web
 from tests.support.endpoints.token_endpoint import VOCAB, token_endpoint, unused_port
+from tests.support.services.forking import genuine
 from tests.support.services.processes import argv_of, children_of
 from tests.support.terminal.commandline import json_lines
 from tests.support.waiting import eventually_async
@@ -204,11 +205,11 @@ async def test_an_interrupted_rollout_is_cancelled_and_exits_130(connection: dic
     assert code == 0 and "--skip-permissions" in out
 
 
-@pytest.mark.usefixtures("genuine_starts")
 async def test_up_keeps_services_running_until_stopped(tmp_path: Path) -> None:
     """One command runs everything; clients find it by its connection file; nothing is left afterwards."""
     state, port = tmp_path / "state", unused_port()
-    process = await start("up", "--free-ports", "--state-dir", str(state), "--set", f"driver.port={port}", "--json")
+    with genuine():
+        process = await start("up", "--free-ports", "--state-dir", str(state), "--set", f"driver.port={port}", "--json")
     assert process.stdout is not None and process.stderr is not None
     (told,) = json_lines("up", (await process.stdout.readline()).decode())
     assert told["services"]["driver"].endswith(f":{port}")
@@ -237,17 +238,17 @@ async def test_up_keeps_services_running_until_stopped(tmp_path: Path) -> None:
 
 
 @pytest.mark.requirement("R1", "R27")
-@pytest.mark.usefixtures("genuine_starts")
 async def test_up_asks_an_endpoint_and_doctor_says_what_it_gives(tmp_path: Path) -> None:
     """The key comes by the environment and shows nowhere; until the endpoint answers, that is what is said."""
     model, state, port = tmp_path / "model", tmp_path / "state", unused_port()
     model.mkdir()
     (model / "config.json").write_bytes(orjson.dumps({"vocab_size": VOCAB}))
-    process = await start(
-        "up", "--free-ports", "--state-dir", str(state), "--model-dir", str(model), "--engine", "openai",
-        "--engine-option", f"base_url=http://127.0.0.1:{port}/v1", "--engine-key-env", "UPSTREAM_KEY",
-        environment={"UPSTREAM_KEY": "sk-of-the-upstream"},
-    )  # fmt: skip
+    with genuine():
+        process = await start(
+            "up", "--free-ports", "--state-dir", str(state), "--model-dir", str(model), "--engine", "openai",
+            "--engine-option", f"base_url=http://127.0.0.1:{port}/v1", "--engine-key-env", "UPSTREAM_KEY",
+            environment={"UPSTREAM_KEY": "sk-of-the-upstream"},
+        )  # fmt: skip
     assert process.stdout is not None
     async for line in process.stdout:
         if line.startswith(b"ingress"):
@@ -458,11 +459,11 @@ async def test_a_state_directory_that_is_named_is_the_one_that_is_used(
 
 
 @pytest.mark.requirement("R97")
-@pytest.mark.usefixtures("genuine_starts")
 async def test_up_starts_a_service_that_was_killed_again_and_reports_it(tmp_path: Path) -> None:
     """A line when it died, a line when it is back; `doctor --live` knows."""
     state = str(tmp_path / "state")
-    up = await start("up", "--free-ports", "--state-dir", state, "--set", f"sandbox.port={unused_port()}")
+    with genuine():
+        up = await start("up", "--free-ports", "--state-dir", state, "--set", f"sandbox.port={unused_port()}")
     assert up.stdout is not None and up.stderr is not None
     async for line in up.stdout:
         if line.startswith(b"ingress"):

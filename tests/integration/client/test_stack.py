@@ -17,7 +17,6 @@ from penstock.local.stack import LocalStack, StackFailed, UpstreamEndpoint
 from penstock.local.supervision import Deaths, ServiceRestart
 
 SECRET = "sk-test '$(leak)"
-pytestmark = pytest.mark.usefixtures("genuine_starts")
 
 
 def alive(pid: int) -> bool:
@@ -29,6 +28,7 @@ def alive(pid: int) -> bool:
 
 
 @pytest.mark.requirement("R1", "R2")
+@pytest.mark.usefixtures("genuine_starts")
 async def test_no_secret_is_in_an_argv_or_environment_or_stays_on_disk(tmp_path: Path) -> None:
     """Tokens and keys are in files that only this user can read, and those are gone afterwards."""
     stack = LocalStack(
@@ -78,7 +78,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.requirement("R97")
-@pytest.mark.usefixtures("at_once")
+@pytest.mark.usefixtures("at_once", "genuine_starts")
 async def test_dead_service_restarts_at_its_address_and_the_others_continue(tmp_path: Path) -> None:
     """Same address, same token, no other service ends; the caller and `GetStatus` learn of it."""
     seen: asyncio.Queue[ServiceRestart] = asyncio.Queue()

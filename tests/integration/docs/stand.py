@@ -21,6 +21,7 @@ import orjson
 from tests.integration.docs.blocks import ALL
 from tests.support.endpoints.upstream import vendor
 from tests.support.policy import CODEC, FILES
+from tests.support.services.forked_commands import forked_commands
 from tests.support.services.stack import disjoint_uids
 from tests.unit.docs.pages import ROOT
 
@@ -57,6 +58,8 @@ class Stand:
     model: Path
     connection: Path
     endpoint: str
+    commands: Path
+    """The directory of the program `penstock`."""
 
     def stage(self, page: str) -> Path:
         """A directory for a page's blocks, with what every page finds there."""
@@ -80,7 +83,7 @@ class Stand:
     def environment(self, stage: Path) -> dict[str, str]:
         """Of the commands: the program that is tested, and these services."""
         return {
-            "PATH": f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin",
+            "PATH": f"{self.commands}:{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin",
             "HOME": str(stage),
             "PENSTOCK_CONNECTION": str(self.connection),
             "EXAMPLE_API_KEY": "a key",
@@ -128,10 +131,11 @@ async def standing(folder: Path) -> AsyncIterator[Stand]:
     FILES.write(folder / "a-tokenizer")
     settings: dict[str, dict[str, Any]] = {"sandbox": {"first_uid": disjoint_uids()}}
     stack = LocalStack(model_dir=model, state_dir=folder / "state", settings=settings)
-    async with stack, connect(stack.endpoints) as ps, vendor() as upstream:
-        connection = folder / CONNECTION_FILE
-        write_connection(connection, stack.endpoints, pid=None)
-        yield Stand(folder, ps, model, connection, upstream.base_url)
+    with forked_commands() as commands:
+        async with stack, connect(stack.endpoints) as ps, vendor() as upstream:
+            connection = folder / CONNECTION_FILE
+            write_connection(connection, stack.endpoints, pid=None)
+            yield Stand(folder, ps, model, connection, upstream.base_url, commands)
 
 
 async def _results(stand: Stand, run_id: str, n: int = 2, task: Task | None = None) -> list[Any]:
@@ -185,7 +189,7 @@ async def _evaluate(stand: Stand, stage: Path) -> None:
     """An evaluation that was made before, to compare with."""
     words = ["eval", "run", "tasks", "--agent", "shell", "--upstream", stand.endpoint, "--model", "some-model"]
     process = await asyncio.create_subprocess_exec(
-        *("penstock", *words, "--out", "runs/evals/other"),
+        *(str(stand.commands / "penstock"), *words, "--out", "runs/evals/other"),
         cwd=stage,
         env=stand.environment(stage),
         stdout=asyncio.subprocess.DEVNULL,

@@ -37,7 +37,7 @@ async def test_defects_are_found_by_the_trials_that_show_them(stack_with_pytest:
     maker = Maker(2026, PYTEST)
     classes = {"for_nothing": 0, "in_git": 3, "ordered": 0, "half_tested": 0, "editable": 0}
     tasks = [maker.planted(defect, number) for defect, number in classes.items()]
-    terms = Terms(solutions=2, mutants=4, fail_fast=True)
+    terms = Terms(solutions=1, mutants=2, fail_fast=True)
     found, wrong = await measured(stack_with_pytest.ps, tasks, terms, 6)
     assert wrong == []
     assert len(found) == 5
@@ -47,7 +47,7 @@ async def test_defects_are_found_by_the_trials_that_show_them(stack_with_pytest:
 async def test_a_task_without_a_defect_passes(stack_with_pytest: Running) -> None:
     """And nothing of its trials is left at the driver."""
     task = Maker(2027, PYTEST).clean(4)
-    found, wrong = await measured(stack_with_pytest.ps, [task], Terms(solutions=2, mutants=4), 6)
+    found, wrong = await measured(stack_with_pytest.ps, [task], Terms(solutions=1, mutants=2), 6)
     assert wrong == []
     assert found[0].files and found[0].size_bytes
     assert {trial.kind for trial in found[0].trials} == set(Kind)

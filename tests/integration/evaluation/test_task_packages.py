@@ -65,13 +65,18 @@ async def test_the_commands_of_the_guide_to_pytest_run_as_printed(stack: Running
     connection = tmp_path / "connection.json"
     write_connection(connection, stack.stack.endpoints, pid=os.getpid())
     environment = {**os.environ, "PENSTOCK_CONNECTION": str(connection)}
-    environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     shown = [one for block in ALL if block.page == PAGE and block.kind == "sh" for one in commands(block)]
     ours = [one.line for one in shown if one.line.startswith("penstock ")]
     assert len(ours) == 4
     for text in ours:
         argv = text.replace("--agent opencode", "--agent shell").split()
-        process = await asyncio.create_subprocess_exec(*argv, stdout=PIPE, stderr=PIPE, cwd=tmp_path, env=environment)
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "penstock.cli.main", *argv[1:]),
+            stdout=PIPE,
+            stderr=PIPE,
+            cwd=tmp_path,
+            env=environment,
+        )
         out, err = await process.communicate()
         assert process.returncode == 0 or argv[1] == "rollout", f"{text}: {out.decode()}{err.decode()}"
         if argv[1] == "rollout":

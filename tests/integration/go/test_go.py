@@ -21,6 +21,8 @@ from tools import golang
 
 ROOT: Final = Path(__file__).resolve().parents[3]
 MODULE: Final = "penstock.example/penstock"
+LINKED: Final = "-ldflags=-w"
+"""Without tables for a debugger, which take most of a linker's time. A trace of a panic has its lines all the same."""
 
 
 def run(*command: str, cwd: Path = golang.ROOT, env: Mapping[str, str] | None = None) -> str:
@@ -51,7 +53,7 @@ def test_the_go_client_is_well_formed_and_passes_its_tests() -> None:
     formatter = golang.HOME / "go" / "bin" / "gofmt"
     assert run(str(formatter), "-l", *(str(path) for path in sources)) == "", "run gofmt -w on these"
     go("vet", "-race", "./...")
-    go("test", "-race", "-vet=off", "-count=1", "./...")  # run, even where a run of the same code is remembered
+    go("test", "-race", LINKED, "-vet=off", "-count=1", "./...")  # run, even where a run of the same is remembered
 
 
 def built(tmp_path: Path, blocks: list[str]) -> str:
@@ -64,7 +66,7 @@ def built(tmp_path: Path, blocks: list[str]) -> str:
     work = f"go 1.23\n\nuse .\n\nreplace {MODULE} => {json.dumps(str(golang.ROOT))}\n\nreplace {theirs}"
     (tmp_path / "go.work").write_text(work)
     go("vet", "-race", ".", cwd=tmp_path, GOWORK=str(tmp_path / "go.work"))
-    go("build", "-race", "-o", "program", ".", cwd=tmp_path, GOWORK=str(tmp_path / "go.work"))
+    go("build", "-race", LINKED, "-o", "program", ".", cwd=tmp_path, GOWORK=str(tmp_path / "go.work"))
     return str(tmp_path / "program")
 
 
@@ -102,7 +104,7 @@ async def test_the_program_that_pushes_weights_runs(tmp_path: Path) -> None:
 async def test_the_go_example_learns_which_command_does_the_task(stack: Running, tmp_path: Path) -> None:
     """A whole trainer, against real services and sandboxes: what is rewarded becomes likelier."""
     program = tmp_path / "trainer"
-    await asyncio.to_thread(go, "build", "-race", "-o", str(program), "./examples/trainer")
+    await asyncio.to_thread(go, "build", "-race", LINKED, "-o", str(program), "./examples/trainer")
     said = await asyncio.to_thread(run, str(program), "-steps", "3", "-n", "6", env=surroundings(stack, tmp_path))
     steps = re.findall(r"^step (\d+): reward ([\d.]+), P\(cedar\) = ([\d.]+)$", said, re.MULTILINE)
     assert [step for step, _, _ in steps] == ["1", "2", "3"], said

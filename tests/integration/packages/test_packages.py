@@ -416,7 +416,7 @@ def test_go_gets_rewarded_rollouts_with_the_module_of_a_proxy(
     for kept in (modules / f"{module}@{version}", modules / "cache" / "download" / module):
         shutil.rmtree(kept, ignore_errors=True)
     go = golang.HOME / "go" / "bin" / "go"
-    run(go, "build", "-race", "-o", "trainer", ".", cwd=program, env=prepared)
+    run(go, "build", "-race", "-ldflags=-w", "-o", "trainer", ".", cwd=program, env=prepared)
     assert "all modules verified" in run(go, "mod", "verify", cwd=program, env=prepared)
     rewarded(run(program / "trainer", cwd=program, env=prepared))
 

@@ -112,13 +112,13 @@ def blocks_of(page: str) -> list[str]:
     return re.findall(r"^```ts\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
 
 
-def ran(tmp_path: Path, blocks: list[str], env: Mapping[str, str]) -> str:
-    """What a program of these blocks says, compiled strictly."""
+def ran(tmp_path: Path, blocks: list[str], env: Mapping[str, str], *, times: int = 1) -> list[str]:
+    """What a program of these blocks says each time, compiled strictly."""
     program = FOLDER / "examples" / f".page-{tmp_path.name}.ts"  # where the package's name means this one
     program.write_text("\n".join(blocks))
     try:
         run(str(TSC), "-p", "examples")
-        return run("node", str(program), env=env)
+        return [run("node", str(program), env=env) for _ in range(times)]
     finally:
         program.unlink()
 
@@ -129,7 +129,7 @@ async def test_the_program_of_a_page_runs(stack: Running, tmp_path: Path, page: 
     """What a reader copies compiles strictly and does its work, against real services."""
     blocks = blocks_of(page)
     blocks = blocks[:1] if page.endswith("README.md") else blocks
-    said = await asyncio.to_thread(ran, tmp_path, blocks, surroundings(stack, tmp_path))
+    (said,) = await asyncio.to_thread(ran, tmp_path, blocks, surroundings(stack, tmp_path))
     assert "Int32Array" in said
     assert page != "clients/typescript/README.md" or said.splitlines()[-1] == "words: 2"
 
@@ -142,7 +142,7 @@ async def test_the_program_that_pushes_weights_runs(tmp_path: Path) -> None:
     blocks = blocks_of("clients/typescript/README.md")[1:]
     async with open_inference(model, tmp_path / "state") as engine:
         env = {**nodejs.environment(), "PENSTOCK_INFERENCE_ADDRESS": engine.address}
-        said = [await asyncio.to_thread(ran, tmp_path, blocks, env) for _ in range(2)]
+        said = await asyncio.to_thread(ran, tmp_path, blocks, env, times=2)
     assert said == ["version 1 is in force\n", "version 2 is in force\n"]
 
 

@@ -10,25 +10,49 @@ import asyncio
 import os
 import random
 import shutil
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, cycle
 from pathlib import Path
 from typing import Final, Protocol, TypeVar
 
 import pytest
-from tests.support.disks.failing_disk import FULL, IOERR
+from tests.support.disks.failing_disk import FULL, IOERR, Disk
 
 EVERY: Final = os.environ.get("PENSTOCK_EVERY_REFUSED_WRITE") == "1"
 COMMITS: Final = 6
 """So many writes are in the sample where all are of one kind, as commits are."""
 HANGS_S: Final = 60.0
 
-ERRORS: Final = pytest.mark.parametrize(
-    ("code", "undoes"), [(FULL, True), (IOERR, True), (IOERR, False)], ids=["full", "io error", "io error of one"]
-)
+Error = tuple[int, bool]
 """What a journal's disk answers, and whether SQLite undoes the whole transaction with it."""
+_ERRORS: Final[Mapping[str, Error]] = {
+    "full": (FULL, True),
+    "io error": (IOERR, True),
+    "io error of one": (IOERR, False),
+}
+ERRORS: Final = pytest.mark.parametrize(("code", "undoes"), _ERRORS.values(), ids=_ERRORS.keys())
+_OF_ALL: Final = pytest.mark.on_demand("each write is refused by one of the errors, in turn")
+IN_TURN: Final = pytest.mark.parametrize(
+    "errors",
+    [
+        pytest.param(tuple(_ERRORS.values()), id="errors in turn"),
+        *(pytest.param((error,), id=name, marks=_OF_ALL) for name, error in _ERRORS.items()),
+    ],
+)
+"""`errors` of `in_turn`: all of them, each for some writes, or with `--full` also each for all writes."""
 KINDS: Final = pytest.mark.parametrize("commits", [False, True], ids=["statements", "commits"])
+
+
+def in_turn(errors: tuple[Error, ...], *, commits: bool) -> Callable[[int], Disk]:
+    """Makes disks that refuse a write each, by these errors one after another."""
+    turn = cycle(errors)
+
+    def disk_at(at: int) -> Disk:
+        code, undoes = next(turn)
+        return Disk(code, at=at, commits=commits, undoes=undoes)
+
+    return disk_at
 
 
 class Refusing(Protocol):

@@ -1,12 +1,13 @@
 """Starts of services and commands as forks of a process that has imported them already.
 
 A start of a service takes 0.6 to 1 s of a processor, nearly all of it imports, and the suite has hundreds. `installed`
-makes every `subprocess.Popen` of this process (asyncio's as well) that runs `sys.executable -m` one of `MODULES` a
-fork of a warm process: one for each module, started at its first use, which has imported what the module needs and has
-no thread, no event loop and nothing of gRPC's. What comes of it is what `Popen` gives: a child of this process with
-its own pid, argv, environment, streams, directory and process group, which dies, is waited for and ends with its parent
-as any other. It runs the module from its beginning, as `python -m` does. Two things differ: /proc/PID/environ shows
-the environment of the warm process, and /proc/PID/cmdline ends with more than one zero byte.
+makes every `subprocess.Popen` of this process (asyncio's as well) that runs `sys.executable -m` one of `MODULES` a fork
+of a warm process: one for each module, started at its first use, which has imported what the module needs and has no
+thread, no event loop and nothing of gRPC's. It is itself a fork of one that has imported what most modules need. What
+comes of it is what `Popen` gives: a child of this process with its own pid, argv, environment, streams, directory and
+process group, which dies, is waited for and ends with its parent as any other. It runs the module from its beginning,
+as `python -m` does. Two things differ: /proc/PID/environ shows the environment of the warm process, and
+/proc/PID/cmdline ends with more than one zero byte.
 
 So is a start on a host of `tests.hosts.network`, which has setpriv and nsenter in front: the fork enters the network
 namespace, and dies with its parent, as those would let it.
@@ -15,7 +16,7 @@ The fork is `clone(2)` with CLONE_PARENT, since only a parent can wait for its c
 not known, or a start asks for something that a fork cannot have, it is an ordinary start; so is every start inside
 `genuine`, for tests of the start itself.
 
-Run as a process: `python -m tests.support.services.forking MODULE SOCKET`.
+Run as a process: `python -m tests.support.services.forking SOCKET`.
 """
 
 from __future__ import annotations
@@ -72,6 +73,13 @@ MODULES: Final[Mapping[str, Sequence[str]]] = {
     "penstock_inference": _INFERENCE,
     "penstock_inference.replicas.child": _INFERENCE,
     "penstock.cli.main": ("penstock.cli.main",),
+    # It forks services itself, one after another of one kind.
+    "tests.support.services.dying": (
+        "penstock_driver.app",
+        "penstock_interception.app",
+        "penstock_sandbox.app",
+        "aiohttp",
+    ),
     # Without the policy, whose tokenizer has threads.
     "tests.support.services.trainer": ("penstock.client", "penstock_codec.codec", "penstock_codec.tiny_tokenizer"),
     # Stand-ins, of which most tests of a backend have one of their own.
@@ -84,6 +92,8 @@ MODULES: Final[Mapping[str, Sequence[str]]] = {
     "tests.support.hf_jobs.jobs": ("aiohttp.web", "tests.support.hf_jobs.machine", "trustme"),
 }
 """What can be started so, and what its warm process imports."""
+_COMMON: Final = ("penstock_chassis.server", "aiohttp", "grpc.aio", "numpy", "pydantic_settings")
+"""What most of them import."""
 _ANEW: Final = "penstock.cli"
 """What a fork imports again: its console asks the environment for its width and colours."""
 _READ_BY_E2B: Final = (
@@ -113,18 +123,31 @@ _genuine = 0
 class Warm:
     """A warm process, seen from the process that asks it for forks."""
 
-    def __init__(self, module: str) -> None:
+    def __init__(self, pid: int, orders: socket.socket) -> None:
         self._lock = threading.Lock()
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._pid, self._socket = pid, orders
+
+    @classmethod
+    def start(cls) -> Warm:
+        """One that has imported what most modules need, for `warm`."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__, module, str(theirs.fileno()), _ARGV_ROOM],
+            process = subprocess.Popen(
+                [sys.executable, "-m", __name__, str(theirs.fileno()), _ARGV_ROOM],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 cwd=Path(__file__).parents[3],
                 # A BLAS with threads would be forked without them.
                 env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
             )
+        process.returncode = 0  # `close` waits for it, as for those that are forks
+        return cls(process.pid, ours)
+
+    def warm(self, module: str) -> Warm:
+        """One that has imported what a module needs, too."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            return Warm(self.fork({"warm": module}, [theirs.fileno()]), ours)
 
     def fork(self, order: Mapping[str, Any], descriptors: Sequence[int]) -> int:
         """The pid of a new child of this process, whose descriptors are these from 0 on."""
@@ -132,13 +155,13 @@ class Warm:
             socket.send_fds(self._socket, [json.dumps(order).encode()], descriptors)
             answer = self._socket.recv(64)
         if not answer:
-            raise RuntimeError(f"the warm process ended with {self._process.wait()}")
+            raise RuntimeError(f"the warm process ended with {os.waitpid(self._pid, 0)[1]}")
         return int(answer)
 
     def close(self) -> None:
         """Ends it; its forks go on."""
         self._socket.close()
-        self._process.wait()
+        os.waitpid(self._pid, 0)
 
 
 @contextmanager
@@ -147,7 +170,7 @@ def installed() -> Iterator[None]:
     if sys.platform != "linux" or platform.machine() not in _CLONE:
         yield
         return
-    execute, warm = vars(subprocess.Popen)["_execute_child"], dict[str, Warm]()
+    execute, warm, first = vars(subprocess.Popen)["_execute_child"], dict[str, Warm](), list[Warm]()
     given = inspect.signature(execute)
 
     def start(self: subprocess.Popen[Any], *args: Any, **options: Any) -> None:
@@ -158,8 +181,10 @@ def installed() -> Iterator[None]:
             execute(self, *args, **options)
             return
         module = order["module"]
+        if not first:
+            first.append(Warm.start())
         if module not in warm:
-            warm[module] = Warm(module)
+            warm[module] = first[0].warm(module)
         streams = [named[name] for name in ("p2cread", "c2pwrite", "errwrite")]
         passed = sorted(named["pass_fds"])
         order["numbers"] = [0, 1, 2, *passed]
@@ -176,7 +201,7 @@ def installed() -> Iterator[None]:
         yield
     finally:
         setattr(subprocess.Popen, "_execute_child", execute)  # noqa: B010
-        for process in warm.values():
+        for process in (*warm.values(), *first):
             process.close()
 
 
@@ -236,9 +261,9 @@ def _read_at_start(environment: Mapping[Any, Any]) -> dict[str, str]:
 # In the warm process ------------------------------------------------------------------------------------------------
 
 
-def _serve(module: str, orders: socket.socket) -> Mapping[str, Any] | None:
-    """Takes orders until there are no more; in a fork it returns the order."""
-    for name in MODULES[module]:
+def _serve(modules: Sequence[str], orders: socket.socket) -> Mapping[str, Any] | None:
+    """Imports these and takes orders until there are no more; in a fork it returns the order."""
+    for name in modules:
         importlib.import_module(name)
     for name in [name for name in sys.modules if f"{name}.".startswith(f"{_ANEW}.")]:
         del sys.modules[name]
@@ -253,6 +278,10 @@ def _serve(module: str, orders: socket.socket) -> Mapping[str, Any] | None:
             return None
         order: dict[str, Any] = json.loads(message)
         pid = clone()
+        if pid == 0 and "warm" in order:
+            orders.close()
+            with socket.socket(fileno=descriptors[0]) as own:
+                return _serve(MODULES[order["warm"]], own)
         if pid == 0:
             _become(order, descriptors, orders)
             return order
@@ -361,7 +390,7 @@ def _open_streams() -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt at a terminal is for the tests, which end this process
-    with socket.socket(fileno=int(sys.argv[2])) as _orders:
-        _chosen = _serve(sys.argv[1], _orders)
+    with socket.socket(fileno=int(sys.argv[1])) as _orders:
+        _chosen = _serve(_COMMON, _orders)
     if _chosen is not None:
         runpy.run_module(_chosen["module"], run_name="__main__", alter_sys=True)

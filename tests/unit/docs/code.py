@@ -34,7 +34,12 @@ class Module:
 
     def calls(self) -> Iterator[ast.Call]:
         """Every call in it."""
-        return (node for node in ast.walk(self.tree) if isinstance(node, ast.Call))
+        return iter(_calls(self.tree))
+
+
+@cache
+def _calls(tree: ast.Module) -> tuple[ast.Call, ...]:
+    return tuple(node for node in ast.walk(tree) if isinstance(node, ast.Call))
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -20,7 +21,8 @@ SERVICES = ("sandbox", "driver", "interception", "inference")
 WIRE = re.compile(r"grpc\b|google\.rpc|penstock\..*_pb2_grpc\b")
 
 
-def imported(tree: ast.Module) -> set[str]:
+@cache
+def imported(tree: ast.Module) -> frozenset[str]:
     """The modules that a file names in its imports, wherever they stand."""
     found = set[str]()
     for node in ast.walk(tree):
@@ -28,7 +30,7 @@ def imported(tree: ast.Module) -> set[str]:
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return found
+    return frozenset(found)
 
 
 @pytest.mark.requirement("R20")
@@ -57,7 +59,7 @@ def test_no_test_of_one_service_imports_another_services_internals() -> None:
     for path in sorted((ROOT / "tests").rglob("*.py")):
         place = path.relative_to(ROOT).as_posix()
         owner = next((part for part in place.split("/")[2:3] if part in SERVICES), None)
-        names = imported(ast.parse(path.read_text(encoding="utf-8"))) if owner is not None else set()
+        names = imported(ast.parse(path.read_text(encoding="utf-8"))) if owner is not None else frozenset()
         foreign = {f"penstock_{service}" for service in SERVICES if service != owner}
         for name in names:
             service, _, module = name.partition(".")

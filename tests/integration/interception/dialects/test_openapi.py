@@ -36,7 +36,7 @@ OPERATIONS = [
     if method != "parameters"
 ]
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
-EXAMPLES = 10
+EXAMPLES = 6
 SCHEMA = schemathesis.openapi.from_path(DOCUMENT)
 
 
