@@ -56,6 +56,7 @@ async def ground(stack: LocalStack, model_dir: Path, tmp_path_factory: pytest.Te
         task = Task.load(folder / "task.yaml")
         handle = await ps.rollouts.create(task, "shell", rollout_id="ended", run_id="json", mode=Mode.TRANSPARENT_PROXY)
         await handle.result()
+        await ps.runs.log("json", {"loss": 0.5}, step=1)
         await ps.rollouts.create(task, "shell", rollout_id="waiting")  # for a trainer, which never comes
         await write(ps.rollouts.export(run_id="json"), folder / "turns.jsonl", table="turns")
     environment = {"PENSTOCK_CONNECTION": str(folder / "connection.json"), "E2B_API_KEY": "", "HF_TOKEN": ""}
@@ -106,6 +107,7 @@ RUNS: dict[str, Callable[[Ground], list[str]]] = {
     "rewards diff": lambda ground: ["rewards", "diff", _graded_again(ground)],
     "annotate": lambda _: ["annotate", "ended", "--name", "helpful", "--author", "me", "--value", "1"],
     "bias": lambda _: ["bias", "json"],
+    "metrics": lambda _: ["metrics", "json"],
     "scan": lambda _: ["scan", "turns.jsonl"],
     "terminal": lambda _: ["terminal", "task.yaml"],
     "agents": lambda _: ["agents"],
