@@ -193,7 +193,8 @@ async def test_watchers_that_stop_reading_cost_no_memory_and_block_nobody(stack:
         for watch in watches:
             await watch.read()
         events = sum([1 async for _ in handle.events()])
-        assert events >= (500_000 if FULL else 1_600)
+        # A driver keeps 50,000 of a rollout's events.
+        assert events >= (40_000 if FULL else 1_600)
         assert peak.grown() < MOST_FOR_WATCHERS
         for watch in watches:
             watch.cancel()
