@@ -33,13 +33,13 @@ class Away:
     _old: dict[str, tuple[str, str]] = field(default_factory=dict)
 
     def lose(self, services: dict[str, tuple[str, str]]) -> None:
-        """Record that services are lost now. They may be there again at once: when they are, nobody here sees first."""
+        """Record that services are lost now. They may serve again before the next look at the members."""
         self.report.lost(services)
         self.report.ended(services)
         self._old |= services
 
     def all_back(self) -> bool:
-        """Look at the members: whether each lost service has another address than before. Says which has one now."""
+        """Look at the members: whether each lost service has another address than before. Reports each that has."""
         for name, (kind, old) in list(self._old.items()):
             address = members_in(self.folder, kind).get(name)
             if address not in (None, old):

@@ -108,7 +108,7 @@ async def test_handed_over_files_stay_so_in_forks_and_are_made_once(tmp_path: Pa
 
 @pytest.mark.requirement("R45", "R63")
 @pytest.mark.parametrize(
-    "user", ["coder", pytest.param("1234", marks=pytest.mark.on_demand("an image's user by his id: by name it runs"))]
+    "user", ["coder", pytest.param("1234", marks=pytest.mark.on_demand("an image's user by its id: by name it runs"))]
 )
 async def test_requested_user_of_the_image_becomes_the_sandboxs(tmp_path: Path, user: str) -> None:
     """By name or by id, with his own home and group."""

@@ -199,7 +199,7 @@ async def test_a_spec_may_name_another_warm_pool(world: World) -> None:
 
 @pytest.mark.requirement("R48", "R53")
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "advice"),
     [
         ({"kubernetes_warm_pool": ""}, "PENSTOCK_SANDBOX_KUBERNETES_WARM_POOL"),
         ({"kubernetes_warm_pool": "absent"}, "absent"),
@@ -211,11 +211,11 @@ async def test_a_spec_may_name_another_warm_pool(world: World) -> None:
     ids=["not configured", "no pool", "open pool", "no keys", "no cluster", "no rights"],
 )
 async def test_what_is_missing_is_said_with_what_to_do(
-    world: World, tmp_path: Path, settings: dict[str, str], told: str
+    world: World, tmp_path: Path, settings: dict[str, str], advice: str
 ) -> None:
     cluster, _ = world
     given = {**cluster.environment(), **{f"PENSTOCK_SANDBOX_{key.upper()}": value for key, value in settings.items()}}
     async with start_variant(tmp_path, "kubernetes", SERVICES["kubernetes"], given) as service:
         listed = (await service.sandboxes.ListBackends(ss.ListBackendsRequest(), timeout=30)).backends
         (found,) = [one for one in listed if one.name == "kubernetes"]
-        assert told in found.unavailable_reason
+        assert advice in found.unavailable_reason

@@ -88,7 +88,7 @@ def _run(connection: socket.socket) -> None:
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
-        with suppress(OSError):  # who asked has been killed
+        with suppress(OSError):  # the program that asked was killed
             connection.send(str(process.pid).encode())
         code = process.wait()
         with suppress(OSError):

@@ -19,6 +19,7 @@ from penstock.interception.v1 import interception_pb2, rollout_gate_service_pb2
 from penstock.sandbox.v1 import sandbox_pb2
 from penstock.values import companions, hosts
 from penstock.values.locks import LockProblem, npm_lock, python_lock
+from penstock.values.metrics import run_problem
 from penstock_chassis import times
 from penstock_chassis.errors import Violation
 from penstock_chassis.validation import invalid, invalid_field
@@ -112,8 +113,8 @@ def check_rollout(spec: RolloutSpec, found: Violations) -> None:
     for name in ("prepare", "setup", "agent", "verify"):
         _check_limit(getattr(spec.limits, f"{name}_s"), f"{where}limits.{name}", found)
     _check_labels(spec.labels, where, found)
-    if spec.run_id is not None and not _LABEL.fullmatch(spec.run_id):
-        found.add(f"{where}run_id", "expected 1 to 63 letters, digits and . _ / -")
+    if spec.run_id is not None and (problem := run_problem(spec.run_id)):
+        found.add(f"{where}run_id", problem)
     _check_gate_terms(spec.gate_terms, where, found)
     _check_sandbox(spec.sandbox, where, found)
     _check_networks(spec, where, found)

@@ -61,8 +61,8 @@ def test_any_bytes_are_a_message_or_a_json_rpc_error(body: bytes) -> None:
     seen = read(body)
     assert isinstance(seen, Request | Notification | Reply | HttpRpcError)
     if isinstance(seen, HttpRpcError):
-        told = jsonrpc.error(seen)
-        assert (told["jsonrpc"], told["error"]["code"] in CODES, seen.status) == ("2.0", True, 400)
+        answer = jsonrpc.error(seen)
+        assert (answer["jsonrpc"], answer["error"]["code"] in CODES, seen.status) == ("2.0", True, 400)
 
 
 @pytest.mark.requirement("R33")

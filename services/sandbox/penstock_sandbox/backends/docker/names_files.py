@@ -24,7 +24,7 @@ _HOSTS: Final = "/etc/hosts"
 _RESOLVER: Final = "/etc/resolv.conf"
 MOST: Final = 1024
 NOBODY: Final = "192.0.2.1"
-"""A name server that nobody is: an address of documentation, to which there is no route."""
+"""An address for documentation (RFC 5737): no name server answers there."""
 
 
 class NamesFiles:
