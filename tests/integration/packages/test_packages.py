@@ -411,10 +411,8 @@ def test_go_gets_rewarded_rollouts_with_the_module_of_a_proxy(
     proxies = f"{(tmp_path / 'proxy').as_uri()},{prepared['GOPROXY']}"
     prepared |= {"GOWORK": "off", "GOPROXY": proxies, "GOFLAGS": f"{prepared['GOFLAGS']} -mod=mod", "GONOSUMDB": "*"}
     prepared |= {**surroundings, "PATH": prepared["PATH"]}
-    # What earlier builds of this version left; the modules that it needs stay, compiled.
-    modules = golang.HOME / "path" / "pkg" / "mod"
-    for kept in (modules / f"{module}@{version}", modules / "cache" / "download" / module):
-        shutil.rmtree(kept, ignore_errors=True)
+    # Go keeps in its build cache which files a module has, by the module's place alone: another content, another place.
+    prepared["GOMODCACHE"] = str(tmp_path / published.digest(archive))
     go = golang.HOME / "go" / "bin" / "go"
     run(go, "build", "-race", "-ldflags=-w", "-o", "trainer", ".", cwd=program, env=prepared)
     assert "all modules verified" in run(go, "mod", "verify", cwd=program, env=prepared)
