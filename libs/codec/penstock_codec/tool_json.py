@@ -20,9 +20,11 @@ MAX_DEPTH = 64
 MAX_NAME_CHARS = 256
 
 _BRACKET = re.compile(r"[\[\]{}]")
-# None of these ever backtracks.
+# None of these ever tries a second way.
 _STRING = re.compile(r'[^"\\]*+(?:\\.[^"\\]*+)*+', re.DOTALL)
-_STRINGS = re.compile(rf'[^"]*+(?:"{_STRING.pattern}"[^"]*+)*+', re.DOTALL)
+# Not one that repeats without a bound: what it keeps for each string would grow with the text. Nor a possessive one: Python
+# before 3.11.5 goes on after a string that did not end (python/cpython#106052).
+_STRINGS = re.compile(rf'[^"]*+(?:"{_STRING.pattern}"[^"]*+){{0,1000}}', re.DOTALL)
 _WHOLE_STRING = re.compile(f'"{_STRING.pattern}"', re.DOTALL)
 _SPACE = re.compile(r"[ \t\r\n]*")
 # The form of nearly every call; of its arguments only the boundaries are known.
@@ -103,8 +105,9 @@ def _string_end(text: str, at: int) -> int:
 
 def _strings_end(text: str, at: int) -> int:
     """Returns the quote that opens an unclosed string, or the text's end. `at` is outside of strings."""
-    found = _STRINGS.match(text, at)
-    return at if found is None else found.end()
+    while (found := _STRINGS.match(text, at)) is not None and found.end() > at:
+        at = found.end()
+    return at
 
 
 def depths(text: str) -> tuple[int, int]:
