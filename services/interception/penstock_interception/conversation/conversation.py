@@ -58,6 +58,8 @@ class Conversation:
         self._spec = spec
         self._codec = codec
         self.spell: Spell | None = None if codec is None else codec.token_bytes
+        # The ids of which one ends each complete turn; empty if there is no tokenizer.
+        self.stop_token_ids: tuple[int, ...] = () if codec is None else codec.stop_token_ids
         self._volatile = _compile(spec.hints.volatile_line_patterns)
         self.graph = TokenGraph.restore_unbroken(spec.rollout_id, codec, records, vocab_size=vocab_size)
         # Held from making an answer's record to its commit: the next record builds on it.

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from penstock_codec.chat import FinishReason
 from penstock_interception.conversation.conversation import Conversation
 from penstock_interception.domain.calls import CallState, Mode, RolloutState
 from penstock_interception.domain.recordings import Divergence
@@ -21,6 +22,7 @@ from penstock_interception.graph.values import TurnSpan
 
 _TRUNCATED, _BUDGET = "TRUNCATED", "BUDGET"
 _SIDE = frozenset({CallClass.TITLE, CallClass.PROBE, CallClass.RETRY})
+_BY_ITSELF = frozenset({FinishReason.STOP, FinishReason.TOOL_CALLS})
 
 
 class CaptureLevel(StrEnum):
@@ -116,7 +118,7 @@ def capture(
     context = _of_the_parent(rollout)
     made = graph.samples(include_top=include_top, context=context) if whole else ()
     samples = tuple(_with_budget_ends(made, rollout.calls)) if whole else None
-    findings = tuple(_findings(rollout, classes, samples))
+    findings = tuple(_findings(rollout, classes, samples, conversation.stop_token_ids))
     answered = [call for call in rollout.calls if call.state is CallState.DELIVERED]
     level = min(
         (level_of(call) for call in answered if not is_given(call)), key=_LEVELS.index, default=CaptureLevel.NONE
@@ -134,7 +136,9 @@ def _grade(findings: tuple[Finding, ...]) -> Grade:
     return Grade.EXACT
 
 
-def _findings(rollout: Rollout, classes: dict[str, CallClass], samples: tuple[Sample, ...] | None) -> Iterator[Finding]:
+def _findings(
+    rollout: Rollout, classes: dict[str, CallClass], samples: tuple[Sample, ...] | None, stop_token_ids: tuple[int, ...]
+) -> Iterator[Finding]:
     if rollout.spec.mode is Mode.BLACK_BOX:
         yield Finding(Severity.FATAL, "NOT_CAPTURED", "Nothing is captured in black box mode.")
         return
@@ -144,7 +148,9 @@ def _findings(rollout: Rollout, classes: dict[str, CallClass], samples: tuple[Sa
     yield from _branched(rollout)
     yield from _replayed(rollout)
     for call in rollout.calls:
-        yield from _findings_of(call, classes.get(call.id, CallClass.MAIN) in _SIDE)
+        side = classes.get(call.id, CallClass.MAIN) in _SIDE
+        yield from _findings_of(call, side)
+        yield from _of_its_end(call, side, stop_token_ids)
     if samples is not None and not any(sample.loss_mask.any() for sample in samples):
         yield Finding(Severity.FATAL, "NOTHING_TO_TRAIN", "No token of any sample can be trained.")
     if samples is not None and rollout.state is RolloutState.CLOSED:
@@ -275,3 +281,21 @@ def _findings_of(call: Call, side: bool) -> Iterator[Finding]:
         yield Finding(
             weight, "INJECTED", f"The trainer wrote the answer that call {call.index} returned to the agent.", call.id
         )
+
+
+def _of_its_end(call: Call, side: bool, stop_token_ids: tuple[int, ...]) -> Iterator[Finding]:
+    """Names what an engine's answer ends with, or goes on after, although the call did not ask for it."""
+    completion, asked = call.completion, call.request.sampling
+    if call.state is not CallState.DELIVERED or completion is None or completion.tokens is None:
+        return
+    ids = completion.tokens.ids
+    if asked.max_tokens is not None and ids.size > asked.max_tokens:
+        text = f"Call {call.index} has {ids.size} sampled tokens; at most {asked.max_tokens} were asked for."
+        weight = Severity.INFO if side or is_given(call) else Severity.WARNING
+        yield Finding(weight, "TOKENS_OVER_LIMIT", text, call.id)
+    stops = {*stop_token_ids, *(asked.stop_token_ids or ())}
+    is_stopped = completion.finish_reason in _BY_ITSELF
+    by_text = asked.stop or completion.stop_text is not None  # which ends a turn anywhere
+    if stop_token_ids and is_stopped and not by_text and (not ids.size or int(ids[-1]) not in stops):
+        text = f"Call {call.index} ended by itself without a stop token: the end of its turn is not trained."
+        yield Finding(Severity.INFO, "STOP_TOKEN_MISSING", text, call.id)
