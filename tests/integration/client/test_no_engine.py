@@ -12,7 +12,8 @@ from tests.support.copying import copy_task, finish, training
 from tests.support.policy import FILES
 from tests.support.services.stack import Running, disjoint_uids
 
-from penstock.client import Command, FailedPrecondition, Mode, Task, Verifier, connect
+from penstock.cli.connections.model_sources import require_engine
+from penstock.client import Command, FailedPrecondition, Mode, Task, Upstream, Verifier, connect
 from penstock.client.errors import PenstockError
 from penstock.client.tasks.spec import Solution
 from penstock.local.stack import LocalStack
@@ -71,3 +72,14 @@ async def test_engine_calls_are_refused_before_anything_starts(alone: Running) -
     with pytest.raises(PenstockError) as weights:
         await alone.ps.inference.update_weights(1, {"weight": np.zeros(2, np.float32)})
     assert weights.value.reason == "CAPABILITY_MISSING"
+
+
+@pytest.mark.requirement("R27")
+async def test_the_command_line_names_what_answers_where_no_engine_does(
+    alone: Running, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A rollout of the command line would be answered by the engine; one with an upstream needs none."""
+    await require_engine(alone.ps, Upstream(name="mine", model="m"))
+    with pytest.raises(SystemExit):
+        await require_engine(alone.ps, None)
+    assert "have no engine" in capsys.readouterr().err

@@ -16,7 +16,15 @@ from rich.text import Text
 
 from penstock.analysis.export import write_jsonl
 from penstock.analysis.prices import Prices, Used, used
-from penstock.cli.connections.model_sources import Engine, ModelDir, Script, answered, answerer, model_choice
+from penstock.cli.connections.model_sources import (
+    Engine,
+    ModelDir,
+    Script,
+    answered,
+    answerer,
+    model_choice,
+    require_engine,
+)
 from penstock.cli.connections.options import (
     AgentName,
     AgentOptions,
@@ -131,6 +139,7 @@ def rollout(
         if "require_assay" in options:
             options["require_assay"].require(given)
         async with answered(choice, answers, state_dir=state_dir) as ps:
+            await require_engine(ps, answers)
             return await _run(ps, given, chosen, n, options, save, priced, as_json)
 
     run(work())

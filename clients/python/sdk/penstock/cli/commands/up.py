@@ -19,6 +19,7 @@ from rich.markup import escape
 from penstock.cli.commands.dashboard import beside
 from penstock.cli.connections.model_sources import (
     LOCAL_EXTRA,
+    NO_ENGINE,
     Engine,
     ModelDir,
     Script,
@@ -168,7 +169,7 @@ def up(
         else dashboard_port
     )
     package = demo_package() if model_dir is None and unnamed is not None and engine != "none" else None
-    example = "FILE" if package is None else str(package / "task.yaml")
+    example = None if engine == "none" else "FILE" if package is None else str(package / "task.yaml")
     try:
         stack = launched(on, own, options)
     except ConfigurationError as error:
@@ -180,7 +181,13 @@ def up(
 
 
 async def _up(
-    stack: Running, dashboard_port: int | None, as_json: bool, example: str, command: Sequence[str], *, may_free: bool
+    stack: Running,
+    dashboard_port: int | None,
+    as_json: bool,
+    example: str | None,
+    command: Sequence[str],
+    *,
+    may_free: bool,
 ) -> int:
     """Runs until it is stopped or the command has ended, and returns its exit code.
 
@@ -188,7 +195,7 @@ async def _up(
         stack: not yet started.
         dashboard_port: None = no dashboard.
         as_json: whether the addresses are shown as JSON.
-        example: a task to try.
+        example: a task to try; None = no engine would answer it.
         command: empty = none.
         may_free: whether a taken port can be replaced by a free one.
     """
@@ -273,7 +280,7 @@ def _show_restart(restart: ServiceRestart) -> None:
     err.print(f"[{colour}]{escape(clean(str(restart)))}[/]", soft_wrap=True)
 
 
-def _say_where(stack: Running, connection: Path, link: str, as_json: bool, example: str) -> None:
+def _say_where(stack: Running, connection: Path, link: str, as_json: bool, example: str | None) -> None:
     """Prints the addresses, and how to try the task `example`; `link` opens the dashboard, if there is one."""
     if as_json:
         where = {name: stack.endpoints.address(name) or None for name in SERVICES}
@@ -298,8 +305,12 @@ def _say_where(stack: Running, connection: Path, link: str, as_json: bool, examp
     where_to = (
         "" if connection == connection_file().absolute() else f" --state-dir {shlex.quote(str(connection.parent))}"
     )
-    tries = f"penstock agents{where_to}, or penstock rollout{where_to} --agent shell --task {shlex.quote(example)}"
-    if not stack.endpoints.inference:
+    tries = f"penstock agents{where_to}"
+    if example is not None:
+        tries += f", or penstock rollout{where_to} --agent shell --task {shlex.quote(example)}"
+    if example is None:
+        err.print(f"no engine: {NO_ENGINE}", soft_wrap=True)
+    elif not stack.endpoints.inference:
         tries += " --upstream URL --model M"
         err.print(
             "no model: rollouts are refused that name no --upstream URL --model M; to serve one, stop this and start"

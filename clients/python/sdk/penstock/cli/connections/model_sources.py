@@ -23,6 +23,11 @@ _NOT_SERVED: Final = (
 )
 
 
+NO_ENGINE: Final = (
+    "answer calls from a program of yours (docs/guides/own-repository.md), or set --upstream URL --model M of a rollout"
+)
+
+
 LOCAL_EXTRA: Final = "pip install 'penstock[local]'"
 """Brings the services, the dashboard, the demo and its small model."""
 
@@ -62,6 +67,12 @@ def answerer(upstream: str | None, model: str, api_key_env: str | None) -> Upstr
     if not model:
         usage_error("--upstream URL needs --model M, the model that shall answer")
     return Upstream(base_url=upstream, api_key=key, model=model)
+
+
+async def require_engine(ps: Penstock, upstream: Upstream | None) -> None:
+    """Ends the program where the services have a tokenizer and no engine, and no upstream answers instead."""
+    if upstream is None and (await ps.inference.info()).engine == "none":
+        usage_error(f"the services that run have no engine (`penstock up --engine none`): {NO_ENGINE}")
 
 
 @asynccontextmanager

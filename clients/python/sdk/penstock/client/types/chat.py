@@ -6,7 +6,7 @@ views of the message that carried them.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Self, TypeAlias
+from typing import Any, Self, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -49,6 +49,18 @@ class LogprobsMode(OpenEnum):
     RAW = "raw"
     PROCESSED = "processed"
     SCRIPTED = "scripted"
+
+
+W = TypeVar("W", FinishReason, LogprobsMode)
+
+
+def _word(kind: type[W], word: str, field: str) -> W:
+    """Returns the member. Raises InvalidArgument that names all of them."""
+    try:
+        return kind(word)
+    except ValueError:
+        known = ", ".join(repr(item.value) for item in kind)
+        raise InvalidArgument(f"{field} must be one of {known}, not {word!r}", reason="COMPLETION_SHAPE") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +263,8 @@ class Completion:
         `top_token_ids` and `top_logprobs` are alternatives, shape (n, k), k at most 20, likeliest first in each row.
 
         Raises:
-            InvalidArgument: the arrays are not one-dimensional or differ in length; the alternatives are not (n, k).
+            InvalidArgument: the arrays are not one-dimensional or differ in length; the alternatives are not (n, k);
+                `finish_reason` or `logprobs_mode` is no word of its enum.
         """
         ids = np.ascontiguousarray(token_ids, dtype=np.int32)
         probabilities = None if logprobs is None else np.ascontiguousarray(logprobs, dtype=np.float32)
@@ -264,13 +277,13 @@ class Completion:
         versions = () if policy_version is None or not len(ids) else (VersionSpan(policy_version, 0, len(ids)),)
         top_ids = None if top_token_ids is None else np.ascontiguousarray(top_token_ids, dtype=np.int32)
         top = None if top_logprobs is None else np.ascontiguousarray(top_logprobs, dtype=np.float32)
-        has_logprobs = probabilities is not None or top is not None
+        mode = _word(LogprobsMode, logprobs_mode, "logprobs_mode")
         return cls(
             token_ids=ids,
             logprobs=probabilities,
-            logprobs_mode=LogprobsMode(logprobs_mode) if has_logprobs else LogprobsMode.UNSPECIFIED,
+            logprobs_mode=LogprobsMode.UNSPECIFIED if probabilities is None and top is None else mode,
             versions=versions,
-            finish_reason=FinishReason(finish_reason),
+            finish_reason=_word(FinishReason, finish_reason, "finish_reason"),
             engine=engine,
             sampling_used=sampling_used,
             top_token_ids=top_ids,

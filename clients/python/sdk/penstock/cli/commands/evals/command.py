@@ -23,7 +23,7 @@ from penstock.cli.commands.evals.running import (
     Temperature,
     Threshold,
 )
-from penstock.cli.connections.model_sources import Engine, ModelDir, Script, answered, model_choice
+from penstock.cli.connections.model_sources import Engine, ModelDir, Script, answered, model_choice, require_engine
 from penstock.cli.connections.options import (
     AgentName,
     AgentOptions,
@@ -131,6 +131,7 @@ def run_(
         if build:
             await running.build(given)
         async with answered(choice, given.upstream, state_dir=state_dir) as ps:
+            await require_engine(ps, given.upstream)
             attempts, summary = await running.evaluate(ps, given, chosen, folder)
         config = read_config(folder)
         cost = _cost(table_of_prices, attempts, config["model"])

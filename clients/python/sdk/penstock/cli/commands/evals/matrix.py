@@ -19,7 +19,7 @@ from penstock.cli.commands.evals.running import (
     Threshold,
 )
 from penstock.cli.connections.completion import agent_names
-from penstock.cli.connections.model_sources import Engine, ModelDir, Script, answered, model_choice
+from penstock.cli.connections.model_sources import Engine, ModelDir, Script, answered, model_choice, require_engine
 from penstock.cli.connections.options import (
     AgentTimeout,
     ApiKeyEnv,
@@ -105,6 +105,7 @@ def matrix_(
             await running.build(given)
         summaries = {}
         async with answered(model_choice(model_dir, engine, script), given.upstream, state_dir=state_dir) as ps:
+            await require_engine(ps, given.upstream)
             for choice in choices:  # all of them before any starts
                 await ps.agents.get(choice.name)
             for number, choice in enumerate(choices, 1):
