@@ -111,11 +111,11 @@ def test_the_readme_s_program_type_checks_against_the_client(tmp_path: Path) -> 
     imports = [line for line in block[1].splitlines() if line.startswith(("from ", "import "))]
     body = [line for line in block[1].splitlines() if line not in imports]
     ours = [
-        "from penstock.client import Completion, Sampling",
+        "from penstock.client import Sampling",
         "import numpy as np",
         "import numpy.typing as npt",
         "class Engine:",
-        "    async def generate(self, prompt: npt.NDArray[np.int32], sampling: Sampling) -> Completion:",
+        "    async def sample(self, ids: npt.NDArray[np.int32], how: Sampling) -> tuple[list[int], list[float], str]:",
         "        raise NotImplementedError",
         "async def main(engine: Engine) -> None:",
     ]
