@@ -84,8 +84,10 @@ class SandboxSettings(ServiceSettings):
     )
     egress_hosts: tuple[str, ...] = Field(
         (),
-        description='what allow-lists of sandboxes may name: "name", "*.name" (every name below), CIDR blocks, or "*" '
-        "for any; empty = no sandbox gets an allow-list; needs the extra egress",
+        max_length=1024,
+        description='what lists of sandboxes may name: "name", "*.name" (every name below), CIDR blocks, or "*" for '
+        "any; a list without hosts has these, where * is every name and no address; empty = no sandbox gets a list; "
+        "needs the extra egress",
     )
     egress_private_addresses: tuple[str, ...] = Field(
         (), description="CIDR blocks of addresses that are not public and that the egress proxy may connect to"

@@ -124,6 +124,13 @@ def test_invalid_task_is_refused_with_field_and_reason(tmp_path: Path, text: str
         ("setup: {a: b}", "setup", "must be a list"),
         ("files: {a.txt: b}", "files", "must be a list of {path, content"),
         ("sandbox: {setup_network: {hosts: a}}", "sandbox.setup_network.hosts", "must be a list of texts"),
+        ("sandbox: {agent_network: {ports: [80]}}", "sandbox.agent_network", "all that the operator allows but"),
+        ("sandbox: {agent_network: {hosts: [a, A]}}", "sandbox.agent_network.hosts.1", "'A': expected"),
+        (
+            "sandbox: {verifier_network: {denied_hosts: ['*']}}",
+            "sandbox.verifier_network.denied_hosts.0",
+            "'*': expected",
+        ),
         ("sandbox: {setup_network: all}", "sandbox.setup_network", "must be 'open'"),
         ("sandbox: {setup_network: {hosts: [a], port: [1]}}", "sandbox.setup_network.port", "did you mean ports?"),
         ("mcp_servers: [{name: a b, args: [x]}]", "mcp_servers.0.name", "letters, digits"),

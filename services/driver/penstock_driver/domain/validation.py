@@ -349,13 +349,8 @@ def _check_resources(terms: SandboxTerms, here: str, found: Violations) -> None:
 
 
 def _check_allowlist(listed: sandbox_pb2.Allowlist, here: str, found: Violations) -> None:
-    if not listed.hosts:
-        found.add(f"{here}.hosts", "at least one is required")
-    for field in ("hosts", "denied_hosts"):
-        for index, pattern in enumerate(getattr(listed, field)):
-            if not hosts.is_pattern(pattern):
-                problem = 'expected "name", "*.name" (in lower case) or a CIDR block'
-                found.add(f"{here}.{field}[{index}]", problem)
+    for field, index, problem in hosts.problems(listed.hosts, listed.denied_hosts):
+        found.add(f"{here}.{field}" if index is None else f"{here}.{field}[{index}]", problem)
     for index, port in enumerate(listed.ports):
         if not 0 < port < 65536:
             found.add(f"{here}.ports[{index}]", "expected 1 to 65535")

@@ -128,12 +128,12 @@ def _listed(terms: SandboxTerms) -> sandbox_pb2.Allowlist | None:
 
 
 def _check_hosts(backend: BackendFacts, *lists: sandbox_pb2.Allowlist | None) -> None:
-    named = [host for listed in lists if listed is not None for host in listed.hosts]
-    if named and not backend.egress_hosts:
+    given = [listed for listed in lists if listed is not None]
+    if given and not backend.egress_hosts:
         raise FailedPrecondition(
             f"backend {backend.name} lacks capabilities that are needed: network ALLOWLIST", reason="CAPABILITY_MISSING"
         )
-    if missing := hosts.uncovered(named, backend.egress_hosts):
+    if missing := hosts.not_permitted([host for listed in given for host in listed.hosts], backend.egress_hosts):
         raise FailedPrecondition(
             f"sandboxes may not reach {', '.join(missing)}; the operator's egress_hosts must cover it",
             reason="HOST_NOT_ALLOWED",

@@ -778,12 +778,19 @@ async def test_agent_and_verifier_have_lists_and_recordings_of_their_own(
 @pytest.mark.requirement("R141", "R55")
 @pytest.mark.parametrize("phase", ["setup", "agent", "verifier"])
 def test_a_list_that_the_backend_lacks_is_refused_before_anything_starts(driver: Driver, phase: str) -> None:
-    spec = with_task(driver, verifier=Verifier(commands=(Command(shell="true"),)))
-    if phase == "setup":
-        policy = sandbox_pb2.NetworkPolicy(allowlist=LISTED)
-        spec = replace(spec, sandbox=replace(spec.sandbox, setup_network=policy))
-    else:
-        spec = replace(spec, **{f"{phase}_network": LISTED})
+    plain = with_task(driver, verifier=Verifier(commands=(Command(shell="true"),)))
+
+    def listing(listed: sandbox_pb2.Allowlist) -> Any:
+        if phase == "setup":
+            policy = sandbox_pb2.NetworkPolicy(allowlist=listed)
+            return replace(plain, sandbox=replace(plain.sandbox, setup_network=policy))
+        return replace(plain, **{f"{phase}_network": listed})
+
+    denying = listing(sandbox_pb2.Allowlist(denied_hosts=["b.test"]))
+    with pytest.raises(FailedPrecondition, match="network ALLOWLIST"):
+        check_backend(denying, [facts(diff=True)])
+    check_backend(denying, [replace(facts(diff=True), egress_hosts=("a.test",))])
+    spec = listing(LISTED)
     with pytest.raises(FailedPrecondition, match="network ALLOWLIST") as refused:
         check_backend(spec, [facts(diff=True)])
     assert refused.value.reason == "CAPABILITY_MISSING"
@@ -799,7 +806,8 @@ def test_a_list_that_the_backend_lacks_is_refused_before_anything_starts(driver:
     [
         ({"agent_network": sandbox_pb2.Allowlist()}, "agent_network.hosts"),
         ({"agent_network": sandbox_pb2.Allowlist(hosts=["a", "A"])}, "agent_network.hosts[1]"),
-        ({"agent_network": sandbox_pb2.Allowlist(hosts=["a"], denied_hosts=["*"])}, "agent_network.denied_hosts[0]"),
+        ({"agent_network": sandbox_pb2.Allowlist(hosts=["*"], denied_hosts=["*"])}, "agent_network.denied_hosts[0]"),
+        ({"agent_network": sandbox_pb2.Allowlist(denied_hosts=["*.a", "b:1"])}, "agent_network.denied_hosts[1]"),
         ({"agent_network": sandbox_pb2.Allowlist(hosts=["a"], ports=[0])}, "agent_network.ports[0]"),
         (
             {"setup_network": sandbox_pb2.NetworkPolicy(allowlist=sandbox_pb2.Allowlist())},

@@ -546,12 +546,15 @@ func (x *OneEndpoint) GetUpstream() string {
 // Penstock-Egress-Error and as text.
 type Allowlist struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// "name", "*.name" (every name below it, in lower case), or a CIDR block for addresses written in URLs. The operator's
-	// `egress_hosts` must cover each. An address that is not public also needs the operator's `egress_private_addresses`.
+	// "name", "*.name" (every name below it, in lower case), a CIDR block for addresses written in URLs, or "*" for every
+	// name. The operator's `egress_hosts` must cover each, "*" by "*". At most 256. An address that is not public also needs
+	// the operator's `egress_private_addresses`. Empty = all of `egress_hosts`, with denied_hosts alone; a sandbox's spec then
+	// has those of its creation.
 	Hosts []string `protobuf:"bytes,1,rep,name=hosts,proto3" json:"hosts,omitempty"`
 	// Empty = 80 and 443.
 	Ports []int32 `protobuf:"varint,2,rep,packed,name=ports,proto3" json:"ports,omitempty"`
-	// Refused although `hosts` matches. As in hosts.
+	// Refused although `hosts` matches. As in hosts, without "*", and the operator need not have them. A name that is denied
+	// may still be reached by an address that a CIDR block of hosts has.
 	DeniedHosts []string `protobuf:"bytes,3,rep,name=denied_hosts,json=deniedHosts,proto3" json:"denied_hosts,omitempty"`
 	// 1024 to 65535. 0 = 3128.
 	ProxyPort int32 `protobuf:"varint,4,opt,name=proxy_port,json=proxyPort,proto3" json:"proxy_port,omitempty"`
@@ -1669,7 +1672,8 @@ type Backend struct {
 	MaxSandboxesPerOwner *int32 `protobuf:"varint,11,opt,name=max_sandboxes_per_owner,json=maxSandboxesPerOwner,proto3,oneof" json:"max_sandboxes_per_owner,omitempty"`
 	// The most that a spec may request. Unset fields have no maximum.
 	MaxResources *Resources `protobuf:"bytes,12,opt,name=max_resources,json=maxResources,proto3" json:"max_resources,omitempty"`
-	// What its allow-lists may name, as in Allowlist.hosts, and "*" for any. Empty where it has no ALLOWLIST.
+	// What its allow-lists may name, as in Allowlist.hosts, but with "*" for names and addresses. Empty where it has no
+	// ALLOWLIST.
 	EgressHosts   []string `protobuf:"bytes,13,rep,name=egress_hosts,json=egressHosts,proto3" json:"egress_hosts,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache

@@ -180,11 +180,14 @@ class OneEndpoint:
 class Allowlist:
     """HTTP and HTTPS to named hosts ("name", "*.name", CIDR blocks) and ports (none = 80 and 443), through a proxy.
 
+    Without `hosts`, all that the operator allows but `denied_hosts`; one of both is needed. What is denied stays
+    denied, whatever `hosts` match. `"*"` in `hosts` is every name, if the operator allows that.
+
     All sandboxes with the same `recording` get the same responses ("" = the sandbox's own); `recorded_only` asks
     nothing upstream. `one_endpoint` is reached beside the proxy.
     """
 
-    hosts: Sequence[str]
+    hosts: Sequence[str] = ()
     ports: Sequence[int] = ()
     denied_hosts: Sequence[str] = ()
     recording: str = ""

@@ -290,8 +290,10 @@ class Allowlist(_message.Message):
     """Recorded responses only, without a network; others are refused (NOT_RECORDED)."""
     @_builtins.property
     def hosts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """"name", "*.name" (every name below it, in lower case), or a CIDR block for addresses written in URLs. The operator's
-        `egress_hosts` must cover each. An address that is not public also needs the operator's `egress_private_addresses`.
+        """"name", "*.name" (every name below it, in lower case), a CIDR block for addresses written in URLs, or "*" for every
+        name. The operator's `egress_hosts` must cover each, "*" by "*". At most 256. An address that is not public also needs
+        the operator's `egress_private_addresses`. Empty = all of `egress_hosts`, with denied_hosts alone; a sandbox's spec then
+        has those of its creation.
         """
 
     @_builtins.property
@@ -300,7 +302,9 @@ class Allowlist(_message.Message):
 
     @_builtins.property
     def denied_hosts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Refused although `hosts` matches. As in hosts."""
+        """Refused although `hosts` matches. As in hosts, without "*", and the operator need not have them. A name that is denied
+        may still be reached by an address that a CIDR block of hosts has.
+        """
 
     @_builtins.property
     def one_endpoint(self) -> Global___OneEndpoint:
@@ -961,7 +965,9 @@ class Backend(_message.Message):
 
     @_builtins.property
     def egress_hosts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """What its allow-lists may name, as in Allowlist.hosts, and "*" for any. Empty where it has no ALLOWLIST."""
+        """What its allow-lists may name, as in Allowlist.hosts, but with "*" for names and addresses. Empty where it has no
+        ALLOWLIST.
+        """
 
     def __init__(
         self,

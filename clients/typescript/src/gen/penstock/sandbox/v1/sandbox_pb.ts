@@ -124,8 +124,10 @@ export const OneEndpointSchema: GenMessage<OneEndpoint> = /*@__PURE__*/
  */
 export type Allowlist = Message<"penstock.sandbox.v1.Allowlist"> & {
   /**
-   * "name", "*.name" (every name below it, in lower case), or a CIDR block for addresses written in URLs. The operator's
-   * `egress_hosts` must cover each. An address that is not public also needs the operator's `egress_private_addresses`.
+   * "name", "*.name" (every name below it, in lower case), a CIDR block for addresses written in URLs, or "*" for every
+   * name. The operator's `egress_hosts` must cover each, "*" by "*". At most 256. An address that is not public also needs
+   * the operator's `egress_private_addresses`. Empty = all of `egress_hosts`, with denied_hosts alone; a sandbox's spec then
+   * has those of its creation.
    *
    * @generated from field: repeated string hosts = 1;
    */
@@ -139,7 +141,8 @@ export type Allowlist = Message<"penstock.sandbox.v1.Allowlist"> & {
   ports: number[];
 
   /**
-   * Refused although `hosts` matches. As in hosts.
+   * Refused although `hosts` matches. As in hosts, without "*", and the operator need not have them. A name that is denied
+   * may still be reached by an address that a CIDR block of hosts has.
    *
    * @generated from field: repeated string denied_hosts = 3;
    */
@@ -873,7 +876,8 @@ export type Backend = Message<"penstock.sandbox.v1.Backend"> & {
   maxResources?: Resources | undefined;
 
   /**
-   * What its allow-lists may name, as in Allowlist.hosts, and "*" for any. Empty where it has no ALLOWLIST.
+   * What its allow-lists may name, as in Allowlist.hosts, but with "*" for names and addresses. Empty where it has no
+   * ALLOWLIST.
    *
    * @generated from field: repeated string egress_hosts = 13;
    */
