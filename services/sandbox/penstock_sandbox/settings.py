@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Literal, TypeVar
+from urllib.parse import urlsplit
 
 from pydantic import Field, SecretStr, ValidationInfo, field_validator
 from pydantic_settings import SettingsConfigDict
@@ -68,6 +69,15 @@ class SandboxSettings(ServiceSettings):
         ge=0,
         description="bytes of toolboxes to keep, those of agents and of tasks' packages; the least recently used are "
         "evicted first, but none in use",
+    )
+    debian_mirrors: tuple[str, ...] = Field(
+        (),
+        max_length=16,
+        description="URLs of Debian mirrors, asked in this order for the Debian packages of tasks, such as "
+        "http://deb.debian.org/debian and http://deb.debian.org/debian-security; empty = none are installed",
+    )
+    debian_max_bytes: int = Field(
+        2 * 1024**3, ge=1024, description="most bytes of one task's Debian packages: of the files, and unpacked"
     )
     keep_snapshots: bool = Field(
         False,
@@ -334,6 +344,21 @@ class SandboxSettings(ServiceSettings):
             if pattern != hosts.ANY and not hosts.is_pattern(pattern):
                 raise ValueError(f'{pattern!r} must be "name", "*.name" (in lower case), a CIDR block or "*"')
         return value
+
+    @field_validator("debian_mirrors")
+    @classmethod
+    def _mirrors(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for url in value:
+            parts = urlsplit(url)
+            if (
+                parts.scheme not in ("http", "https")
+                or not parts.hostname
+                or parts.query
+                or parts.fragment
+                or parts.username
+            ):
+                raise ValueError(f"{url!r} must be as http://deb.debian.org/debian, without a login")
+        return tuple(url.rstrip("/") for url in value)
 
     @field_validator("extra_read_only")
     @classmethod

@@ -18,7 +18,7 @@ from packaging.markers import InvalidMarker, Marker
 from penstock.interception.v1 import interception_pb2, rollout_gate_service_pb2
 from penstock.sandbox.v1 import sandbox_pb2
 from penstock.values import companions, hosts
-from penstock.values.locks import LockProblem, npm_lock, python_lock
+from penstock.values.locks import LockProblem, debian_lock, npm_lock, python_lock
 from penstock.values.metrics import run_problem
 from penstock_chassis import times
 from penstock_chassis.errors import Violation
@@ -391,6 +391,11 @@ def _check_packages(packages: Packages, where: str, found: Violations) -> None:
             npm_lock(packages.npm)
         except LockProblem as problem:
             found.add(f"{where}sandbox.packages.npm", str(problem))
+    if packages.debian:
+        try:
+            debian_lock(packages.debian)
+        except LockProblem as problem:
+            found.add(f"{where}sandbox.packages.debian", str(problem))
     if not packages.python:
         return
     try:

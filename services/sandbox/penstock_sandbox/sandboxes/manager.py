@@ -306,6 +306,12 @@ class Sandboxes:
                 self._toolboxes.mounted(toolbox, namespace, host_programs=backend.shows_host_programs(spec))
                 for toolbox in spec.toolbox_ids
             ]
+            if not backend.capabilities.debian_packages and any(box.root_layer for box in mounted):
+                raise FailedPrecondition(
+                    f"the {backend.name} backend does not support: debian_packages",
+                    reason="CAPABILITY_MISSING",
+                    metadata={"backend": backend.name, "capabilities": "debian_packages"},
+                )
             self._toolboxes.hold(spec.toolbox_ids, namespace)
             holds.callback(self._toolboxes.release, spec.toolbox_ids, namespace)
             if spec.snapshot_id:

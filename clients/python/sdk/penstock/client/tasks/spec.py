@@ -209,11 +209,13 @@ class Packages:
     """A task's tools, mounted read-only in its sandboxes: contents of locks, not names of files; empty = none.
 
     `python`: a requirements file with hashes, for the sandbox's python3. `npm`: a package-lock.json of version 2 or 3.
-    Each has at most 2 MiB. A stored spec has a digest in their place.
+    `debian`: what `penstock tasks lock` writes, for backends with `debian_packages`. Each has at most 2 MiB. A stored
+    spec has a digest in their place.
     """
 
     python: str = field(default="", repr=False)
     npm: str = field(default="", repr=False)
+    debian: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
