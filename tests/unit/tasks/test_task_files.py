@@ -131,6 +131,8 @@ def test_invalid_task_is_refused_with_field_and_reason(tmp_path: Path, text: str
             "sandbox.verifier_network.denied_hosts.0",
             "'*': expected",
         ),
+        ("sandbox: {packages: {debian: absent.txt}}", "sandbox.packages.debian", "absent.txt"),
+        ("sandbox: {packages: {}}", "sandbox.packages", "set python, npm or debian"),
         ("sandbox: {setup_network: all}", "sandbox.setup_network", "must be 'open'"),
         ("sandbox: {setup_network: {hosts: [a], port: [1]}}", "sandbox.setup_network.port", "did you mean ports?"),
         ("mcp_servers: [{name: a b, args: [x]}]", "mcp_servers.0.name", "letters, digits"),

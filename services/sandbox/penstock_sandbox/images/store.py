@@ -102,7 +102,7 @@ class _Kept:
 async def unpacked(blob: int, tree: Path, user: int | None, most_bytes: int) -> dict[str, Any]:
     """Unpacks the tar ``blob``, a descriptor, into ``tree`` in a process of its own, which dies with this call.
 
-    ``user`` is the host user to become, who owns ``tree``; None = this process's own. Returns what `unpack.main` prints.
+    ``user`` is the host user to become, who owns ``tree``; None = this process's own. Returns what it prints.
 
     Raises unpack.Refused, OSError.
     """

@@ -107,7 +107,11 @@ class DebianPackages:
                 for package, file in zip(packages, files, strict=True):
                     left -= await self._unpacked(package, file, tree, left)
             await asyncio.to_thread(take_over, tree)
-            if dropped := await asyncio.to_thread(_arrange, tree):
+            try:
+                dropped = await asyncio.to_thread(_arrange, tree)
+            except unpack.Refused as refused:
+                raise _Failed(packages[-1], "UNUSABLE", str(refused), "lock other packages") from None
+            if dropped:
                 report(f"left out, as only usr, etc and var are taken: {', '.join(dropped[:10])}")
         except _Failed as failed:
             report(str(failed))
@@ -280,7 +284,10 @@ def _write_data(package: Path, target: Path) -> None:
 
 
 def _arrange(tree: Path) -> list[str]:
-    """Moves what is beside usr to where Debian has it since 12, and removes what is not taken; returns its names."""
+    """Moves what is beside usr to where Debian has it since 12, and removes what is not taken; returns its names.
+
+    Raises unpack.Refused for a link in the place of a directory that is mounted: the mount would follow it.
+    """
     for name in _MERGED:
         if _is_folder(tree / name):
             _merge(tree / name, tree / "usr" / name)
@@ -288,6 +295,9 @@ def _arrange(tree: Path) -> list[str]:
     for name in dropped:
         gone = tree / name
         shutil.rmtree(gone) if _is_folder(gone) else gone.unlink()
+    for name in _MERGED:
+        if os.path.lexists(tree / "usr" / name) and not _is_folder(tree / "usr" / name):
+            raise unpack.Refused(unpack.UNSAFE, f"/usr/{name} is no directory in them")
     return [name for name in dropped if name not in _MERGED]
 
 

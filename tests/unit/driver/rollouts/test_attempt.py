@@ -28,7 +28,7 @@ from penstock_chassis.errors import (
 )
 from penstock_driver.agents.launch import FileToWrite
 from penstock_driver.agents.specs import Artifact, Toolbox
-from penstock_driver.domain.ports import BackendFacts, CallEnded, Command, GateClosing, SandboxTerms
+from penstock_driver.domain.ports import BackendFacts, CallEnded, Command, GateClosing, Packages, SandboxTerms
 from penstock_driver.domain.rollout import Cause, Component, CopiedPath, Failure, Limits, Phase, Verifier
 from penstock_driver.environments.prepare import Environments, for_verifier
 from penstock_driver.grading import grader
@@ -798,6 +798,16 @@ def test_a_list_that_the_backend_lacks_is_refused_before_anything_starts(driver:
         check_backend(spec, [replace(facts(diff=True), egress_hosts=("b.test",))])
     assert refused.value.reason == "HOST_NOT_ALLOWED"
     check_backend(spec, [replace(facts(diff=True), egress_hosts=("*.test",))])
+
+
+@pytest.mark.requirement("R151", "R55")
+def test_debian_packages_are_refused_before_anything_starts_where_none_are_installed(driver: Driver) -> None:
+    """The message says what to do, to the task's author and to the operator."""
+    spec = replace(driver.spec(), packages=Packages(debian="locked"))
+    with pytest.raises(FailedPrecondition, match=r"sandbox\.packages\.debian.*image.*debian_mirrors") as refused:
+        check_backend(spec, [facts(diff=True)])
+    assert refused.value.reason == "CAPABILITY_MISSING"
+    check_backend(spec, [replace(facts(diff=True), debian_packages=True)])
 
 
 @pytest.mark.requirement("R141", "R64")

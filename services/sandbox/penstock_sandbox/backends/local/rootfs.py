@@ -264,11 +264,17 @@ def bubblewrap_arguments(
 def _with_added(bind: Bind, added: Sequence[Added]) -> list[str]:
     """Returns the arguments of a directory of the host's programs, with what is added to it on top."""
     place = os.path.realpath(bind.target)
-    above = [f"{one.shown}{place}" for one in added if os.path.isdir(f"{one.folder}{place}")]
+    above = [f"{one.shown}{place}" for one in added if _has_folder(one.folder, place)]
     if not above or bind.target not in _PROGRAM_FOLDERS:
         return ["--ro-bind", bind.source, bind.target]
     sources = [argument for source in (bind.source, *above) for argument in ("--overlay-src", source)]
     return [*sources, "--ro-overlay", bind.target]
+
+
+def _has_folder(root: Path, place: str) -> bool:
+    """Whether a tree has a directory there, with no link on the way: a mount would follow it out of the tree."""
+    path = f"{os.path.realpath(root)}{place}"
+    return os.path.isdir(path) and os.path.realpath(path) == path
 
 
 def _isolation(user: int, group: int, *, share_network: bool) -> list[str]:
