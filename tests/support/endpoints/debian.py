@@ -1,4 +1,4 @@
-"""Debian packages that dpkg-deb builds here, and their lines in a lock. A mirror is any server of files by their paths."""
+"""Debian packages that dpkg-deb builds here, and their lines in a lock. A mirror is any server of files by paths."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Debian packages of a task: downloaded from the operator's mirrors, checked by hash, unpacked, and nothing of them run.
+"""Debian packages of a task: downloaded from the operator's mirrors, checked by hash, and unpacked, not run.
 
 Invariants
 - Only files that a lock names are asked of a mirror, by paths below it, and each has the lock's hash.
@@ -91,7 +91,7 @@ class DebianPackages:
         """
         if not self._mirrors:
             raise FailedPrecondition(
-                "this sandbox service installs no Debian packages: use an image that has them; operators: debian_mirrors",
+                "this sandbox service installs no Debian packages: use an image with them; operators: debian_mirrors",
                 reason="CAPABILITY_MISSING",
                 metadata={"capabilities": "debian_packages"},
             )
@@ -177,7 +177,7 @@ class DebianPackages:
     async def _anywhere(
         self, session: aiohttp.ClientSession, package: DebianPackage, file: IO[bytes], take: Callable[[int], None]
     ) -> None:
-        """Asks each mirror; raises what is worst: a wrong file, then a mirror that does not answer, then its absence."""
+        """Asks each mirror; raises what is worst: a wrong file, a mirror that does not answer, an absent file."""
         failures: list[_Failed] = []
         for mirror in self._mirrors:
             try:

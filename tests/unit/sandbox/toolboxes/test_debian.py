@@ -66,7 +66,7 @@ async def refusal(boxes: Toolboxes, lock: str) -> Unavailable:
 async def test_files_are_taken_and_no_script_runs(tmp_path: Path, mirror: Index) -> None:
     """Where Debian has them since 12; neither set-user-id bits nor other places at the top level are taken."""
     mark = tmp_path / "ran"
-    scripts = {name: f"#!/bin/sh\ntouch {mark}\n" for name in ("preinst", "postinst")}
+    scripts = dict.fromkeys(("preinst", "postinst"), f"#!/bin/sh\ntouch {mark}\n")
     lines = add(mirror, "hello", package(tmp_path, "hello", HELLO, scripts=scripts))
     files = {"bin/old": "#!/bin/sh\n", "lib/old/x": "x", "srv/y": "y", "usr/lib/old/z": "z", "etc/old.conf": "c"}
     lines += add(mirror, "old", package(tmp_path, "old", files))
