@@ -121,8 +121,8 @@ export interface RolloutOptions {
     readonly ownKernel?: boolean;
     /** Default: unless nothing is ever replayed. */
     readonly repeatable?: boolean;
-    /** Tools of the task, as contents of locks: a requirements file with hashes, a package-lock.json. */
-    readonly packages?: { readonly python?: string; readonly npm?: string };
+    /** Tools of the task, as contents of locks: a requirements file with hashes, a package-lock.json, Debian packages. */
+    readonly packages?: { readonly python?: string; readonly npm?: string; readonly debian?: string };
     readonly resources?: Resources;
   };
   readonly limits?: {

@@ -43,6 +43,7 @@ from penstock_sandbox.snapshots.manager import Snapshots
 from penstock_sandbox.status import Health
 from penstock_sandbox.store.records import MIGRATIONS, SnapshotRecords
 from penstock_sandbox.toolboxes import runtimes
+from penstock_sandbox.toolboxes.debian_packages import DebianPackages
 from penstock_sandbox.toolboxes.installer import Installer
 from penstock_sandbox.toolboxes.manager import Toolboxes
 
@@ -161,6 +162,7 @@ def local_backend(settings: SandboxSettings) -> Backend:
             ),
             image=settings.local_image,
             allowed_images=settings.local_allowed_images,
+            debian_packages=bool(settings.debian_mirrors),
             staged=dict(runtimes.mountable()),
         )
     )
@@ -190,10 +192,12 @@ async def open_app(settings: SandboxSettings) -> AsyncIterator[App]:
             await backend.open()
         spool = settings.state_dir / "spool"
         await asyncio.to_thread(_fresh_spool, spool)
+        installs_as = settings.first_uid + settings.uid_count if os.geteuid() == 0 else None
         toolboxes = Toolboxes(
             settings.state_dir / "local" / "toolboxes",
-            Installer(settings.first_uid + settings.uid_count if os.geteuid() == 0 else None),
+            Installer(installs_as),
             settings.toolbox_cache_bytes,
+            DebianPackages(settings.debian_mirrors, settings.debian_max_bytes, installs_as),
         )
         await asyncio.to_thread(toolboxes.open)
         stack.push_async_callback(toolboxes.aclose)

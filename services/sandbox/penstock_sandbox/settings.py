@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Literal, TypeVar
+from urllib.parse import urlsplit
 
 from pydantic import Field, SecretStr, ValidationInfo, field_validator
 from pydantic_settings import SettingsConfigDict
@@ -69,6 +70,15 @@ class SandboxSettings(ServiceSettings):
         description="bytes of toolboxes to keep, those of agents and of tasks' packages; the least recently used are "
         "evicted first, but none in use",
     )
+    debian_mirrors: tuple[str, ...] = Field(
+        (),
+        max_length=16,
+        description="URLs of Debian mirrors, asked in this order for the Debian packages of tasks, such as "
+        "http://deb.debian.org/debian and http://deb.debian.org/debian-security; empty = none are installed",
+    )
+    debian_max_bytes: int = Field(
+        2 * 1024**3, ge=1024, description="most bytes of one task's Debian packages: of the files, and unpacked"
+    )
     keep_snapshots: bool = Field(
         False,
         description="keep snapshots (docker, e2b) when this service is stopped, for its next start on the same "
@@ -84,8 +94,10 @@ class SandboxSettings(ServiceSettings):
     )
     egress_hosts: tuple[str, ...] = Field(
         (),
-        description='what allow-lists of sandboxes may name: "name", "*.name" (every name below), CIDR blocks, or "*" '
-        "for any; empty = no sandbox gets an allow-list; needs the extra egress",
+        max_length=1024,
+        description='what lists of sandboxes may name: "name", "*.name" (every name below), CIDR blocks, or "*" for '
+        "any; a list without hosts has these, where * is every name and no address; empty = no sandbox gets a list; "
+        "needs the extra egress",
     )
     egress_private_addresses: tuple[str, ...] = Field(
         (), description="CIDR blocks of addresses that are not public and that the egress proxy may connect to"
@@ -332,6 +344,21 @@ class SandboxSettings(ServiceSettings):
             if pattern != hosts.ANY and not hosts.is_pattern(pattern):
                 raise ValueError(f'{pattern!r} must be "name", "*.name" (in lower case), a CIDR block or "*"')
         return value
+
+    @field_validator("debian_mirrors")
+    @classmethod
+    def _mirrors(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for url in value:
+            parts = urlsplit(url)
+            if (
+                parts.scheme not in ("http", "https")
+                or not parts.hostname
+                or parts.query
+                or parts.fragment
+                or parts.username
+            ):
+                raise ValueError(f"{url!r} must be as http://deb.debian.org/debian, without a login")
+        return tuple(url.rstrip("/") for url in value)
 
     @field_validator("extra_read_only")
     @classmethod

@@ -23,6 +23,7 @@ from tests.integration.docs import left_out
 from tests.integration.docs.blocks import ALL, KINDS, Block, Command, commands, unfenced
 from tests.integration.docs.stand import Stand, names, prepare, standing
 from tests.support.charts import render
+from tests.support.endpoints import debian
 from tests.support.endpoints.package_index import NPM_LOCK
 from tests.unit.docs.pages import ROOT
 from tests.unit.docs.test_commands import PAGES
@@ -183,6 +184,7 @@ def test_a_file_that_a_page_shows_is_read_by_its_own_parser(block: Block, stand:
     (stage / "repair-slug/repository").mkdir(parents=True, exist_ok=True)
     (stage / "requirements.txt").write_text(files()["requirements.txt"], encoding="utf-8")
     (stage / "package-lock.json").write_text(NPM_LOCK, encoding="utf-8")
+    (stage / "debian.txt").write_text(debian.line("hello", b""), encoding="utf-8")
     file = stage / "file.yaml"
     file.write_text(block.text, encoding="utf-8")
     match block.kind:

@@ -55,13 +55,16 @@ def task_of(indexes: Indexes) -> Task:
             commands=[
                 Command(shell="test $(cat setup.txt) = 1"),
                 Command(shell="test $(cat agent.txt) = 2"),
-                Command(shell="grep -q 'list of hosts does not name 127.0.0.1' refused.txt"),
+                Command(shell="grep -q 'list of denied hosts names 127.0.0.1' refused.txt"),
                 Command(shell=f"test $({CURL} {by_number}) = 3"),
                 Command(shell=f"{CURL} {by_name} | grep -q 'list of hosts does not name localhost'"),
             ]
         ),
         sandbox=SandboxChoice(
-            setup_network=listed("localhost"), agent_network=listed("localhost"), verifier_network=listed("127.0.0.1")
+            setup_network=listed("localhost"),
+            # All else that the operator allows.
+            agent_network=Allowlist(denied_hosts=["127.0.0.0/8"], ports=[indexes.plain_port]),
+            verifier_network=listed("127.0.0.1"),
         ),
     )
 

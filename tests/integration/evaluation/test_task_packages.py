@@ -7,7 +7,7 @@ import base64
 import os
 import sys
 from asyncio.subprocess import PIPE
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
@@ -15,6 +15,7 @@ from typing import TypeAlias
 import pytest
 import pytest_asyncio
 from tests.integration.docs.blocks import ALL, commands
+from tests.support.endpoints import debian
 from tests.support.endpoints.package_index import (
     PASSWORD,
     USER,
@@ -102,11 +103,32 @@ async def test_an_agent_that_attacks_the_tools_is_graded_by_its_work(
     assert worked.reward is not None and worked.reward.value == 1.0
 
 
+DEBIAN_FILES = {
+    "usr/bin/greet": '#!/bin/sh\ncat "/usr/lib/greet/text"\n',
+    "lib/greet/text": "hello\n",
+    # Of the host's programs, and of our own files.
+    "usr/bin/tac": "#!/bin/sh\necho of the package\n",
+    "etc/greet.conf": "loud\n",
+    "etc/hostname": "planted\n",
+}
+USES_DEBIAN = (
+    'test "$(greet)" = hello && test "$(tac)" = "of the package" && test "$(cat /etc/greet.conf)" = loud && '
+    'test "$(cat /etc/hostname)" = sandbox && test "$(echo still there | cat)" = "still there"'
+)
+CHANGES_DEBIAN = "touch /usr/bin/x /usr/lib/greet/x /etc/x; echo x > /usr/bin/greet; rm -f /usr/bin/greet; true"
+
 WithIndex: TypeAlias = tuple[Running, Index]
 
 
+@pytest.fixture(scope="module")
+def mirror() -> Iterator[Index]:
+    """A mirror of Debian packages."""
+    with index() as served:
+        yield served
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def with_index(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[WithIndex]:
+async def with_index(tmp_path_factory: pytest.TempPathFactory, mirror: Index) -> AsyncIterator[WithIndex]:
     """A stack whose sandbox service asks an index on loopback, with a password."""
     home = tmp_path_factory.mktemp("home")
     with index(password=True) as served, pytest.MonkeyPatch.context() as patch:
@@ -116,11 +138,12 @@ async def with_index(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[
             patch.delenv(name, raising=False)
         secret = base64.b64encode(f"{USER}:{PASSWORD}".encode()).decode()
         host = served.url.removeprefix("http:")
+        settings = {"sandbox": {"debian_mirrors": [f"{mirror.url}/debian"]}}
         (home / ".npmrc").write_text(f"registry={served.url}/npm/\n{host}/npm/:_auth={secret}\n")
         patch.setenv("HOME", str(home))
         patch.setenv("PIP_CONFIG_FILE", os.devnull)
         patch.setenv("PIP_INDEX_URL", f"{served.with_password}/simple/")
-        async with running(tmp_path_factory.mktemp("stack-with-index"), agents=False) as started:
+        async with running(tmp_path_factory.mktemp("stack-with-index"), settings, agents=False) as started:
             yield started, served
 
 
@@ -195,3 +218,45 @@ async def test_a_package_that_the_index_lacks_fails_the_rollout_once(with_index:
     failure = (await handle.result()).failure
     assert failure is not None and failure.reason == "INSTALL_FAILED" and not failure.retriable
     assert failure.message.startswith("sandbox.packages: pip install failed (NOT_FOUND)")
+
+
+@pytest.mark.requirement("R151")
+async def test_debian_packages_are_under_the_root_of_each_sandbox_of_a_task(
+    with_index: WithIndex, mirror: Index, tmp_path: Path
+) -> None:
+    """In setup, agent, verifier and episodes: over the host's programs, below our own files, unchangeable."""
+    stack, _ = with_index
+    content = debian.package(tmp_path, "greet", DEBIAN_FILES)
+    mirror.files[f"/debian/{debian.path_of('greet')}"] = content
+    task = Task(
+        task_id="debian",
+        setup=[Command(shell=USES_DEBIAN)],
+        instruction=script([Command(shell=f"{CHANGES_DEBIAN}; {USES_DEBIAN} && touch worked")]),
+        verifier=Verifier(commands=[Command(shell=USES_DEBIAN), Command(argv=["test", "-f", "worked"])]),
+        sandbox=SandboxChoice(packages=Packages(debian=debian.line("greet", content))),
+    )
+    group = await stack.ps.groups.create(task, await solving_agent(stack.ps), n=2, mode="transparent_proxy")
+    results = await group.results()
+    assert [(result.failure, result.reward and result.reward.value) for result in results] == [(None, 1.0)] * 2
+    async with await stack.ps.terminals.open(replace(task, instruction="Use them.", verifier=None)) as terminal:
+        assert "hello" in (await terminal.run("greet")).text()
+    assert mirror.fetched[f"/debian/{debian.path_of('greet')}"] == 1
+
+
+@pytest.mark.requirement("R151", "R64")
+async def test_debian_packages_that_cannot_be_installed_are_refused_by_name(with_index: WithIndex) -> None:
+    """A wrong lock by its field, before anything starts; an unknown package once."""
+    stack, _ = with_index
+    agent = await solving_agent(stack.ps)
+    task = Task(task_id="refused", instruction="Nothing.", sandbox=SandboxChoice(packages=Packages(debian="jq")))
+    with pytest.raises(InvalidArgument) as caught:
+        await stack.ps.rollouts.create(task, agent, mode="transparent_proxy")
+    (violation,) = caught.value.violations
+    assert violation.field == "spec.sandbox.packages.debian" and "penstock tasks lock" in violation.description
+    packages = Packages(debian=debian.line("absent", b""))
+    handle = await stack.ps.rollouts.create(
+        replace(task, sandbox=SandboxChoice(packages=packages)), agent, mode="transparent_proxy", max_attempts=3
+    )
+    failure = (await handle.result()).failure
+    assert failure is not None and failure.reason == "INSTALL_FAILED" and not failure.retriable
+    assert failure.message.startswith("sandbox.packages: Debian packages: NOT_FOUND: absent=1.0")

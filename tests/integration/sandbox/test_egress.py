@@ -106,8 +106,12 @@ async def test_the_proxy_serves_containers_too(tmp_path: Path, indexes: Indexes)
         assert await box.out("cat /tmp/repo/README") == "fetched"
         assert await box.out(f"python3 -c '{FETCH}' {indexes.plain_url}/count") == "1"
         assert (await box.run(shell=TALK, stdin=b"hello")).stdout == b"echo:hello"
-        # The endpoint stays as the proxy goes.
         ask = service.sandboxes.SetNetworkPolicy
+        denying = allowlist(indexes, one_endpoint=one, denied_hosts=["localhost"])
+        await ask(ss.SetNetworkPolicyRequest(sandbox_id=box.id, network=denying))
+        refused = f"python3 -c '{FETCH}' {indexes.plain_url}/count 2>&1; true"
+        assert "the task's list of denied hosts names localhost" in await box.out(refused)
+        # The endpoint stays as the proxy goes.
         await ask(ss.SetNetworkPolicyRequest(sandbox_id=box.id, network=sb.NetworkPolicy(one_endpoint=one)))
         assert (await box.run(shell=TALK, stdin=b"hello")).stdout == b"echo:hello"
         assert (await box.run(shell=DIAL.format(host="127.0.0.1", port=3128))).exit.code == 9
@@ -176,5 +180,26 @@ async def test_nothing_but_the_proxy_is_reached_and_narrowing_cuts_it(service: R
 async def test_hosts_beyond_the_operators_are_refused(service: Running, indexes: Indexes) -> None:
     error = await failure(box_of(service, allowlist(indexes, hosts=["example.com"])))
     assert error.reason == "HOST_NOT_ALLOWED" and "egress_hosts" in str(error)
-    error = await failure(box_of(service, allowlist(indexes, hosts=["*"], ports=[0], proxy_port=80)))
+    error = await failure(box_of(service, allowlist(indexes, hosts=["*"])))
+    assert error.reason == "HOST_NOT_ALLOWED"
+    error = await failure(box_of(service, allowlist(indexes, hosts=[], ports=[0], proxy_port=80)))
     assert {problem.field.rpartition(".")[2] for problem in error.violations} == {"hosts", "ports", "proxy_port"}
+    error = await failure(box_of(service, allowlist(indexes, hosts=[], denied_hosts=["a.test", "*"])))
+    (problem,) = error.violations
+    assert problem.field == "spec.network.allowlist.denied_hosts[1]" and "'*'" in problem.description
+
+
+@pytest.mark.requirement("R141", "R13")
+async def test_all_that_the_operator_allows_is_reached_but_what_is_denied(service: Running, indexes: Indexes) -> None:
+    box = await box_of(service, allowlist(indexes, hosts=[], denied_hosts=["*.test", "127.0.0.2"]))
+    kept = await service.sandboxes.GetSandbox(ss.GetSandboxRequest(sandbox_id=box.id))
+    assert list(kept.sandbox.spec.network.allowlist.hosts) == ["localhost", "*.test", "127.0.0.0/8", "169.254.0.0/16"]
+    assert await box.out(f"curl -sS {indexes.url}/count") == "1"
+    ask = "curl -sS http://{}:" + f"{indexes.plain_port}/count"
+    assert await box.out(ask.format("127.0.0.1")) == "2"
+    for host in ("a.test", "127.0.0.2"):
+        assert f"HOST_NOT_ALLOWED: the task's list of denied hosts names {host}" in await box.out(ask.format(host))
+    more = allowlist(indexes, hosts=[], denied_hosts=["*.test", "127.0.0.0/8"])
+    await service.sandboxes.SetNetworkPolicy(ss.SetNetworkPolicyRequest(sandbox_id=box.id, network=more))
+    assert "denied hosts names 127.0.0.1" in await box.out(ask.format("127.0.0.1"))
+    assert indexes.asked == {"GET /count": 2}

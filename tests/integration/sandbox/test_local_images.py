@@ -28,7 +28,7 @@ from tests.support.waiting import eventually
 from penstock_chassis.errors import PenstockError
 from penstock_sandbox.backends.local.backend import LocalBackend, LocalOptions
 from penstock_sandbox.backends.local.images import bases
-from penstock_sandbox.domain.backend import SandboxHandle
+from penstock_sandbox.domain.backend import MountedToolbox, SandboxHandle
 from penstock_sandbox.domain.model import SandboxSpec
 from penstock_sandbox.images.registry import RegistryOptions
 from penstock_sandbox.images.store import ImageOptions, ImageStore
@@ -151,6 +151,26 @@ async def test_a_sandbox_has_the_images_files_environment_and_working_directory(
         assert await _out(sandbox, "ls /new /z 2>/dev/null; true") == ""
         other = await _create(backend, "two", image=running.image("task"))
         assert await _out(other, "cat a.txt; ls") == "first\na.txt"
+
+
+@pytest.mark.requirement("R142", "R151")
+async def test_packages_are_over_an_images_files_and_below_our_own(
+    folder: Path, running: Registry, tiny: bytes
+) -> None:
+    image = layer([entry("usr/share/a", b"image\n", mode=0o644), entry("usr/share/b", b"image\n", mode=0o644)])
+    await running.push("task", [tiny, image], {})
+    async with _backend(folder, _options(running.host)) as backend:
+        content = folder / "local/toolboxes/box"
+        for name, text in (("usr/share/a", "package\n"), ("usr/share/c", "package\n"), ("etc/hostname", "planted\n")):
+            (content / "debian" / name).parent.mkdir(parents=True, exist_ok=True)
+            (content / "debian" / name).write_text(text)
+        box = MountedToolbox("box", content, "/opt/penstock/toolboxes/box", (), {}, root_layer=content / "debian")
+        wanted = SandboxSpec(image=running.image("task"))
+        sandbox = await backend.create("one", wanted, (box,), lambda _: None)
+        names = " ".join(f"/usr/share/{name}" for name in "abc")
+        assert (await _out(sandbox, f"cat {names} /etc/hostname")).split() == ["package", "image", "package", "sandbox"]
+        assert "failed" in await _out(sandbox, f"rm -f {names} 2>/dev/null; test -f /usr/share/a && echo failed")
+        await sandbox.destroy()
 
 
 @pytest.mark.requirement("R142")

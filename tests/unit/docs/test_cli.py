@@ -33,7 +33,7 @@ def test_every_command_that_talks_to_services_takes_their_state_directory() -> N
     """`penstock up --state-dir DIR` names the option; a command without it could not reach what that started."""
     without = (WITHOUT - {"mcp"}) | {
         "agents new", "conformance", "credentials", "eval diff", "eval report", "eval show", "tasks build",
-        "tasks check", "tasks import", "tasks new", "verify",
+        "tasks check", "tasks import", "tasks lock", "tasks new", "verify",
     }  # fmt: skip
     found = {name for name, command in commands().items() if any("--state-dir" in p.opts for p in command.params)}
     assert commands().keys() - found == without

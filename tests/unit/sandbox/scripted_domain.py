@@ -116,6 +116,7 @@ async def opened(
     queue_timeout_s: float = 60.0,
     max_lifetime_s: float | None = None,
     now: float = 1000.0,
+    egress_hosts: tuple[str, ...] = (),
 ) -> AsyncIterator[Domain]:
     """A domain on the state in ``folder``; it is killed at the end."""
     async with await Journal.open(folder / "journal.sqlite", MIGRATIONS) as journal:
@@ -144,6 +145,7 @@ async def opened(
                 max_sandboxes_per_owner=per_owner,
                 max_queued=queued,
                 queue_timeout_s=queue_timeout_s,
+                egress_hosts=egress_hosts,
             ),
             clock=lambda: domain.now,
             pause=pause,

@@ -23,7 +23,7 @@ sandbox:
   image: python:3.12
   resources: {cpu: 2, memory_bytes: 512MiB, pids: 100, disk_bytes: 1000000}
   setup_network: {hosts: [pypi.org], ports: [443]}
-  agent_network: {hosts: [pypi.org], denied_hosts: [a.pypi.org]}
+  agent_network: {denied_hosts: [a.pypi.org]}
   verifier_network: {hosts: [pypi.org], recording: r, recorded_only: true}
   user: root
   own_kernel: true
@@ -171,7 +171,7 @@ def test_tasks_sandbox_limits_and_budgets_reach_the_rollout(tmp_path: Path) -> N
         image="python:3.12",
         resources=Resources(cpu=2.0, memory_bytes=512 << 20, pids=100, disk_bytes=1_000_000),
         setup_network=Allowlist(hosts=["pypi.org"], ports=[443], denied_hosts=[]),
-        agent_network=Allowlist(hosts=["pypi.org"], ports=[], denied_hosts=["a.pypi.org"]),
+        agent_network=Allowlist(hosts=[], ports=[], denied_hosts=["a.pypi.org"]),
         verifier_network=Allowlist(hosts=["pypi.org"], ports=[], denied_hosts=[], recording="r", recorded_only=True),
         user="root",
         own_kernel=True,

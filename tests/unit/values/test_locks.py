@@ -10,7 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.endpoints.package_index import integrity, npm_lock
 
-from penstock.values.locks import MAX_LOCK_BYTES, MAX_PACKAGES, LockProblem, PinnedPackage, python_lock
+from penstock.values.locks import (
+    MAX_DEBIAN_PACKAGES,
+    MAX_LOCK_BYTES,
+    MAX_PACKAGES,
+    DebianPackage,
+    LockProblem,
+    PinnedPackage,
+    debian_lock,
+    python_lock,
+)
 from penstock.values.locks import npm_lock as read_npm_lock
 
 HASH = "sha256:" + "a" * 64
@@ -168,3 +177,42 @@ def test_any_value_in_an_npm_lock_is_read_or_refused(value: Any) -> None:
             read_npm_lock(npm_lock({"tool": {**GOOD, key: value}}, dependencies={"tool": "1"}))
         except LockProblem as problem:
             assert "node_modules/tool" in str(problem) or "the project" in str(problem)
+
+
+SHA = f"--hash={HASH}"
+JQ = f"jq=1.6-2.1+deb12u1 pool/main/j/jq/jq_1.6-2.1+deb12u1_amd64.deb {SHA}"
+
+
+@pytest.mark.requirement("R151")
+def test_a_list_of_debian_packages_is_read_in_its_order() -> None:
+    epoch = f"vim=2:9.0~rc1-1 pool/v/vim_9.0~rc1-1_all.deb {SHA}"
+    found = debian_lock(f"# for Debian 12\n\n{JQ}\n{epoch}  \n")
+    path = "pool/main/j/jq/jq_1.6-2.1+deb12u1_amd64.deb"
+    assert found[0] == DebianPackage("jq", "1.6-2.1+deb12u1", path, "amd64", "a" * 64)
+    assert [package.line for package in found] == [JQ, epoch]
+
+
+@pytest.mark.requirement("R151", "R64")
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("", "names no package"),
+        ("jq", "line 1: 'jq' is not NAME=VERSION"),
+        (f"{JQ}\n{JQ}", "line 2: jq is named twice"),
+        (JQ.replace("sha256", "md5"), "penstock tasks lock"),
+        (JQ.replace("pool/main", "../main"), "line 1"),
+        (JQ.replace("pool/main", "/main"), "line 1"),
+        (JQ.replace("pool/main", "pool/.."), "line 1"),
+        (JQ.replace("pool/main", "http://host"), "line 1"),
+        (JQ.replace("pool/main", "pool/%2e%2e"), "line 1"),
+        (JQ.replace("pool/main", "a?b"), "line 1"),
+        (JQ.replace(".deb ", ".tar "), "line 1"),
+        ("\n".join(JQ.replace("jq=", f"jq{n}=") for n in range(MAX_DEBIAN_PACKAGES + 1)), "more than 256 packages"),
+        ("#" * (MAX_LOCK_BYTES + 1), f"at most {MAX_LOCK_BYTES} are allowed"),
+        ("a" * 1_000_000, "line 1"),
+    ],
+)
+def test_what_is_no_debian_lock_is_refused_by_its_line(text: str, named: str) -> None:
+    with pytest.raises(LockProblem) as caught:
+        debian_lock(text)
+    assert named in str(caught.value)

@@ -160,9 +160,10 @@ class PythonTarget(_Model):
 
 
 class TaskToolbox(Toolbox):
-    """A toolbox of a task's packages: those of an npm lock, and those for the sandbox's own Python."""
+    """A toolbox of a task's packages: those of an npm lock, those for the sandbox's own Python, and Debian's."""
 
     npm_lock: str = ""
+    debian_lock: str = ""
     python_target: PythonTarget | None = None
 
     @model_validator(mode="after")

@@ -118,6 +118,7 @@ class GrpcSandboxes:
                 toolboxes=backend.capabilities.toolboxes,
                 stdin=backend.capabilities.stdin_stream,
                 companions=backend.capabilities.companions,
+                debian_packages=backend.capabilities.debian_packages,
                 limits=frozenset(
                     name
                     for name, held in (

@@ -127,13 +127,14 @@ class SandboxTerms:
 
 @dataclass(frozen=True, slots=True)
 class Packages:
-    """Contents of a task's locks: pip's requirements with hashes, and a package-lock.json; empty = none."""
+    """Contents of a task's locks: pip's requirements with hashes, a package-lock.json, Debian packages; empty: none."""
 
     python: str = field(default="", repr=False)
     npm: str = field(default="", repr=False)
+    debian: str = field(default="", repr=False)
 
     def __bool__(self) -> bool:
-        return bool(self.python or self.npm)
+        return bool(self.python or self.npm or self.debian)
 
 
 NO_PACKAGES: Final = Packages()
@@ -158,6 +159,7 @@ class BackendFacts:
     limits: frozenset[str] = frozenset()
     """Names of the resources in SandboxTerms that it can limit."""
     companions: bool = False
+    debian_packages: bool = False
 
 
 @dataclass(frozen=True, slots=True)

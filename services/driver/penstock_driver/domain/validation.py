@@ -18,7 +18,7 @@ from packaging.markers import InvalidMarker, Marker
 from penstock.interception.v1 import interception_pb2, rollout_gate_service_pb2
 from penstock.sandbox.v1 import sandbox_pb2
 from penstock.values import companions, hosts
-from penstock.values.locks import LockProblem, npm_lock, python_lock
+from penstock.values.locks import LockProblem, debian_lock, npm_lock, python_lock
 from penstock.values.metrics import run_problem
 from penstock_chassis import times
 from penstock_chassis.errors import Violation
@@ -349,13 +349,8 @@ def _check_resources(terms: SandboxTerms, here: str, found: Violations) -> None:
 
 
 def _check_allowlist(listed: sandbox_pb2.Allowlist, here: str, found: Violations) -> None:
-    if not listed.hosts:
-        found.add(f"{here}.hosts", "at least one is required")
-    for field in ("hosts", "denied_hosts"):
-        for index, pattern in enumerate(getattr(listed, field)):
-            if not hosts.is_pattern(pattern):
-                problem = 'expected "name", "*.name" (in lower case) or a CIDR block'
-                found.add(f"{here}.{field}[{index}]", problem)
+    for field, index, problem in hosts.problems(listed.hosts, listed.denied_hosts):
+        found.add(f"{here}.{field}" if index is None else f"{here}.{field}[{index}]", problem)
     for index, port in enumerate(listed.ports):
         if not 0 < port < 65536:
             found.add(f"{here}.ports[{index}]", "expected 1 to 65535")
@@ -396,6 +391,11 @@ def _check_packages(packages: Packages, where: str, found: Violations) -> None:
             npm_lock(packages.npm)
         except LockProblem as problem:
             found.add(f"{where}sandbox.packages.npm", str(problem))
+    if packages.debian:
+        try:
+            debian_lock(packages.debian)
+        except LockProblem as problem:
+            found.add(f"{where}sandbox.packages.debian", str(problem))
     if not packages.python:
         return
     try:

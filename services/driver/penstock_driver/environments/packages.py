@@ -64,6 +64,9 @@ class _Base:
     has_node: bool
 
 
+_UNASKED: Final = _Base(None, has_node=False)
+
+
 class TaskPackages:
     """The toolboxes of tasks' packages."""
 
@@ -98,7 +101,8 @@ class TaskPackages:
     async def _install(
         self, packages: Packages, terms: SandboxTerms, on_line: Callable[[str], None]
     ) -> PreparedToolbox:
-        base = await self._bases.get(terms, lambda: self._ask(terms))
+        asks = bool(packages.python or packages.npm)
+        base = await self._bases.get(terms, lambda: self._ask(terms)) if asks else _UNASKED
         try:
             wanted = await asyncio.to_thread(toolbox, packages, base)
             return await self._sandboxes.prepare_toolbox(TOOLBOX, wanted, terms.backend, on_line)
@@ -127,7 +131,7 @@ class TaskPackages:
 
 
 def _digest(packages: Packages) -> bytes:
-    return hashlib.sha256(repr((packages.python, packages.npm)).encode()).digest()
+    return hashlib.sha256(repr((packages.python, packages.npm, packages.debian)).encode()).digest()
 
 
 def toolbox(packages: Packages, base: _Base) -> TaskToolbox:
@@ -145,6 +149,7 @@ def toolbox(packages: Packages, base: _Base) -> TaskToolbox:
         python_packages=lines,
         python_target=target if lines else None,
         npm_lock=packages.npm,
+        debian_lock=packages.debian,
     )
 
 

@@ -16,7 +16,15 @@ from penstock_chassis.aio.single_flight import SingleFlight
 from penstock_chassis.errors import FailedPrecondition
 from penstock_driver.agents.launch import check_host_tools
 from penstock_driver.agents.specs import PromptDelivery
-from penstock_driver.domain.ports import LIMITED, BackendFacts, GateCheck, Sandboxes, SandboxTerms
+from penstock_driver.domain.ports import (
+    LIMITED,
+    NO_PACKAGES,
+    BackendFacts,
+    GateCheck,
+    Packages,
+    Sandboxes,
+    SandboxTerms,
+)
 from penstock_driver.domain.rollout import RolloutSpec, judge_id
 
 FRESH_S: Final = 2.0
@@ -45,14 +53,12 @@ class Preflight:
             await self._gate.check(verifier.judge, rollout_id=judge_id(rollout_id), group_id=None, labels={})
         return placed
 
-    async def check_terminal(self, terms: SandboxTerms, *, toolboxes: bool = False) -> SandboxTerms:
-        """Check a terminal episode, which has no agent and no model; return its terms with the backend named.
-
-        `toolboxes`: whether its task has packages.
-        """
+    async def check_terminal(self, terms: SandboxTerms, packages: Packages = NO_PACKAGES) -> SandboxTerms:
+        """Check a terminal episode, which has no agent and no model; return its terms with the backend named."""
         backend = _available(terms.backend, await self._backends.get(None, self._sandboxes.backends))
-        needed = {"fork": backend.forks, "stdin_stream": backend.stdin, "toolboxes": backend.toolboxes or not toolboxes}
+        needed = {"fork": backend.forks, "stdin_stream": backend.stdin, "toolboxes": backend.toolboxes or not packages}
         _check_capabilities(backend, terms, needed)
+        _check_debian(backend, packages)
         _check_hosts(backend, _listed(terms))
         return replace(terms, backend=backend.name)
 
@@ -82,6 +88,7 @@ def check_backend(spec: RolloutSpec, backends: Sequence[BackendFacts]) -> Rollou
         "stdin_stream": backend.stdin or agent.instruction.method is not PromptDelivery.STDIN,
     }
     _check_capabilities(backend, spec.sandbox, needed)
+    _check_debian(backend, spec.packages)
     if verifier:
         _check_capabilities(backend, verifier.sandbox, {})
     _check_hosts(backend, _listed(spec.sandbox), spec.agent_network, spec.verifier_network)
@@ -122,18 +129,27 @@ def _check_capabilities(backend: BackendFacts, terms: SandboxTerms, needed: Mapp
         )
 
 
+def _check_debian(backend: BackendFacts, packages: Packages) -> None:
+    if packages.debian and not backend.debian_packages:
+        raise FailedPrecondition(
+            f"backend {backend.name} installs no Debian packages (sandbox.packages.debian): use an image with them; "
+            "operators: debian_mirrors of a sandbox service with the local backend",
+            reason="CAPABILITY_MISSING",
+        )
+
+
 def _listed(terms: SandboxTerms) -> sandbox_pb2.Allowlist | None:
     setup = terms.setup_network
     return setup.allowlist if setup is not None and setup.HasField("allowlist") else None
 
 
 def _check_hosts(backend: BackendFacts, *lists: sandbox_pb2.Allowlist | None) -> None:
-    named = [host for listed in lists if listed is not None for host in listed.hosts]
-    if named and not backend.egress_hosts:
+    given = [listed for listed in lists if listed is not None]
+    if given and not backend.egress_hosts:
         raise FailedPrecondition(
             f"backend {backend.name} lacks capabilities that are needed: network ALLOWLIST", reason="CAPABILITY_MISSING"
         )
-    if missing := hosts.uncovered(named, backend.egress_hosts):
+    if missing := hosts.not_permitted([host for listed in given for host in listed.hosts], backend.egress_hosts):
         raise FailedPrecondition(
             f"sandboxes may not reach {', '.join(missing)}; the operator's egress_hosts must cover it",
             reason="HOST_NOT_ALLOWED",

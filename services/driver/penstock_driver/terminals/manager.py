@@ -108,7 +108,7 @@ class TerminalManager:
         known = await self._requests.known_request(key)
         if known is None:
             with self._claim():
-                terms = await self._preflight.check_terminal(spec.sandbox, toolboxes=bool(spec.packages))
+                terms = await self._preflight.check_terminal(spec.sandbox, spec.packages)
                 spec = replace(spec, sandbox=terms)
                 begun = await self._tasks.run(self._begin(key, spec))
             known = begun

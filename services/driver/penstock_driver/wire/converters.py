@@ -100,6 +100,7 @@ def toolbox_to_proto(name: str, toolbox: Toolbox) -> toolbox_service_pb2.Toolbox
     )
     if isinstance(toolbox, TaskToolbox):
         wire.npm_lock = toolbox.npm_lock
+        wire.debian_lock = toolbox.debian_lock
         if toolbox.python_target is not None:
             wire.python_target.version = toolbox.python_target.version
             wire.python_target.platform = toolbox.python_target.platform

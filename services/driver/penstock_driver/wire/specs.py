@@ -88,7 +88,7 @@ def rollout_spec(request: rollout_pb2.RolloutSpec, agents: AgentRegistry, namesp
 
 async def with_locks(packages: rollout_pb2.Packages, read: Callable[[], T]) -> T:
     """Return what `read` makes of a request with these locks: in a thread if they are long, since it parses them."""
-    if len(packages.python) + len(packages.npm) > LONG_LOCKS:
+    if len(packages.python) + len(packages.npm) + len(packages.debian) > LONG_LOCKS:
         return await asyncio.to_thread(read)
     return read()
 
@@ -269,7 +269,7 @@ def effective_spec(spec: RolloutSpec) -> rollout_pb2.RolloutSpec:
         for name in list(server.stdio.secret_env) if server.HasField("stdio") else ():
             server.stdio.secret_env[name] = ""
     wire.sandbox.repeatable = spec.repeatable
-    for name in ("python", "npm"):
+    for name in ("python", "npm", "debian"):
         if getattr(wire.sandbox.packages, name):
             digest = hashlib.sha256(getattr(wire.sandbox.packages, name).encode()).hexdigest()
             setattr(wire.sandbox.packages, name, f"sha256:{digest}")

@@ -246,6 +246,7 @@ class MountedToolbox:
     """A toolbox for a sandbox: host directory, mount path, PATH directories, and runtimes to mount with it.
 
     `python_path` and `node_path` are directories in which every Python and Node.js of the sandbox looks for packages.
+    `root_layer` is a host directory whose usr, etc and var the sandbox has under its root; it needs `debian_packages`.
     """
 
     name: str
@@ -255,6 +256,7 @@ class MountedToolbox:
     runtimes: Mapping[str, Path]
     python_path: tuple[str, ...] = ()
     node_path: tuple[str, ...] = ()
+    root_layer: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -242,6 +242,7 @@ class Capabilities:
     system_read_only: bool = False
     repeatable: frozenset[RepeatablePart] = frozenset()
     companions: bool = False
+    debian_packages: bool = False
 
     @property
     def limit_disk(self) -> bool:
@@ -486,6 +487,7 @@ class ToolboxSpec:
     python_packages: tuple[str, ...] = ()
     npm_lock: str = ""
     python_target: PythonTarget | None = None
+    debian_lock: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The first line of each connection to the proxy: whose it is, and what that sandbox may reach.
+"""The beginning of each connection to the proxy: whose it is, and what that sandbox may reach.
 
 The service writes it, never the sandbox: the proxy keeps no list of sandboxes, and a narrowed policy counts from the
 next connection on, since the service cuts the others.
@@ -6,11 +6,14 @@ next connection on, since the service cuts the others.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import asdict, dataclass
 from typing import Final
 
-MAX_BYTES: Final = 64 * 1024
+_SIZE_BYTES: Final = 4
+_MAX_BYTES: Final = 1024 * 1024
+"""More than the longest list has, with an operator's longest `egress_hosts`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,14 +27,21 @@ class Greeting:
     ports: tuple[int, ...]
     recorded_only: bool
 
-    def line(self) -> bytes:
-        """Returns it as sent."""
-        return json.dumps(asdict(self)).encode() + b"\n"
+    def encoded(self) -> bytes:
+        """Returns it as sent: its size, and JSON."""
+        content = json.dumps(asdict(self)).encode()
+        return len(content).to_bytes(_SIZE_BYTES) + content
 
 
-def parsed(line: bytes) -> Greeting:
-    """Returns the greeting of a line. Raises ValueError, TypeError or KeyError: its writer is no service of ours."""
-    fields = json.loads(line)
+async def received(reader: asyncio.StreamReader) -> Greeting:
+    """Returns the greeting of a connection.
+
+    Raises IncompleteReadError; ValueError, TypeError or KeyError: its writer is no service of ours.
+    """
+    size = int.from_bytes(await reader.readexactly(_SIZE_BYTES))
+    if size > _MAX_BYTES:
+        raise ValueError(f"a greeting has at most {_MAX_BYTES} bytes, not {size}")
+    fields = json.loads(await reader.readexactly(size))
     return Greeting(
         sandbox_id=fields["sandbox_id"],
         recording=fields["recording"],

@@ -20,7 +20,7 @@ import structlog
 from penstock_sandbox.egress.authority import Authority
 from penstock_sandbox.egress.errors import Misused, Refusal
 from penstock_sandbox.egress.fetching import Fetcher
-from penstock_sandbox.egress.greeting import Greeting, parsed
+from penstock_sandbox.egress.greeting import Greeting, received
 from penstock_sandbox.egress.requests import Origin, Request, checked, connected
 from penstock_sandbox.egress.store import Response
 
@@ -91,7 +91,7 @@ class Conversation:
         """Serves it until it ends."""
         try:
             async with asyncio.timeout(_REQUEST_S):
-                greeting = parsed(await self._reader.readline())
+                greeting = await received(self._reader)
             origin = await self._serve(greeting, None)
             if origin is not None:
                 await self._writer.start_tls(self._authority.context(origin.host), ssl_handshake_timeout=_REQUEST_S)

@@ -113,7 +113,7 @@ class Egress:
             ports=policy.ports or DEFAULT_PORTS,
             recorded_only=policy.recorded_only,
         )
-        return dataclasses.replace(policy, proxy=str(self._socket), proxy_greeting=greeting.line())
+        return dataclasses.replace(policy, proxy=str(self._socket), proxy_greeting=greeting.encoded())
 
     def environment(self, policy: NetworkPolicy) -> Mapping[str, str]:
         """See manager.Egress."""

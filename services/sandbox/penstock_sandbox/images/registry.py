@@ -237,7 +237,7 @@ class Registry:
         """Yields the answer to a request, redirects followed: to TLS only, or to hosts that may be asked without."""
         sent = dict(headers)
         for _ in range(_MOST_REDIRECTS + 1):
-            async with self._opened().get(url, headers=sent, proxy=_proxy(url), allow_redirects=False) as answer:
+            async with self._opened().get(url, headers=sent, proxy=proxy_of(url), allow_redirects=False) as answer:
                 target = answer.headers.get("Location", "") if answer.status in (301, 302, 303, 307, 308) else ""
                 if not target:
                     yield answer
@@ -342,7 +342,7 @@ def _patience_s(error: Exception) -> float:
     return _PATIENCE_S if isinstance(error, Unavailable) else 0.0
 
 
-def _proxy(url: str) -> str | None:
+def proxy_of(url: str) -> str | None:
     """Returns the proxy that the environment names for a URL."""
     parts = urlsplit(url)
     if not parts.hostname or proxy_bypass(parts.hostname):

@@ -99,6 +99,44 @@ class _Kept:
     used_at: float
 
 
+async def unpacked(blob: int, tree: Path, user: int | None, most_bytes: int) -> dict[str, Any]:
+    """Unpacks the tar ``blob``, a descriptor, into ``tree`` in a process of its own, which dies with this call.
+
+    ``user`` is the host user to become, who owns ``tree``; None = this process's own. Returns what it prints.
+
+    Raises unpack.Refused, OSError.
+    """
+    target = os.open(tree, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-I", "-m", unpack.__name__),
+            *map(str, (target, -1 if user is None else user, most_bytes, MOST_ENTRIES)),
+            stdin=blob,
+            stdout=asyncio.subprocess.PIPE,
+            pass_fds=(target,),
+            cwd="/",
+            env={},
+        )
+    finally:
+        os.close(target)
+    try:
+        answer, _ = await process.communicate()
+    except BaseException:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+        raise
+    try:
+        done: dict[str, Any] = json.loads(answer)
+    except ValueError as error:
+        raise unpack.Refused(unpack.DAMAGED, f"unpacking ended with status {process.returncode}") from error
+    if "errno" in done:
+        raise OSError(done["errno"], done["what"])
+    if "kind" in done:
+        raise unpack.Refused(done["kind"], done["what"])
+    return done
+
+
 class ImageStore:
     """The images under ``root``."""
 
@@ -367,39 +405,11 @@ class ImageStore:
             folder.chmod(0o755)
 
     async def _run(self, wanted: Reference, blob: int, tree: Path) -> dict[str, Any]:
-        """Unpacks a layer in a process of its own, which dies with this call."""
-        user = self._options.unpack_as
-        target = os.open(tree, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", "-m", unpack.__name__),
-                *map(str, (target, -1 if user is None else user, self._options.most_image_bytes, MOST_ENTRIES)),
-                stdin=blob,
-                stdout=asyncio.subprocess.PIPE,
-                pass_fds=(target,),
-                cwd="/",
-                env={},
-            )
-        finally:
-            os.close(target)
-        try:
-            answer, _ = await process.communicate()
-        except BaseException:
-            if process.returncode is None:
-                process.kill()
-            await process.wait()
-            raise
-        try:
-            done: dict[str, Any] = json.loads(answer)
-        except ValueError as error:
-            raise errors.unusable(str(wanted), f"unpacking a layer ended with status {process.returncode}") from error
-        if "errno" in done:
-            raise OSError(done["errno"], done["what"])
-        if done.get("kind") == unpack.LARGE:
-            raise errors.too_large(str(wanted), done["what"])
-        if "kind" in done:
-            raise errors.unusable(str(wanted), done["what"])
-        return done
+            return await unpacked(blob, tree, self._options.unpack_as, self._options.most_image_bytes)
+        except unpack.Refused as refused:
+            raised = errors.too_large if refused.kind == unpack.LARGE else errors.unusable
+            raise raised(str(wanted), str(refused)) from refused
 
     # Keeping -----------------------------------------------------------------------------------------------------
 

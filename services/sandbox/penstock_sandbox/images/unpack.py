@@ -17,6 +17,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import lzma
 import os
 import resource
 import stat
@@ -40,7 +41,7 @@ _MODES = 0o1777
 _CHUNK = 1024 * 1024
 _LONGEST_PATH = 4000
 _MEMORY = 2 * 1024**3
-_GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
+_GZIP, _ZSTD, _XZ = b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"\xfd7zX"
 _ZSTD_SKIPPED = b"\x2a\x4d\x18"
 """The end of a frame's magic that holds notes, not data (RFC 8878, 3.1.2); its first byte is 0x50 to 0x5f."""
 _ZSTD_WINDOW = 128 * 1024**2
@@ -71,7 +72,7 @@ class Unpacked:
 class _Stream:
     """The uncompressed tar: hashed and counted as it is read."""
 
-    def __init__(self, source: IO[bytes] | gzip.GzipFile, most: int) -> None:
+    def __init__(self, source: IO[bytes] | gzip.GzipFile | lzma.LZMAFile, most: int) -> None:
         self._source = source
         self._left = most
         self._most = most
@@ -186,7 +187,7 @@ class _Tree:
 
 
 def unpack(blob: IO[bytes], root: int, most_bytes: int, most_entries: int) -> Unpacked:
-    """Unpacks a layer (gzip, zstd or not compressed) into the empty directory ``root``. Raises Refused, OSError."""
+    """Unpacks a layer (gzip, xz, zstd or not compressed) into the empty directory ``root``. Raises Refused, OSError."""
     stream = _Stream(_plain(blob), most_bytes)
     tree = _Tree(root)
     entries = size = 0
@@ -205,7 +206,15 @@ def unpack(blob: IO[bytes], root: int, most_bytes: int, most_entries: int) -> Un
         while stream.read(_CHUNK):
             pass  # its digest covers what follows the archive's end
         tree.finish()
-    except (tarfile.TarError, EOFError, gzip.BadGzipFile, zlib.error, zstandard.ZstdError, ValueError) as error:
+    except (
+        tarfile.TarError,
+        EOFError,
+        gzip.BadGzipFile,
+        zlib.error,
+        lzma.LZMAError,
+        zstandard.ZstdError,
+        ValueError,
+    ) as error:
         raise Refused(DAMAGED, f"a layer cannot be read: {error}") from error
     except (MemoryError, RecursionError) as error:
         raise Refused(LARGE, "a layer's headers need too much memory") from error
@@ -214,11 +223,13 @@ def unpack(blob: IO[bytes], root: int, most_bytes: int, most_entries: int) -> Un
     return Unpacked(f"sha256:{stream.digest.hexdigest()}", size, entries)
 
 
-def _plain(blob: IO[bytes]) -> IO[bytes] | gzip.GzipFile | zstandard.ZstdDecompressionReader:
+def _plain(blob: IO[bytes]) -> IO[bytes] | gzip.GzipFile | lzma.LZMAFile | zstandard.ZstdDecompressionReader:
     start = blob.read(4)
     blob.seek(0)
     if start[:2] == _GZIP:
         return gzip.GzipFile(fileobj=blob)
+    if start == _XZ:
+        return lzma.LZMAFile(blob)
     if start == _ZSTD or (start[1:] == _ZSTD_SKIPPED and 0x50 <= start[0] <= 0x5F):
         # A layer may be many frames, as those that can be read in parts are.
         return zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW).stream_reader(blob, read_across_frames=True)

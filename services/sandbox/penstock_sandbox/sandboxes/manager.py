@@ -265,7 +265,7 @@ class Sandboxes:
             backend=name,
             lease_s=lease,
             resources=self._policy.with_defaults(backend, spec.resources),
-            network=self._policy.with_trust(spec.network),
+            network=self._policy.completed(spec.network),
             companions=tuple(
                 dataclasses.replace(one, resources=self._policy.with_defaults(backend, one.resources))
                 for one in spec.companions
@@ -306,6 +306,12 @@ class Sandboxes:
                 self._toolboxes.mounted(toolbox, namespace, host_programs=backend.shows_host_programs(spec))
                 for toolbox in spec.toolbox_ids
             ]
+            if not backend.capabilities.debian_packages and any(box.root_layer for box in mounted):
+                raise FailedPrecondition(
+                    f"the {backend.name} backend does not support: debian_packages",
+                    reason="CAPABILITY_MISSING",
+                    metadata={"backend": backend.name, "capabilities": "debian_packages"},
+                )
             self._toolboxes.hold(spec.toolbox_ids, namespace)
             holds.callback(self._toolboxes.release, spec.toolbox_ids, namespace)
             if spec.snapshot_id:
@@ -412,10 +418,11 @@ class Sandboxes:
         async with live.changing:
             live, handle, processes = self.table.usable(sandbox_id)
             present = live.view.spec.network
-            if policy == present:
-                return
             if problems := network_problems(policy):
                 raise invalid(problems)
+            policy = self._policy.completed(policy)
+            if policy == present:
+                return
             if not is_narrower(policy, present):
                 raise FailedPrecondition("a network policy can only be narrowed", reason="POLICY_WIDER")
             if not live.backend.allows(policy.kind):
@@ -425,7 +432,7 @@ class Sandboxes:
                     metadata={"backend": live.backend.name, "capabilities": f"network {policy.kind.name}"},
                 )
             self._policy.check_network(policy)
-            await handle.set_network(self._egress.given(live.view, self._policy.with_trust(policy)))
+            await handle.set_network(self._egress.given(live.view, policy))
             processes.set_network_env(self._egress.environment(policy))
             live.become(spec=dataclasses.replace(live.view.spec, network=policy))
 

@@ -29,7 +29,7 @@ from penstock_sandbox.domain.model import (
 )
 
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@-]{0,127}")
-MOST_HOSTS = 256
+_MOST_PORTS = 256
 
 _NONE = Resources()
 
@@ -152,7 +152,7 @@ class Policy:
     def check_network(self, policy: NetworkPolicy) -> None:
         """Raises FailedPrecondition for what the operator has not listed (UPSTREAM_NOT_ALLOWED, HOST_NOT_ALLOWED)."""
         if policy.kind is NetworkKind.ALLOWLIST:
-            if missing := hosts.uncovered(policy.hosts, self.limits.egress_hosts):
+            if missing := hosts.not_permitted(policy.hosts, self.limits.egress_hosts):
                 raise FailedPrecondition(
                     f"sandboxes may not reach {', '.join(missing)}; the operator's egress_hosts must cover it",
                     reason="HOST_NOT_ALLOWED",
@@ -169,23 +169,24 @@ class Policy:
                 metadata={"upstream": policy.upstream},
             )
 
-    def with_trust(self, policy: NetworkPolicy) -> NetworkPolicy:
-        """Returns the policy with the operator's CA file for upstreams."""
+    def completed(self, policy: NetworkPolicy) -> NetworkPolicy:
+        """Returns the policy with the operator's CA file for upstreams, and the operator's hosts if it names none."""
         one = policy.one_endpoint
+        named = policy.hosts or (self.limits.egress_hosts if policy.kind is NetworkKind.ALLOWLIST else ())
         return replace(
             policy,
+            hosts=named,
             upstream_ca=self.limits.upstream_ca,
             one_endpoint=None if one is None else replace(one, upstream_ca=self.limits.upstream_ca),
         )
 
 
 def is_narrower(policy: NetworkPolicy, present: NetworkPolicy) -> bool:
-    """Whether a policy allows nothing that the present one does not."""
+    """Whether a policy allows nothing that the present one does not. Both are completed."""
     if policy.kind is not present.kind or policy.kind is not NetworkKind.ALLOWLIST:
         return policy.kind.value < present.kind.value
     return (
-        not hosts.uncovered(policy.hosts, present.hosts)
-        and not hosts.uncovered(present.denied_hosts, policy.denied_hosts)
+        hosts.is_narrower(policy.hosts, policy.denied_hosts, present.hosts, present.denied_hosts)
         and set(ports_of(policy)) <= set(ports_of(present))
         and (policy.recorded_only or not present.recorded_only)
         and policy.recording == present.recording
@@ -223,16 +224,11 @@ def network_problems(policy: NetworkPolicy) -> list[Violation]:
 
 def _allowlist_problems(policy: NetworkPolicy) -> list[Violation]:
     field = "spec.network.allowlist"
-    problems = []
-    if not 0 < len(policy.hosts) <= MOST_HOSTS or len(policy.denied_hosts) > MOST_HOSTS:
-        problems.append(Violation(f"{field}.hosts", f"must name 1 to {MOST_HOSTS} hosts, and as many that are denied"))
-    for name, patterns in (("hosts", policy.hosts), ("denied_hosts", policy.denied_hosts)):
-        wrong = [pattern for pattern in patterns if not hosts.is_pattern(pattern)]
-        if wrong:
-            problems.append(
-                Violation(f"{field}.{name}", f'{wrong[0]!r}: must be "name", "*.name" (in lower case) or a CIDR block')
-            )
-    if len(policy.ports) > MOST_HOSTS or not all(0 < port < 65536 for port in policy.ports):
+    problems = [
+        Violation(f"{field}.{name}" if index is None else f"{field}.{name}[{index}]", why)
+        for name, index, why in hosts.problems(policy.hosts, policy.denied_hosts)
+    ]
+    if len(policy.ports) > _MOST_PORTS or not all(0 < port < 65536 for port in policy.ports):
         problems.append(Violation(f"{field}.ports", "must be 1 to 65535"))
     if not 1024 <= policy.local_port <= 65535:
         problems.append(Violation(f"{field}.proxy_port", "must be 1024 to 65535, or 0 for the default"))

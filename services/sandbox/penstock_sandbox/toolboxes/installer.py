@@ -241,7 +241,7 @@ class Installer:
                     os.killpg(process.pid, signal.SIGKILL)
                 await asyncio.to_thread(process.wait)
             if code == 0:
-                await asyncio.to_thread(_take_over, prefix)
+                await asyncio.to_thread(take_over, prefix)
                 await asyncio.to_thread(shutil.move, prefix / work.folder, target)
             return code, lines
 
@@ -304,7 +304,7 @@ def _npm_verdict(lines: Sequence[str]) -> Verdict:
     return Verdict(code, reason, _PERMANENT.get(code, _PASSING), code in _PERMANENT)
 
 
-def _take_over(target: Path) -> None:
+def take_over(target: Path) -> None:
     """Makes the service the owner and everything world-readable: sandboxes run as other users."""
     own = os.geteuid() == 0
     for parent, folders, names in os.walk(target):

@@ -27,7 +27,7 @@ from pathlib import Path
 
 import structlog
 
-from penstock.values.locks import LockProblem, npm_lock
+from penstock.values.locks import LockProblem, debian_lock, npm_lock
 from penstock_chassis.aio.shared_work import SharedWork
 from penstock_chassis.auth import DEFAULT_NAMESPACE
 from penstock_chassis.errors import FailedPrecondition, NotFound, Violation
@@ -36,7 +36,8 @@ from penstock_sandbox.backends.local import layers
 from penstock_sandbox.domain import paths
 from penstock_sandbox.domain.backend import MountedToolbox
 from penstock_sandbox.domain.model import PythonTarget, Runtime, RuntimeKind, Toolbox, ToolboxFile, ToolboxSpec
-from penstock_sandbox.toolboxes import python_packages, runtimes
+from penstock_sandbox.toolboxes import debian_packages, python_packages, runtimes
+from penstock_sandbox.toolboxes.debian_packages import DebianPackages
 from penstock_sandbox.toolboxes.installer import Installer
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
@@ -62,6 +63,8 @@ class _Installed:
     """Those that prepared it; at least one."""
     has_lock: bool
     """Whether it was installed from an npm lock."""
+    has_debian: bool
+    """Whether it has Debian packages, which are under the root of sandboxes."""
 
     def shown(self, namespace: str | None) -> Toolbox:
         """Returns the toolbox as it is shown in one of its namespaces; None: in any."""
@@ -71,9 +74,16 @@ class _Installed:
 class Toolboxes:
     """All toolboxes under ``folder``; ``max_bytes`` (None = no bound) is how much of them is kept when unused."""
 
-    def __init__(self, folder: Path, installer: Installer, max_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        installer: Installer,
+        max_bytes: int | None = None,
+        debian: DebianPackages | None = None,
+    ) -> None:
         self._folder = folder
         self._installer = installer
+        self._debian = debian or DebianPackages((), 0)
         self._max_bytes = max_bytes
         self._working: dict[str, SharedWork[str, Toolbox]] = {}
         self._known: dict[str, _Installed] = {}
@@ -189,6 +199,8 @@ class Toolboxes:
                 await self._installer.python_for(spec.python_packages, spec.python_target, content, report)
             elif spec.python_packages:
                 await self._installer.python(spec.python_packages, _python_of(spec, found), content, report)
+            if spec.debian_lock:
+                await self._debian.install(debian_lock(spec.debian_lock), content, report)
             for file in spec.files:
                 _put(content, file)
             size = layers.size(content)
@@ -206,6 +218,7 @@ class Toolboxes:
                         "python": "" if spec.python_target else python,
                         "target": spec.python_target and [spec.python_target.version, spec.python_target.platform],
                         "npm_lock": bool(spec.npm_lock),
+                        "debian": bool(spec.debian_lock),
                         "path_directories": spec.path_directories,
                         "namespaces": [namespace],
                     }
@@ -217,9 +230,11 @@ class Toolboxes:
                 layers.remove(partial)
             raise
         toolbox = Toolbox(toolbox_id, spec.name, _mount_path(spec), size, created_at)
-        kept = replace(spec, npm_packages=(), files=(), python_packages=(), npm_lock="")
+        kept = replace(spec, npm_packages=(), files=(), python_packages=(), npm_lock="", debian_lock="")
         of_host = "" if spec.python_target else python
-        self._known[toolbox_id] = _Installed(toolbox, kept, of_host, frozenset({namespace}), bool(spec.npm_lock))
+        self._known[toolbox_id] = _Installed(
+            toolbox, kept, of_host, frozenset({namespace}), bool(spec.npm_lock), bool(spec.debian_lock)
+        )
         return toolbox
 
     def mounted(
@@ -249,6 +264,7 @@ class Toolboxes:
             runtimes=dict(runtime.mount for runtime in found if runtime.mount is not None),
             python_path=(f"{toolbox.mount_path}/{python_packages.FOLDER}",) if spec.python_target else (),
             node_path=(f"{toolbox.mount_path}/node_modules",) if known.has_lock else (),
+            root_layer=self._folder / toolbox_id / "content" / debian_packages.FOLDER if known.has_debian else None,
         )
 
     def hold(self, toolbox_ids: Sequence[str], namespace: str = DEFAULT_NAMESPACE) -> None:
@@ -310,7 +326,14 @@ def _read_record(folder: Path) -> _Installed:
     namespaces = frozenset(content.get("namespaces", [DEFAULT_NAMESPACE]))
     if not namespaces:
         raise ValueError("a toolbox without a namespace")
-    return _Installed(box, spec, content.get("python", ""), namespaces, bool(content.get("npm_lock")))
+    return _Installed(
+        box,
+        spec,
+        content.get("python", ""),
+        namespaces,
+        bool(content.get("npm_lock")),
+        bool(content.get("debian")),
+    )
 
 
 def toolbox_hash(spec: ToolboxSpec, python: str = "") -> str:
@@ -331,6 +354,9 @@ def toolbox_hash(spec: ToolboxSpec, python: str = "") -> str:
         content += repr((sorted(spec.python_packages), python, below, python_packages.LAYOUT))
     if spec.npm_lock or spec.python_target:
         content += repr((hashlib.sha256(spec.npm_lock.encode()).hexdigest(), spec.python_target))
+    if spec.debian_lock:
+        lines = sorted(package.line for package in debian_lock(spec.debian_lock))
+        content += repr((lines, debian_packages.LAYOUT))
     return hashlib.sha256(content.encode()).hexdigest()
 
 
@@ -427,6 +453,11 @@ def _lock_problems(spec: ToolboxSpec) -> list[Violation]:
             problems.append(Violation("spec.npm_lock", str(problem)))
         if spec.npm_packages:
             problems.append(Violation("spec.npm_packages", "set npm_packages or npm_lock"))
+    if spec.debian_lock:
+        try:
+            debian_lock(spec.debian_lock)
+        except LockProblem as problem:
+            problems.append(Violation("spec.debian_lock", str(problem)))
     target = spec.python_target
     if target is not None and not _MINOR.fullmatch(target.version):
         problems.append(Violation("spec.python_target.version", "must be a minor version, such as 3.12"))

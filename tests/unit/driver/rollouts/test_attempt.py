@@ -28,7 +28,7 @@ from penstock_chassis.errors import (
 )
 from penstock_driver.agents.launch import FileToWrite
 from penstock_driver.agents.specs import Artifact, Toolbox
-from penstock_driver.domain.ports import BackendFacts, CallEnded, Command, GateClosing, SandboxTerms
+from penstock_driver.domain.ports import BackendFacts, CallEnded, Command, GateClosing, Packages, SandboxTerms
 from penstock_driver.domain.rollout import Cause, Component, CopiedPath, Failure, Limits, Phase, Verifier
 from penstock_driver.environments.prepare import Environments, for_verifier
 from penstock_driver.grading import grader
@@ -778,12 +778,19 @@ async def test_agent_and_verifier_have_lists_and_recordings_of_their_own(
 @pytest.mark.requirement("R141", "R55")
 @pytest.mark.parametrize("phase", ["setup", "agent", "verifier"])
 def test_a_list_that_the_backend_lacks_is_refused_before_anything_starts(driver: Driver, phase: str) -> None:
-    spec = with_task(driver, verifier=Verifier(commands=(Command(shell="true"),)))
-    if phase == "setup":
-        policy = sandbox_pb2.NetworkPolicy(allowlist=LISTED)
-        spec = replace(spec, sandbox=replace(spec.sandbox, setup_network=policy))
-    else:
-        spec = replace(spec, **{f"{phase}_network": LISTED})
+    plain = with_task(driver, verifier=Verifier(commands=(Command(shell="true"),)))
+
+    def listing(listed: sandbox_pb2.Allowlist) -> Any:
+        if phase == "setup":
+            policy = sandbox_pb2.NetworkPolicy(allowlist=listed)
+            return replace(plain, sandbox=replace(plain.sandbox, setup_network=policy))
+        return replace(plain, **{f"{phase}_network": listed})
+
+    denying = listing(sandbox_pb2.Allowlist(denied_hosts=["b.test"]))
+    with pytest.raises(FailedPrecondition, match="network ALLOWLIST"):
+        check_backend(denying, [facts(diff=True)])
+    check_backend(denying, [replace(facts(diff=True), egress_hosts=("a.test",))])
+    spec = listing(LISTED)
     with pytest.raises(FailedPrecondition, match="network ALLOWLIST") as refused:
         check_backend(spec, [facts(diff=True)])
     assert refused.value.reason == "CAPABILITY_MISSING"
@@ -793,13 +800,24 @@ def test_a_list_that_the_backend_lacks_is_refused_before_anything_starts(driver:
     check_backend(spec, [replace(facts(diff=True), egress_hosts=("*.test",))])
 
 
+@pytest.mark.requirement("R151", "R55")
+def test_debian_packages_are_refused_before_anything_starts_where_none_are_installed(driver: Driver) -> None:
+    """The message says what to do, to the task's author and to the operator."""
+    spec = replace(driver.spec(), packages=Packages(debian="locked"))
+    with pytest.raises(FailedPrecondition, match=r"sandbox\.packages\.debian.*image.*debian_mirrors") as refused:
+        check_backend(spec, [facts(diff=True)])
+    assert refused.value.reason == "CAPABILITY_MISSING"
+    check_backend(spec, [replace(facts(diff=True), debian_packages=True)])
+
+
 @pytest.mark.requirement("R141", "R64")
 @pytest.mark.parametrize(
     ("fields", "field"),
     [
         ({"agent_network": sandbox_pb2.Allowlist()}, "agent_network.hosts"),
         ({"agent_network": sandbox_pb2.Allowlist(hosts=["a", "A"])}, "agent_network.hosts[1]"),
-        ({"agent_network": sandbox_pb2.Allowlist(hosts=["a"], denied_hosts=["*"])}, "agent_network.denied_hosts[0]"),
+        ({"agent_network": sandbox_pb2.Allowlist(hosts=["*"], denied_hosts=["*"])}, "agent_network.denied_hosts[0]"),
+        ({"agent_network": sandbox_pb2.Allowlist(denied_hosts=["*.a", "b:1"])}, "agent_network.denied_hosts[1]"),
         ({"agent_network": sandbox_pb2.Allowlist(hosts=["a"], ports=[0])}, "agent_network.ports[0]"),
         (
             {"setup_network": sandbox_pb2.NetworkPolicy(allowlist=sandbox_pb2.Allowlist())},

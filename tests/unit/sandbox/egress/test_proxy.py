@@ -16,7 +16,7 @@ from penstock_sandbox.egress.errors import Refusal
 from penstock_sandbox.egress.greeting import Greeting
 from penstock_sandbox.egress.proxy import Bodies
 
-LISTED = Greeting("sb", "r", ("a.test",), (), (80, 443), recorded_only=True).line()
+LISTED = Greeting("sb", "r", ("a.test",), (), (80, 443), recorded_only=True).encoded()
 POST = b"POST http://a.test/r/git-upload-pack HTTP/1.1\r\nHost: a.test\r\nContent-Length: 9\r\n\r\n"
 
 
@@ -91,3 +91,23 @@ def test_bodies_in_memory_are_bounded_for_each_sandbox_and_for_all() -> None:
             one(1)
     with bodies.of("one") as one:
         one(10)
+
+
+@pytest.mark.requirement("R141")
+async def test_the_longest_list_is_taken_and_a_longer_one_is_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The connections of a list of many long names were cut."""
+    most = tuple(f"{number:063}." * 3 + f"{number:061}" for number in range(1024))
+    listed = Greeting("sb", "r", (*most, "a.test"), most[:256], (80,), recorded_only=True).encoded()
+    async with serving(tmp_path, capsys) as path:
+        reader, writer = await asyncio.open_unix_connection(path)
+        writer.write(listed + b"GET http://a.test/ HTTP/1.1\r\nHost: a.test\r\n\r\n")
+        async with asyncio.timeout(60):
+            assert (await reader.readline()).startswith(b"HTTP/1.1 403 NOT_RECORDED: ")
+        writer.close()
+        reader, writer = await asyncio.open_unix_connection(path)
+        writer.write(b"\xff" * 8)
+        async with asyncio.timeout(60):
+            assert await reader.read() == b""
+        writer.close()

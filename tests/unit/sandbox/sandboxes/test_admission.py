@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tests.support.waiting import eventually
-from tests.unit.sandbox.scripted_domain import opened, pass_turns
+from tests.unit.sandbox.scripted_domain import NoToolboxes, opened, pass_turns
 
 from penstock_chassis.errors import Aborted, PenstockError, ResourceExhausted, Unavailable
+from penstock_sandbox.domain.backend import MountedToolbox
+from penstock_sandbox.domain.model import SandboxSpec
 
 
 async def refusal(work: object) -> PenstockError:
@@ -30,6 +33,22 @@ async def test_create_without_a_place_waits_in_order(tmp_path: Path) -> None:
         assert not waiting[1].done()
         await domain.sandboxes.delete(second.id)
         await waiting[1]
+
+
+@pytest.mark.requirement("R55", "R151")
+async def test_debian_packages_need_a_backend_that_has_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Never a sandbox that lacks them."""
+    box = MountedToolbox("task", tmp_path, "/opt/task", (), {}, root_layer=tmp_path / "debian")
+    monkeypatch.setattr(NoToolboxes, "mounted", lambda *_, **__: box)
+    monkeypatch.setattr(NoToolboxes, "hold", lambda *_: None)
+    monkeypatch.setattr(NoToolboxes, "release", lambda *_: None)
+    async with opened(tmp_path) as domain:
+        can = domain.backend.capabilities = replace(domain.backend.capabilities, toolboxes=True)
+        error = await refusal(domain.sandboxes.create("", SandboxSpec(toolbox_ids=("box",))))
+        assert (error.reason, error.metadata["capabilities"]) == ("CAPABILITY_MISSING", "debian_packages")
+        assert not domain.sandboxes.table.matching({})
+        domain.backend.capabilities = replace(can, debian_packages=True)
+        await domain.sandboxes.create("", SandboxSpec(toolbox_ids=("box",)))
 
 
 @pytest.mark.requirement("R26")

@@ -56,6 +56,7 @@ LISTED = NetworkPolicy(NetworkKind.ALLOWLIST, local_port=3128, hosts=("*.a.test"
         ({"ports": (443,)}, True),
         ({"ports": (443, 8080)}, False),
         ({"denied_hosts": ("b.a.test",)}, True),
+        ({"hosts": ("*",), "denied_hosts": ("b.a.test",)}, False),
         ({"recorded_only": True}, True),
         ({"recording": "other"}, False),
         ({"one_endpoint": NetworkPolicy(NetworkKind.ONE_ENDPOINT, 2000, "h:1")}, False),
@@ -66,3 +67,32 @@ def test_a_list_narrows_in_each_of_its_parts(change: dict[str, object], narrower
     assert is_narrower(changed, LISTED) is narrower
     if narrower:
         assert not is_narrower(LISTED, changed)
+
+
+@pytest.mark.requirement("R141", "R54")
+async def test_a_list_of_denied_hosts_alone_has_the_hosts_of_the_operator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are the sandbox's from then on, and it narrows as every list."""
+
+    async def changed(_: ScriptedHandle, policy: NetworkPolicy) -> None:
+        assert policy.hosts
+
+    monkeypatch.setattr(ScriptedHandle, "set_network", changed)
+    denied = NetworkPolicy(NetworkKind.ALLOWLIST, local_port=3128, denied_hosts=("*.b.test",))
+    async with opened(tmp_path, egress_hosts=("*.test", "10.0.0.0/8")) as domain:
+        domain.backend.capabilities = replace(domain.backend.capabilities, networks=frozenset(NetworkKind))
+        made = await domain.sandboxes.create("", SandboxSpec(network=denied))
+        assert made.spec.network == replace(denied, hosts=("*.test", "10.0.0.0/8"))
+        more = replace(denied, denied_hosts=("*.b.test", "c.test"))
+        await domain.sandboxes.set_network(made.id, more)
+        with pytest.raises(FailedPrecondition, match="only be narrowed"):
+            await domain.sandboxes.set_network(made.id, denied)
+        await domain.sandboxes.set_network(made.id, replace(denied, hosts=("a.test",), denied_hosts=()))
+        with pytest.raises(FailedPrecondition, match="only be narrowed"):
+            await domain.sandboxes.set_network(made.id, more)
+        assert domain.sandboxes.table.get(made.id).view.spec.network.hosts == ("a.test",)
+        for hosts, unlisted in ((("*",), "*"), (("*.test", "a.example"), "a.example")):
+            with pytest.raises(FailedPrecondition, match="egress_hosts") as refused:
+                await domain.sandboxes.create("", SandboxSpec(network=replace(denied, hosts=hosts)))
+            assert refused.value.metadata["hosts"] == unlisted

@@ -102,6 +102,7 @@ EXAMPLES: Final[Mapping[str, Sequence[str]]] = {
     ),
     "tasks new": ("penstock tasks new mend-a-bug --in tasks",),
     "tasks check": ("penstock tasks check tasks",),
+    "tasks lock": ("penstock tasks lock jq tree --to debian.txt",),
     "tasks schema": ("penstock tasks schema > task.schema.json",),
     "tasks import": (
         "penstock tasks import harbor downloads/terminal-bench tasks",

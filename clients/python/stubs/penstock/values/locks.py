@@ -1,4 +1,4 @@
-"""Reads locks of packages: pip's requirements files with hashes, and npm's package-lock.json.
+"""Reads locks of packages: pip's requirements files with hashes, npm's package-lock.json, and lists of Debian packages.
 
 Locks come from tasks, whose authors may be strangers, and are installed outside of sandboxes: what is not plainly a
 package of an index, with its version and hash, is refused. Clients, the driver and the sandbox service read them alike.
@@ -15,6 +15,7 @@ from typing import Any, Final
 
 MAX_LOCK_BYTES: Final = 2 << 20
 MAX_PACKAGES: Final = 5000
+MAX_DEBIAN_PACKAGES: Final = 256
 _MAX_DEPTH: Final = 16
 """Of values in a package-lock.json. What is deeper is in no such file, and could exhaust a reader's stack."""
 _SHOWN: Final = 80
@@ -38,6 +39,14 @@ _ARCHIVES: Final = (".tgz", ".tar", ".tar.gz")
 _RANGES: Final = ("dependencies", "devDependencies", "optionalDependencies", "peerDependencies")
 _PLAIN: Final = ("version", "dev", "optional", "devOptional", "peer", "inBundle", "hasInstallScript", "engines")
 _LISTS: Final = ("os", "cpu", "libc", "bundleDependencies")
+_DEBIAN: Final = re.compile(
+    r"(?P<name>[a-z0-9][a-z0-9+.-]{1,127})=(?P<version>[0-9][A-Za-z0-9.+:~-]{0,127}) "
+    # Each part of the path begins with a letter or a digit: it leads nowhere but down.
+    r"(?P<path>(?:[A-Za-z0-9][A-Za-z0-9.+~_-]{0,127}/){0,16}"
+    r"[A-Za-z0-9][A-Za-z0-9.+~_-]{0,250}_(?P<machine>[a-z0-9-]{1,32})\.deb) "
+    r"--hash=sha256:(?P<sha256>[0-9a-f]{64})"
+)
+_HOW_DEBIAN: Final = "make the lock with `penstock tasks lock`"
 _HOW_NPM: Final = "make the lock with `npm install --package-lock-only`"
 
 
@@ -70,6 +79,50 @@ class NpmLock:
     packages: int
     with_scripts: tuple[str, ...]
     """Places of the packages that have install scripts, which are not run."""
+
+
+@dataclass(frozen=True, slots=True)
+class DebianPackage:
+    """A Debian package of one version: a file of a mirror, by its path there and its SHA-256 in hex."""
+
+    name: str
+    version: str
+    path: str
+    machine: str
+    """Debian's name of the architecture, or "all"."""
+    sha256: str
+
+    @property
+    def line(self) -> str:
+        """The package as a line of a lock."""
+        return f"{self.name}={self.version} {self.path} --hash=sha256:{self.sha256}"
+
+
+def debian_lock(text: str) -> tuple[DebianPackage, ...]:
+    """Returns the packages of a list of Debian packages, in its order.
+
+    Raises:
+        LockProblem: it is too large, empty, names a package twice, or has a line of another form.
+    """
+    _check_size(text)
+    found: dict[str, DebianPackage] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip() or line.startswith("#"):
+            continue
+        read = _DEBIAN.fullmatch(line.rstrip())
+        if read is None:
+            raise LockProblem(
+                f"line {number}: {_shown(line)} is not NAME=VERSION PATH.deb --hash=sha256:HEX: {_HOW_DEBIAN}"
+            )
+        package = DebianPackage(**read.groupdict())
+        if package.name in found:
+            raise LockProblem(f"line {number}: {package.name} is named twice")
+        if len(found) == MAX_DEBIAN_PACKAGES:
+            raise LockProblem(f"line {number}: there are more than {MAX_DEBIAN_PACKAGES} packages")
+        found[package.name] = package
+    if not found:
+        raise LockProblem("names no package")
+    return tuple(found.values())
 
 
 def python_lock(text: str) -> tuple[PinnedPackage, ...]:

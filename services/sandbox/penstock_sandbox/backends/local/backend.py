@@ -87,6 +87,8 @@ class LocalOptions:
     """Of specs that name none: HOST, or the name of one."""
     allowed_images: tuple[str, ...] = ("*",)
     """Patterns (with * and ?) of the images that a spec may name."""
+    debian_packages: bool = False
+    """Whether the service installs Debian packages."""
     staged: dict[str, Path] = field(default_factory=dict)
     """Further host directories that may be mounted in sandboxes, such as language runtimes."""
 
@@ -232,6 +234,11 @@ class LocalBackend(Backend):
             problem = await self._trial(claimed)
         if self._fixes_clocks:
             claimed = replace(claimed, repeatable=_REPEATABLE | {RepeatablePart.CLOCKS})
+        if not problem and self._options.debian_packages:
+            over_usr = await self._trial(claimed, self._probe_layer())
+            claimed = replace(claimed, debian_packages=not over_usr)
+            if over_usr:
+                _log.warning("sandboxes cannot have Debian packages here", reason=over_usr)
         if problem:
             advice = _ADVICE if "uid map" in problem or "namespace" in problem else ""
             self.unavailable_reason = f"a trial sandbox failed: {problem}{advice}"
@@ -239,10 +246,19 @@ class LocalBackend(Backend):
         else:
             self.capabilities = claimed
 
-    async def _trial(self, claimed: Capabilities) -> str:
+    def _probe_layer(self) -> MountedToolbox:
+        """What a trial adds to the host's programs."""
+        layer = self._root / "toolboxes" / "partial-probe" / "debian"
+        for name in ("usr/bin", "etc", "var"):
+            (layer / name).mkdir(parents=True, exist_ok=True)
+        for parent, _, _ in os.walk(layer.parent):
+            os.chmod(parent, 0o755)
+        return MountedToolbox("probe", layer.parent, f"{paths.TOOLBOXES}/probe", (), {}, root_layer=layer)
+
+    async def _trial(self, claimed: Capabilities, *toolboxes: MountedToolbox) -> str:
         """Makes a sandbox as repeatable as it can be; returns what is wrong with it."""
         try:
-            handle = await self.create("probe", SandboxSpec(image=HOST, repeatable=True), (), lambda _: None)
+            handle = await self.create("probe", SandboxSpec(image=HOST, repeatable=True), toolboxes, lambda _: None)
             try:
                 problem = await bubblewrap.look(handle)
                 if claimed.pause:
@@ -424,10 +440,18 @@ class LocalBackend(Backend):
         for toolbox in toolboxes:
             for target, source in toolbox.runtimes.items():
                 mounts[rootfs.Bind(self._stage.map(source), target)] = None
+        added = [
+            rootfs.Added(box.root_layer, self._stage.map(box.root_layer))
+            for box in toolboxes
+            if box.root_layer is not None
+        ]
         upper, share_network = self._stage.map(sandbox.upper), network.kind is NetworkKind.OPEN
         work = self._stage.map(sandbox.upper.with_name("work"))
         if (base := sandbox.base) is not None:
-            below = (*base.layers, *(self._root / "layers" / layer for layer in sandbox.layer_ids))
+            # Below our own layer of the base, whose accounts and names stay.
+            *of_image, ours = base.layers
+            sealed = (self._root / "layers" / layer for layer in sandbox.layer_ids)
+            below = (*of_image, *(one.folder for one in added), ours, *sealed)
             return rootfs.image_arguments(
                 layers=[self._stage.map(layer) for layer in below],
                 upper=upper,
@@ -449,6 +473,7 @@ class LocalBackend(Backend):
             mounts=mounts,
             tmp_bytes=self._options.tmp_bytes,
             share_network=share_network,
+            added=added,
         )
 
     async def _release(self, sandbox: LocalSandbox) -> None:

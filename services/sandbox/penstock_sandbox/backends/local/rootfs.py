@@ -73,6 +73,14 @@ class Bind:
     target: str
 
 
+@dataclass(frozen=True, slots=True)
+class Added:
+    """A host directory with usr, etc and var for a sandbox's root, and its path for bubblewrap (``shown``)."""
+
+    folder: Path
+    shown: str
+
+
 def host_binds(extra: Iterable[Path]) -> list[Bind]:
     """Returns the host's programs. A link on the host (/bin, /lib64) becomes a directory: a link could be replaced."""
     return [
@@ -232,21 +240,41 @@ def bubblewrap_arguments(
     mounts: Iterable[Bind],
     tmp_bytes: int,
     share_network: bool,
+    added: Sequence[Added] = (),
 ) -> list[str]:
     """Returns all arguments but the binary, its descriptors and the command.
 
     ``layers`` are listed from the lowest up; ``mounts`` are the toolboxes and runtimes, all under ``/opt/penstock``.
+    Files of ``added`` are over the host's programs, and below ``layers``, so that our own files stay.
     """
     arguments = _isolation(USER_ID, USER_ID, share_network=share_network)
-    for layer in layers:
+    for layer in (*(one.shown for one in added), *layers):
         arguments += ["--overlay-src", layer]
     arguments += ["--overlay", upper, work, "/"]
     # A tmpfs, since bubblewrap cannot make mount points in a skeleton of another user. All of /opt, because a
     # directory that only holds a mount can be renamed with it.
     arguments += ["--size", "1048576", "--tmpfs", "/opt", "--dir", OURS]
-    for bind in (*binds, *mounts):
+    for bind in binds:
+        arguments += _with_added(bind, added)
+    for bind in mounts:
         arguments += ["--ro-bind", bind.source, bind.target]
     return [*arguments, "--remount-ro", "/opt", *_in_memory(tmp_bytes)]
+
+
+def _with_added(bind: Bind, added: Sequence[Added]) -> list[str]:
+    """Returns the arguments of a directory of the host's programs, with what is added to it on top."""
+    place = os.path.realpath(bind.target)
+    above = [f"{one.shown}{place}" for one in added if _has_folder(one.folder, place)]
+    if not above or bind.target not in _PROGRAM_FOLDERS:
+        return ["--ro-bind", bind.source, bind.target]
+    sources = [argument for source in (bind.source, *above) for argument in ("--overlay-src", source)]
+    return [*sources, "--ro-overlay", bind.target]
+
+
+def _has_folder(root: Path, place: str) -> bool:
+    """Whether a tree has a directory there, with no link on the way: a mount would follow it out of the tree."""
+    path = f"{os.path.realpath(root)}{place}"
+    return os.path.isdir(path) and os.path.realpath(path) == path
 
 
 def _isolation(user: int, group: int, *, share_network: bool) -> list[str]:

@@ -1,5 +1,6 @@
 """`penstock tasks`: writes, checks, imports, proves and assays tasks, exports their schema, builds their images."""
 
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,6 +27,7 @@ from penstock.cli.terminal.console import (
     usage_error,
 )
 from penstock.client.tasks.file import identifier
+from penstock.tasks import debian
 from penstock.tasks.images import build_images, contexts_of, image_of, with_image
 from penstock.tasks.importers import FORMATS, Choices, import_tasks
 from penstock.tasks.scaffold import write
@@ -95,6 +97,36 @@ def check(
         out.print(rows)
         verb = "holds" if len(given) == 1 else "hold"
         err.print(f"{counted(len(given), 'task')} of {escape(given.name)} {verb}", style="dim")
+
+
+@app.command("lock", short_help="Write the lock of a task's Debian packages, as apt would install them here.")
+def lock_(
+    names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Packages, as NAME or NAME=VERSION.")],
+    to: Annotated[Path, typer.Option("--to", metavar="FILE", help="Where it is written.")] = Path("debian.txt"),
+    status: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True, dir_okay=False, help="dpkg's status of the image it is for; default: this machine's."
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Ask this machine's apt what it would install, and write each file's version, path and SHA-256.
+
+    Nothing is installed. The lock names the packages and those dependencies that are not installed; it is
+    `sandbox.packages.debian` of a task.
+    """
+
+    async def work() -> int:
+        found = await debian.lock(names, status)
+        to.write_text("".join(f"{package.line}\n" for package in found), encoding="utf-8")
+        for package in found if as_json else ():
+            emit(asdict(package))
+        if not as_json:
+            out.print(f"wrote {escape(str(to))}: {counted(len(found), 'package')}", soft_wrap=True)
+        return OK
+
+    run(work())
 
 
 @app.command(short_help="The JSON schema of a task file, for editors.")

@@ -39,9 +39,14 @@ from penstock.client.tasks.spec import (
     SandboxChoice,
 )
 from penstock.client.tasks.strict_model import Place, Strict
-from penstock.values.locks import MAX_LOCK_BYTES, LockProblem, npm_lock, python_lock
+from penstock.values import hosts
+from penstock.values.locks import MAX_LOCK_BYTES, LockProblem, debian_lock, npm_lock, python_lock
 
-_LOCKS: Final[Mapping[str, Callable[[str], object]]] = {"python": python_lock, "npm": npm_lock}
+_LOCKS: Final[Mapping[str, Callable[[str], object]]] = {
+    "python": python_lock,
+    "npm": npm_lock,
+    "debian": debian_lock,
+}
 
 
 def _lock(beside: Beside, name: str) -> str:
@@ -54,11 +59,24 @@ def _lock(beside: Beside, name: str) -> str:
 class AllowlistTable(Strict):
     """`sandbox.setup_network`, where it is not the word `open`, `sandbox.agent_network`, `sandbox.verifier_network`."""
 
-    hosts: list[str] = Field(min_length=1)
+    hosts: list[str] = Field(
+        default_factory=list,
+        description='"name", "*.name", CIDR blocks, or "*" for every name. None: all that the operator allows.',
+    )
     ports: list[Annotated[int, Field(ge=1, le=65535)]] = Field(default_factory=list)
-    denied_hosts: list[str] = Field(default_factory=list)
+    denied_hosts: list[str] = Field(
+        default_factory=list, description="Refused, whatever hosts match; as in hosts, without *."
+    )
     recording: str = ""
     recorded_only: bool = False
+
+    @classmethod
+    def conflicts(cls, value: Mapping[str, Any], beside: Beside | None) -> Iterator[tuple[Place, str]]:
+        """Checks the entries."""
+        given = [value.get(name, []) for name in ("hosts", "denied_hosts")]
+        if all(isinstance(one, list) and all(isinstance(entry, str) for entry in one) for one in given):
+            for name, index, problem in hosts.problems(*given):
+                yield (name,) if index is None else (name, index), problem
 
     def made(self) -> Allowlist:
         """Returns the value."""
@@ -76,13 +94,14 @@ class PackagesTable(Strict):
 
     python: str | None = Field(None, description="A requirements file with hashes: every package that is installed.")
     npm: str | None = Field(None, description="A package-lock.json.")
+    debian: str | None = Field(None, description="Debian packages, as `penstock tasks lock` writes them.")
 
     @classmethod
     def conflicts(cls, value: Mapping[str, Any], beside: Beside | None) -> Iterator[tuple[Place, str]]:
         """Also reads the locks."""
         named = [(name, value.get(name)) for name in _LOCKS]
         if not any(file for _, file in named):
-            yield (), "set python or npm"
+            yield (), "set python, npm or debian"
         for name, file in named:
             if isinstance(file, str) and beside is not None:
                 try:
@@ -97,6 +116,7 @@ class PackagesTable(Strict):
         return Packages(
             python="" if self.python is None else _lock(beside, self.python),
             npm="" if self.npm is None else _lock(beside, self.npm),
+            debian="" if self.debian is None else _lock(beside, self.debian),
         )
 
 

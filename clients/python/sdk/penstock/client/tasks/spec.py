@@ -180,11 +180,14 @@ class OneEndpoint:
 class Allowlist:
     """HTTP and HTTPS to named hosts ("name", "*.name", CIDR blocks) and ports (none = 80 and 443), through a proxy.
 
+    Without `hosts`, all that the operator allows but `denied_hosts`; one of both is needed. What is denied stays
+    denied, whatever `hosts` match. `"*"` in `hosts` is every name, if the operator allows that.
+
     All sandboxes with the same `recording` get the same responses ("" = the sandbox's own); `recorded_only` asks
     nothing upstream. `one_endpoint` is reached beside the proxy.
     """
 
-    hosts: Sequence[str]
+    hosts: Sequence[str] = ()
     ports: Sequence[int] = ()
     denied_hosts: Sequence[str] = ()
     recording: str = ""
@@ -206,11 +209,13 @@ class Packages:
     """A task's tools, mounted read-only in its sandboxes: contents of locks, not names of files; empty = none.
 
     `python`: a requirements file with hashes, for the sandbox's python3. `npm`: a package-lock.json of version 2 or 3.
-    Each has at most 2 MiB. A stored spec has a digest in their place.
+    `debian`: what `penstock tasks lock` writes, for backends with `debian_packages`. Each has at most 2 MiB. A stored
+    spec has a digest in their place.
     """
 
     python: str = field(default="", repr=False)
     npm: str = field(default="", repr=False)
+    debian: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

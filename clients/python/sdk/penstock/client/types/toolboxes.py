@@ -56,6 +56,8 @@ class ToolboxSpec:
         npm_lock: the content of a package-lock.json, instead of `npm_packages`.
         python_target: the packages are for this Python, the sandbox's own, which then finds them; None = for a Python
             of the service, and for the toolbox alone.
+        debian_lock: lines NAME=VERSION PATH --hash=sha256:HEX of Debian packages, whose files sandboxes have under
+            their root; for backends with `debian_packages`.
     """
 
     name: str
@@ -66,6 +68,7 @@ class ToolboxSpec:
     path_directories: Sequence[str] = ()
     npm_lock: str = ""
     python_target: PythonTarget | None = None
+    debian_lock: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -763,13 +763,14 @@ Global___McpServer: _TypeAlias = McpServer  # noqa: Y015
 class Packages(_message.Message):
     """Packages are the tools of a task. The sandbox service installs them once, outside of sandboxes, and mounts them read-only
     in each sandbox of the task: for setup, the agent and the verifier alike. Only what a lock names is installed, each file by
-    its hash. No package's code runs during the installation. The indexes are those of the sandbox service's settings.
+    its hash. No package's code runs during the installation. Indexes and mirrors are those of the sandbox service's settings.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     PYTHON_FIELD_NUMBER: _builtins.int
     NPM_FIELD_NUMBER: _builtins.int
+    DEBIAN_FIELD_NUMBER: _builtins.int
     python: _builtins.str
     """Content of a requirements file as `pip install --require-hashes` reads it, at most 2 MiB. It names all dependencies. Only
     wheels are installed, for the python3 in the sandbox's PATH, which finds them; their programs are in PATH. Empty = none.
@@ -778,15 +779,18 @@ class Packages(_message.Message):
     """Content of a package-lock.json of lockfileVersion 2 or 3, at most 2 MiB. Programs of the packages are in PATH, and
     `require` finds the packages. Addresses in it are not used. Empty = none.
     """
+    debian: _builtins.str
+    """Debian packages, as ToolboxSpec.debian_lock. A backend without `debian_packages` refuses them (CAPABILITY_MISSING)."""
     def __init__(
         self,
         *,
         python: _builtins.str = ...,
         npm: _builtins.str = ...,
+        debian: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["npm", b"npm", "python", b"python"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["debian", b"debian", "npm", b"npm", "python", b"python"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

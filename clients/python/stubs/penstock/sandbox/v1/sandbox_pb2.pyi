@@ -290,8 +290,10 @@ class Allowlist(_message.Message):
     """Recorded responses only, without a network; others are refused (NOT_RECORDED)."""
     @_builtins.property
     def hosts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """"name", "*.name" (every name below it, in lower case), or a CIDR block for addresses written in URLs. The operator's
-        `egress_hosts` must cover each. An address that is not public also needs the operator's `egress_private_addresses`.
+        """"name", "*.name" (every name below it, in lower case), a CIDR block for addresses written in URLs, or "*" for every
+        name. The operator's `egress_hosts` must cover each, "*" by "*". At most 256. An address that is not public also needs
+        the operator's `egress_private_addresses`. Empty = all of `egress_hosts`, with denied_hosts alone; a sandbox's spec then
+        has those of its creation.
         """
 
     @_builtins.property
@@ -300,7 +302,9 @@ class Allowlist(_message.Message):
 
     @_builtins.property
     def denied_hosts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Refused although `hosts` matches. As in hosts."""
+        """Refused although `hosts` matches. As in hosts, without "*", and the operator need not have them. A name that is denied
+        may still be reached by an address that a CIDR block of hosts has.
+        """
 
     @_builtins.property
     def one_endpoint(self) -> Global___OneEndpoint:
@@ -842,6 +846,7 @@ class Capabilities(_message.Message):
     LIMIT_INODES_FIELD_NUMBER: _builtins.int
     REPEATABLE_FIELD_NUMBER: _builtins.int
     COMPANIONS_FIELD_NUMBER: _builtins.int
+    DEBIAN_PACKAGES_FIELD_NUMBER: _builtins.int
     fork: Global___ForkKind.ValueType
     pty: _builtins.bool
     stdin_stream: _builtins.bool
@@ -876,6 +881,8 @@ class Capabilities(_message.Message):
     limit_inodes: _builtins.bool
     companions: _builtins.bool
     """Whether a sandbox may have companions, and a fork may join it (ForkSandboxesRequest.join_sandbox_id)."""
+    debian_packages: _builtins.bool
+    """Whether a toolbox may have Debian packages (ToolboxSpec.debian_lock)."""
     @_builtins.property
     def networks(self) -> _containers.RepeatedScalarFieldContainer[Global___NetworkKind.ValueType]: ...
     @_builtins.property
@@ -906,10 +913,11 @@ class Capabilities(_message.Message):
         limit_inodes: _builtins.bool = ...,
         repeatable: _abc.Iterable[Global___RepeatablePart.ValueType] | None = ...,
         companions: _builtins.bool = ...,
+        debian_packages: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["companions", b"companions", "diff", b"diff", "disk_limit", b"disk_limit", "fork", b"fork", "kill_tree", b"kill_tree", "limit_cpu", b"limit_cpu", "limit_disk", b"limit_disk", "limit_inodes", b"limit_inodes", "limit_memory", b"limit_memory", "limit_pids", b"limit_pids", "live_fork", b"live_fork", "networks", b"networks", "open_egress", b"open_egress", "own_kernel", b"own_kernel", "pause", b"pause", "pty", b"pty", "repeatable", b"repeatable", "root", b"root", "stdin_stream", b"stdin_stream", "system_read_only", b"system_read_only", "toolboxes", b"toolboxes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["companions", b"companions", "debian_packages", b"debian_packages", "diff", b"diff", "disk_limit", b"disk_limit", "fork", b"fork", "kill_tree", b"kill_tree", "limit_cpu", b"limit_cpu", "limit_disk", b"limit_disk", "limit_inodes", b"limit_inodes", "limit_memory", b"limit_memory", "limit_pids", b"limit_pids", "live_fork", b"live_fork", "networks", b"networks", "open_egress", b"open_egress", "own_kernel", b"own_kernel", "pause", b"pause", "pty", b"pty", "repeatable", b"repeatable", "root", b"root", "stdin_stream", b"stdin_stream", "system_read_only", b"system_read_only", "toolboxes", b"toolboxes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -961,7 +969,9 @@ class Backend(_message.Message):
 
     @_builtins.property
     def egress_hosts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """What its allow-lists may name, as in Allowlist.hosts, and "*" for any. Empty where it has no ALLOWLIST."""
+        """What its allow-lists may name, as in Allowlist.hosts, but with "*" for names and addresses. Empty where it has no
+        ALLOWLIST.
+        """
 
     def __init__(
         self,

@@ -26,7 +26,7 @@ from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__
 from penstock.options.v1 import options_pb2 as penstock_dot_options_dot_v1_dot_options__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n)penstock/sandbox/v1/toolbox_service.proto\x12\x13penstock.sandbox.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a!penstock/options/v1/options.proto\"e\n\x07Runtime\x12.\n\x04kind\x18\x01 \x01(\x0e\x32 .penstock.sandbox.v1.RuntimeKind\x12\x13\n\x0bmin_version\x18\x02 \x01(\t\x12\x15\n\rbelow_version\x18\x03 \x01(\t\"H\n\x0bToolboxFile\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\x0c\x12\x11\n\x04mode\x18\x03 \x01(\rH\x00\x88\x01\x01\x42\x07\n\x05_mode\"1\n\x0cPythonTarget\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x10\n\x08platform\x18\x02 \x01(\t\"\x91\x02\n\x0bToolboxSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12.\n\x08runtimes\x18\x02 \x03(\x0b\x32\x1c.penstock.sandbox.v1.Runtime\x12\x14\n\x0cnpm_packages\x18\x03 \x03(\t\x12/\n\x05\x66iles\x18\x04 \x03(\x0b\x32 .penstock.sandbox.v1.ToolboxFile\x12\x18\n\x10path_directories\x18\x05 \x03(\t\x12\x17\n\x0fpython_packages\x18\x06 \x03(\t\x12\x10\n\x08npm_lock\x18\x07 \x01(\t\x12\x38\n\rpython_target\x18\x08 \x01(\x0b\x32!.penstock.sandbox.v1.PythonTarget\"\xa8\x01\n\x07Toolbox\x12\x12\n\ntoolbox_id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x12\n\nmount_path\x18\x03 \x01(\t\x12\x12\n\nsize_bytes\x18\x04 \x01(\x03\x12/\n\x0b\x63reate_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x11\n\tnamespace\x18\x06 \x01(\t\x12\x0f\n\x07service\x18\x07 \x01(\t\"X\n\x15PrepareToolboxRequest\x12.\n\x04spec\x18\x01 \x01(\x0b\x32 .penstock.sandbox.v1.ToolboxSpec\x12\x0f\n\x07\x62\x61\x63kend\x18\x02 \x01(\t\"f\n\x16PrepareToolboxResponse\x12\x12\n\x08progress\x18\x01 \x01(\tH\x00\x12/\n\x07toolbox\x18\x02 \x01(\x0b\x32\x1c.penstock.sandbox.v1.ToolboxH\x00\x42\x07\n\x05\x65vent\"U\n\x14ListToolboxesRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\x12\x16\n\x0e\x61ll_namespaces\x18\x03 \x01(\x08\"a\n\x15ListToolboxesResponse\x12/\n\ttoolboxes\x18\x01 \x03(\x0b\x32\x1c.penstock.sandbox.v1.Toolbox\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"*\n\x14\x44\x65leteToolboxRequest\x12\x12\n\ntoolbox_id\x18\x01 \x01(\t\"\x17\n\x15\x44\x65leteToolboxResponse*[\n\x0bRuntimeKind\x12\x1c\n\x18RUNTIME_KIND_UNSPECIFIED\x10\x00\x12\x17\n\x13RUNTIME_KIND_PYTHON\x10\x01\x12\x15\n\x11RUNTIME_KIND_NODE\x10\x02\x32\xf7\x02\n\x0eToolboxService\x12k\n\x0ePrepareToolbox\x12*.penstock.sandbox.v1.PrepareToolboxRequest\x1a+.penstock.sandbox.v1.PrepareToolboxResponse0\x01\x12\x66\n\rListToolboxes\x12).penstock.sandbox.v1.ListToolboxesRequest\x1a*.penstock.sandbox.v1.ListToolboxesResponse\x12\x8f\x01\n\rDeleteToolbox\x12).penstock.sandbox.v1.DeleteToolboxRequest\x1a*.penstock.sandbox.v1.DeleteToolboxResponse\"\'\xb2\xbb\x18#\n\x15x-penstock-toolbox-id\x12\ntoolbox_idB\xa4\x01\n\x13penstock.sandbox.v1B\x13ToolboxServiceProtoP\x01Z2penstock.example/penstock/gen/sandbox/v1;sandboxv1\xaa\x02\x13Penstock.Sandbox.V1\xca\x02\x13Penstock\\Sandbox\\V1\xea\x02\x15Penstock::Sandbox::V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n)penstock/sandbox/v1/toolbox_service.proto\x12\x13penstock.sandbox.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a!penstock/options/v1/options.proto\"e\n\x07Runtime\x12.\n\x04kind\x18\x01 \x01(\x0e\x32 .penstock.sandbox.v1.RuntimeKind\x12\x13\n\x0bmin_version\x18\x02 \x01(\t\x12\x15\n\rbelow_version\x18\x03 \x01(\t\"H\n\x0bToolboxFile\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\x0c\x12\x11\n\x04mode\x18\x03 \x01(\rH\x00\x88\x01\x01\x42\x07\n\x05_mode\"1\n\x0cPythonTarget\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x10\n\x08platform\x18\x02 \x01(\t\"\xa6\x02\n\x0bToolboxSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12.\n\x08runtimes\x18\x02 \x03(\x0b\x32\x1c.penstock.sandbox.v1.Runtime\x12\x14\n\x0cnpm_packages\x18\x03 \x03(\t\x12/\n\x05\x66iles\x18\x04 \x03(\x0b\x32 .penstock.sandbox.v1.ToolboxFile\x12\x18\n\x10path_directories\x18\x05 \x03(\t\x12\x17\n\x0fpython_packages\x18\x06 \x03(\t\x12\x10\n\x08npm_lock\x18\x07 \x01(\t\x12\x38\n\rpython_target\x18\x08 \x01(\x0b\x32!.penstock.sandbox.v1.PythonTarget\x12\x13\n\x0b\x64\x65\x62ian_lock\x18\t \x01(\t\"\xa8\x01\n\x07Toolbox\x12\x12\n\ntoolbox_id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x12\n\nmount_path\x18\x03 \x01(\t\x12\x12\n\nsize_bytes\x18\x04 \x01(\x03\x12/\n\x0b\x63reate_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x11\n\tnamespace\x18\x06 \x01(\t\x12\x0f\n\x07service\x18\x07 \x01(\t\"X\n\x15PrepareToolboxRequest\x12.\n\x04spec\x18\x01 \x01(\x0b\x32 .penstock.sandbox.v1.ToolboxSpec\x12\x0f\n\x07\x62\x61\x63kend\x18\x02 \x01(\t\"f\n\x16PrepareToolboxResponse\x12\x12\n\x08progress\x18\x01 \x01(\tH\x00\x12/\n\x07toolbox\x18\x02 \x01(\x0b\x32\x1c.penstock.sandbox.v1.ToolboxH\x00\x42\x07\n\x05\x65vent\"U\n\x14ListToolboxesRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\x12\x16\n\x0e\x61ll_namespaces\x18\x03 \x01(\x08\"a\n\x15ListToolboxesResponse\x12/\n\ttoolboxes\x18\x01 \x03(\x0b\x32\x1c.penstock.sandbox.v1.Toolbox\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"*\n\x14\x44\x65leteToolboxRequest\x12\x12\n\ntoolbox_id\x18\x01 \x01(\t\"\x17\n\x15\x44\x65leteToolboxResponse*[\n\x0bRuntimeKind\x12\x1c\n\x18RUNTIME_KIND_UNSPECIFIED\x10\x00\x12\x17\n\x13RUNTIME_KIND_PYTHON\x10\x01\x12\x15\n\x11RUNTIME_KIND_NODE\x10\x02\x32\xf7\x02\n\x0eToolboxService\x12k\n\x0ePrepareToolbox\x12*.penstock.sandbox.v1.PrepareToolboxRequest\x1a+.penstock.sandbox.v1.PrepareToolboxResponse0\x01\x12\x66\n\rListToolboxes\x12).penstock.sandbox.v1.ListToolboxesRequest\x1a*.penstock.sandbox.v1.ListToolboxesResponse\x12\x8f\x01\n\rDeleteToolbox\x12).penstock.sandbox.v1.DeleteToolboxRequest\x1a*.penstock.sandbox.v1.DeleteToolboxResponse\"\'\xb2\xbb\x18#\n\x15x-penstock-toolbox-id\x12\ntoolbox_idB\xa4\x01\n\x13penstock.sandbox.v1B\x13ToolboxServiceProtoP\x01Z2penstock.example/penstock/gen/sandbox/v1;sandboxv1\xaa\x02\x13Penstock.Sandbox.V1\xca\x02\x13Penstock\\Sandbox\\V1\xea\x02\x15Penstock::Sandbox::V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,8 +36,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._serialized_options = b'\n\023penstock.sandbox.v1B\023ToolboxServiceProtoP\001Z2penstock.example/penstock/gen/sandbox/v1;sandboxv1\252\002\023Penstock.Sandbox.V1\312\002\023Penstock\\Sandbox\\V1\352\002\025Penstock::Sandbox::V1'
   _globals['_TOOLBOXSERVICE'].methods_by_name['DeleteToolbox']._loaded_options = None
   _globals['_TOOLBOXSERVICE'].methods_by_name['DeleteToolbox']._serialized_options = b'\262\273\030#\n\025x-penstock-toolbox-id\022\ntoolbox_id'
-  _globals['_RUNTIMEKIND']._serialized_start=1258
-  _globals['_RUNTIMEKIND']._serialized_end=1349
+  _globals['_RUNTIMEKIND']._serialized_start=1279
+  _globals['_RUNTIMEKIND']._serialized_end=1370
   _globals['_RUNTIME']._serialized_start=134
   _globals['_RUNTIME']._serialized_end=235
   _globals['_TOOLBOXFILE']._serialized_start=237
@@ -45,21 +45,21 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PYTHONTARGET']._serialized_start=311
   _globals['_PYTHONTARGET']._serialized_end=360
   _globals['_TOOLBOXSPEC']._serialized_start=363
-  _globals['_TOOLBOXSPEC']._serialized_end=636
-  _globals['_TOOLBOX']._serialized_start=639
-  _globals['_TOOLBOX']._serialized_end=807
-  _globals['_PREPARETOOLBOXREQUEST']._serialized_start=809
-  _globals['_PREPARETOOLBOXREQUEST']._serialized_end=897
-  _globals['_PREPARETOOLBOXRESPONSE']._serialized_start=899
-  _globals['_PREPARETOOLBOXRESPONSE']._serialized_end=1001
-  _globals['_LISTTOOLBOXESREQUEST']._serialized_start=1003
-  _globals['_LISTTOOLBOXESREQUEST']._serialized_end=1088
-  _globals['_LISTTOOLBOXESRESPONSE']._serialized_start=1090
-  _globals['_LISTTOOLBOXESRESPONSE']._serialized_end=1187
-  _globals['_DELETETOOLBOXREQUEST']._serialized_start=1189
-  _globals['_DELETETOOLBOXREQUEST']._serialized_end=1231
-  _globals['_DELETETOOLBOXRESPONSE']._serialized_start=1233
-  _globals['_DELETETOOLBOXRESPONSE']._serialized_end=1256
-  _globals['_TOOLBOXSERVICE']._serialized_start=1352
-  _globals['_TOOLBOXSERVICE']._serialized_end=1727
+  _globals['_TOOLBOXSPEC']._serialized_end=657
+  _globals['_TOOLBOX']._serialized_start=660
+  _globals['_TOOLBOX']._serialized_end=828
+  _globals['_PREPARETOOLBOXREQUEST']._serialized_start=830
+  _globals['_PREPARETOOLBOXREQUEST']._serialized_end=918
+  _globals['_PREPARETOOLBOXRESPONSE']._serialized_start=920
+  _globals['_PREPARETOOLBOXRESPONSE']._serialized_end=1022
+  _globals['_LISTTOOLBOXESREQUEST']._serialized_start=1024
+  _globals['_LISTTOOLBOXESREQUEST']._serialized_end=1109
+  _globals['_LISTTOOLBOXESRESPONSE']._serialized_start=1111
+  _globals['_LISTTOOLBOXESRESPONSE']._serialized_end=1208
+  _globals['_DELETETOOLBOXREQUEST']._serialized_start=1210
+  _globals['_DELETETOOLBOXREQUEST']._serialized_end=1252
+  _globals['_DELETETOOLBOXRESPONSE']._serialized_start=1254
+  _globals['_DELETETOOLBOXRESPONSE']._serialized_end=1277
+  _globals['_TOOLBOXSERVICE']._serialized_start=1373
+  _globals['_TOOLBOXSERVICE']._serialized_end=1748
 # @@protoc_insertion_point(module_scope)

@@ -138,12 +138,20 @@ class ToolboxSpec(_message.Message):
     PYTHON_PACKAGES_FIELD_NUMBER: _builtins.int
     NPM_LOCK_FIELD_NUMBER: _builtins.int
     PYTHON_TARGET_FIELD_NUMBER: _builtins.int
+    DEBIAN_LOCK_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Names the mount path /opt/penstock/toolboxes/NAME. Its bin directories come first in PATH."""
     npm_lock: _builtins.str
     """Content of a package-lock.json of lockfileVersion 2 or 3, at most 2 MiB and 5,000 packages, instead of `npm_packages`.
     Exactly these packages are installed, each by its integrity, without their install scripts. Addresses in it are not
     used: the registry is the service's. In sandboxes with the toolbox, NODE_PATH has the packages.
+    """
+    debian_lock: _builtins.str
+    """Debian packages: lines NAME=VERSION PATH --hash=sha256:HEX, of which PATH is the file's place below a mirror, and lines
+    that begin with "#". At most 2 MiB and 256 packages. Exactly these are installed: dependencies that are not listed are
+    not. Their files are in usr, etc and var of the sandbox, where those of packages win over those of the base in usr; no
+    maintainer script runs. Needs the operator's `debian_mirrors`, and sandboxes of a backend with `debian_packages`; others
+    are refused (CAPABILITY_MISSING).
     """
     @_builtins.property
     def runtimes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Runtime]: ...
@@ -183,10 +191,11 @@ class ToolboxSpec(_message.Message):
         python_packages: _abc.Iterable[_builtins.str] | None = ...,
         npm_lock: _builtins.str = ...,
         python_target: Global___PythonTarget | None = ...,
+        debian_lock: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["python_target", b"python_target"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["files", b"files", "name", b"name", "npm_lock", b"npm_lock", "npm_packages", b"npm_packages", "path_directories", b"path_directories", "python_packages", b"python_packages", "python_target", b"python_target", "runtimes", b"runtimes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["debian_lock", b"debian_lock", "files", b"files", "name", b"name", "npm_lock", b"npm_lock", "npm_packages", b"npm_packages", "path_directories", b"path_directories", "python_packages", b"python_packages", "python_target", b"python_target", "runtimes", b"runtimes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,322 @@
+"""Debian packages of a task: downloaded from the operator's mirrors, checked by hash, and unpacked, not run.
+
+Invariants
+- Only files that a lock names are asked of a mirror, by paths below it, and each has the lock's hash.
+- No maintainer script, trigger or program of a package runs. Its files are taken by `images.unpack`, in a process
+  without the rights of root; no set-user-id bit, owner, device or link is followed or kept that would lead outside.
+- The result has usr, etc and var alone. What a package has in /bin, /sbin or /lib is in usr, as in Debian since 12.
+- What is downloaded, and what it unpacks to, are bounded each. All packages are there, or none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import math
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Final
+
+from penstock.values.locks import DebianPackage
+from penstock_chassis.aio.retry import Delays, Pause, retry
+from penstock_chassis.errors import FailedPrecondition, Unavailable
+from penstock_sandbox.images import unpack
+from penstock_sandbox.images.registry import proxy_of
+from penstock_sandbox.images.store import machine, unpacked
+from penstock_sandbox.toolboxes.installer import take_over
+
+if TYPE_CHECKING:
+    import aiohttp
+
+FOLDER: Final = "debian"
+LAYOUT: Final = 1
+"""Changes whenever what is made of a package does: earlier installations are then different toolboxes."""
+_KEPT: Final = frozenset({"usr", "etc", "var"})
+_MERGED: Final = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
+_ATTEMPTS: Final = 4
+_DELAYS: Final = Delays(1.0, 4.0)
+_AT_ONCE: Final = 4
+_CONNECT_S, _SILENCE_S, _FILE_S = 10.0, 60.0, 900.0
+_CHUNK: Final = 1024 * 1024
+_AR: Final = b"!<arch>\n"
+_AR_HEADER: Final = 60
+_DATA: Final = frozenset({"data.tar", "data.tar.gz", "data.tar.xz", "data.tar.zst"})
+
+
+class _Failed(Exception):
+    """A package that cannot be installed; ``passes``: another attempt may succeed."""
+
+    def __init__(self, package: DebianPackage, code: str, reason: str, advice: str, *, passes: bool = False) -> None:
+        super().__init__(f"{package.name}={package.version}: {reason}")
+        self.package = package
+        self.code = code
+        self.advice = advice
+        self.passes = passes
+
+    def typed(self) -> Unavailable:
+        """Returns the error that callers get."""
+        return Unavailable(
+            f"Debian packages: {self.code}: {self}; {self.advice}",
+            reason="INSTALL_FAILED",
+            metadata={
+                "packages": self.package.name,
+                "debian_code": self.code,
+                "permanent": str(not self.passes).lower(),
+            },
+        )
+
+
+class DebianPackages:
+    """Installs from ``mirrors``, URLs in the order in which they are asked; none = nothing is installed.
+
+    ``uid`` is the host user to become if the service is root, None otherwise.
+    """
+
+    def __init__(
+        self, mirrors: Sequence[str], max_bytes: int, uid: int | None = None, *, pause: Pause = asyncio.sleep
+    ) -> None:
+        self._mirrors = tuple(mirrors)
+        self._max_bytes = max_bytes
+        self._uid = uid
+        self._pause = pause
+
+    async def install(self, packages: Sequence[DebianPackage], target: Path, report: Callable[[str], None]) -> None:
+        """Unpacks ``packages`` into ``target``/debian.
+
+        Raises FailedPrecondition (CAPABILITY_MISSING), Unavailable (INSTALL_FAILED).
+        """
+        if not self._mirrors:
+            raise FailedPrecondition(
+                "this sandbox service installs no Debian packages: use an image with them; operators: debian_mirrors",
+                reason="CAPABILITY_MISSING",
+                metadata={"capabilities": "debian_packages"},
+            )
+        report(f"Debian packages: {len(packages)}")
+        tree = target / FOLDER
+        tree.mkdir(mode=0o755)
+        if self._uid is not None:
+            os.chown(tree, self._uid, self._uid)
+        try:
+            with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+                files = await self._downloaded(packages, Path(folder), report)
+                left = self._max_bytes
+                for package, file in zip(packages, files, strict=True):
+                    left -= await self._unpacked(package, file, tree, left)
+            await asyncio.to_thread(take_over, tree)
+            try:
+                dropped = await asyncio.to_thread(_arrange, tree)
+            except unpack.Refused as refused:
+                raise _Failed(packages[-1], "UNUSABLE", str(refused), "lock other packages") from None
+            if dropped:
+                report(f"left out, as only usr, etc and var are taken: {', '.join(dropped[:10])}")
+        except _Failed as failed:
+            report(str(failed))
+            raise failed.typed() from None
+
+    # Downloading -------------------------------------------------------------------------------------------------
+
+    async def _downloaded(
+        self, packages: Sequence[DebianPackage], folder: Path, report: Callable[[str], None]
+    ) -> list[Path]:
+        import aiohttp  # a tenth of a second of each start, for what few services need
+
+        left = self._max_bytes
+        room = asyncio.Semaphore(_AT_ONCE)
+
+        def take(package: DebianPackage, size: int) -> None:
+            nonlocal left
+            left -= size
+            if left < 0:
+                raise _too_large(package, self._max_bytes)
+
+        async def one(session: aiohttp.ClientSession, number: int, package: DebianPackage) -> Path:
+            if package.machine not in ("all", machine()):
+                raise _Failed(package, "ARCHITECTURE", f"it is for {package.machine}", f"lock it for {machine()}")
+            async with room:
+                report(f"Debian package {package.name} {package.version}")
+                with (folder / f"{number}.deb").open("w+b") as file:
+                    await self._repeated(session, package, file, lambda size: take(package, size), report)
+                return folder / f"{number}.deb"
+
+        async with aiohttp.ClientSession(
+            timeout=aiohttp.ClientTimeout(total=_FILE_S, sock_connect=_CONNECT_S, sock_read=_SILENCE_S),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            # The file's bytes are what is hashed, whatever the server says of their encoding.
+            auto_decompress=False,
+            headers={"User-Agent": "penstock", "Accept-Encoding": "identity"},
+        ) as session:
+            try:
+                async with asyncio.TaskGroup() as group:
+                    tasks = [group.create_task(one(session, *item)) for item in enumerate(packages)]
+            except BaseExceptionGroup as failures:
+                # The first has cancelled the others.
+                raise failures.exceptions[0] from None
+        return [task.result() for task in tasks]
+
+    async def _repeated(
+        self,
+        session: aiohttp.ClientSession,
+        package: DebianPackage,
+        file: IO[bytes],
+        take: Callable[[int], None],
+        report: Callable[[str], None],
+    ) -> None:
+        await retry(
+            lambda: self._anywhere(session, package, file, take),
+            _DELAYS,
+            patience_s=lambda error: math.inf if isinstance(error, _Failed) and error.passes else 0.0,
+            attempts=_ATTEMPTS,
+            on_retry=lambda error, delay_s: report(f"{error}; again in {delay_s:g} s"),
+            pause=self._pause,
+        )
+
+    async def _anywhere(
+        self, session: aiohttp.ClientSession, package: DebianPackage, file: IO[bytes], take: Callable[[int], None]
+    ) -> None:
+        """Asks each mirror; raises what is worst: a wrong file, a mirror that does not answer, an absent file."""
+        failures: list[_Failed] = []
+        for mirror in self._mirrors:
+            try:
+                return await self._asked(session, mirror, package, file, take)
+            except _Failed as failed:
+                if failed.code == "TOO_LARGE":
+                    raise
+                failures.append(failed)
+        raise min(failures, key=lambda one: ("HASH_MISMATCH", "UNREACHABLE", "NOT_FOUND").index(one.code))
+
+    async def _asked(
+        self,
+        session: aiohttp.ClientSession,
+        mirror: str,
+        package: DebianPackage,
+        file: IO[bytes],
+        take: Callable[[int], None],
+    ) -> None:
+        import aiohttp
+
+        url = f"{mirror}/{package.path}"
+        digest, size = hashlib.sha256(), 0
+        file.seek(0)
+        file.truncate()
+        try:
+            async with session.get(url, proxy=proxy_of(url), max_redirects=5) as answer:
+                if answer.status in (403, 404, 410):
+                    raise _Failed(
+                        package,
+                        "NOT_FOUND",
+                        f"no mirror has {package.path} (HTTP {answer.status})",
+                        "lock the version that the mirrors have now; operators: debian_mirrors",
+                    )
+                if answer.status != 200:
+                    raise _unreachable(package, f"a mirror answers HTTP {answer.status}")
+                async for piece in answer.content.iter_chunked(_CHUNK):
+                    take(len(piece))
+                    size += len(piece)
+                    digest.update(piece)
+                    await asyncio.to_thread(file.write, piece)
+        except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
+            take(-size)
+            raise _unreachable(package, f"a mirror does not answer: {str(error) or type(error).__name__}") from error
+        file.flush()
+        if digest.hexdigest() != package.sha256:
+            take(-size)
+            raise _Failed(
+                package,
+                "HASH_MISMATCH",
+                f"the mirror's file has the SHA-256 {digest.hexdigest()}",
+                "the file is not the one that was locked: lock it again, or check the mirror",
+            )
+
+    # Unpacking ---------------------------------------------------------------------------------------------------
+
+    async def _unpacked(self, package: DebianPackage, file: Path, tree: Path, most_bytes: int) -> int:
+        """Unpacks a package's files over those that are there; returns their bytes."""
+        data = file.with_suffix(".tar")
+        try:
+            await asyncio.to_thread(_write_data, file, data)
+            with data.open("rb") as blob:
+                done = await unpacked(blob.fileno(), tree, self._uid, most_bytes)
+        except unpack.Refused as refused:
+            if refused.kind == unpack.LARGE:
+                raise _too_large(package, self._max_bytes) from None
+            raise _Failed(package, "UNUSABLE", str(refused), "lock another version") from None
+        finally:
+            file.unlink()
+            data.unlink(missing_ok=True)
+        return int(done["size"])
+
+
+def _too_large(package: DebianPackage, most: int) -> _Failed:
+    reason = f"with it the packages have more than {most} bytes"
+    return _Failed(package, "TOO_LARGE", reason, "lock fewer packages; operators: debian_max_bytes")
+
+
+def _unreachable(package: DebianPackage, reason: str) -> _Failed:
+    return _Failed(package, "UNREACHABLE", reason, "try again; operators: debian_mirrors, and the proxy", passes=True)
+
+
+def _write_data(package: Path, target: Path) -> None:
+    """Copies the archive of a package's files, as it is compressed. Raises unpack.Refused."""
+    with package.open("rb") as file, target.open("wb") as data:
+        if file.read(len(_AR)) != _AR:
+            raise unpack.Refused(unpack.DAMAGED, "it is no Debian package")
+        # control, data and what tools add to them are few.
+        for _ in range(16):
+            header = file.read(_AR_HEADER)
+            digits = header[48:58].strip()
+            if len(header) < _AR_HEADER or not digits.isdigit():
+                break
+            size, name = int(digits), header[:16].decode("ascii", "replace").strip().rstrip("/")
+            if name in _DATA:
+                left = size
+                while left and (piece := file.read(min(left, _CHUNK))):
+                    data.write(piece)
+                    left -= len(piece)
+                if left:
+                    raise unpack.Refused(unpack.DAMAGED, "the package ends early")
+                return
+            file.seek(size + size % 2, os.SEEK_CUR)
+    raise unpack.Refused(unpack.DAMAGED, f"the package has none of {', '.join(sorted(_DATA))}")
+
+
+def _arrange(tree: Path) -> list[str]:
+    """Moves what is beside usr to where Debian has it since 12, and removes what is not taken; returns its names.
+
+    Raises unpack.Refused for a link in the place of a directory that is mounted: the mount would follow it.
+    """
+    for name in _MERGED:
+        if _is_folder(tree / name):
+            _merge(tree / name, tree / "usr" / name)
+    dropped = sorted(child.name for child in tree.iterdir() if child.name not in _KEPT or not _is_folder(child))
+    for name in dropped:
+        gone = tree / name
+        shutil.rmtree(gone) if _is_folder(gone) else gone.unlink()
+    for name in _MERGED:
+        if os.path.lexists(tree / "usr" / name) and not _is_folder(tree / "usr" / name):
+            raise unpack.Refused(unpack.UNSAFE, f"/usr/{name} is no directory in them")
+    return [name for name in dropped if name not in _MERGED]
+
+
+def _merge(source: Path, target: Path) -> None:
+    """Moves a directory's content into another one, and follows no link. What is there already stays."""
+    if not os.path.lexists(target):
+        target.parent.mkdir(exist_ok=True)
+        target.parent.chmod(0o755)
+        source.rename(target)
+        return
+    if not _is_folder(target):
+        return
+    for child in source.iterdir():
+        inside = target / child.name
+        if not os.path.lexists(inside):
+            child.rename(inside)
+        elif _is_folder(child):
+            _merge(child, inside)
+
+
+def _is_folder(path: Path) -> bool:
+    return stat.S_ISDIR(path.lstat().st_mode) if os.path.lexists(path) else False

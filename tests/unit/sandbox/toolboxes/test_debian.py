@@ -1,0 +1,185 @@
+"""Debian packages of toolboxes: from a mirror on loopback, by their hashes, with nothing of them run."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import lzma
+import os
+import stat
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.support.endpoints.debian import line, package, path_of
+from tests.support.endpoints.package_index import Index, index
+
+from penstock.values.locks import debian_lock
+from penstock_chassis.errors import FailedPrecondition, InvalidArgument, Unavailable
+from penstock_sandbox.domain.model import Toolbox, ToolboxSpec
+from penstock_sandbox.toolboxes.debian_packages import DebianPackages
+from penstock_sandbox.toolboxes.installer import Installer
+from penstock_sandbox.toolboxes.manager import Toolboxes
+
+UID = 61235 if os.geteuid() == 0 else None
+HELLO = {"usr/bin/hello": "#!/bin/sh\ncat /usr/share/hello/text\n", "usr/share/hello/text": "hello\n"}
+
+
+@pytest.fixture
+def mirror(monkeypatch: pytest.MonkeyPatch) -> Iterator[Index]:
+    for name in ("HTTP_PROXY", "http_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    with index() as served:
+        yield served
+
+
+def add(mirror: Index, name: str, content: bytes) -> str:
+    """Puts a package on the mirror; returns its line."""
+    mirror.files[f"/debian/{path_of(name)}"] = content
+    return line(name, content)
+
+
+def toolboxes(folder: Path, *mirrors: str, most: int = 10_000_000) -> Toolboxes:
+    async def pause(_: float) -> None:
+        pass
+
+    folder.chmod(0o755)
+    made = Toolboxes(folder / "toolboxes", Installer(UID), debian=DebianPackages(mirrors, most, UID, pause=pause))
+    made.open()
+    return made
+
+
+async def prepared(boxes: Toolboxes, lock: str) -> tuple[Toolbox, list[str]]:
+    events = [event async for event in boxes.prepare(ToolboxSpec("task", debian_lock=lock))]
+    return events[-1], [event for event in events if isinstance(event, str)]  # type: ignore[return-value]
+
+
+async def refusal(boxes: Toolboxes, lock: str) -> Unavailable:
+    with pytest.raises(Unavailable) as refused:
+        await prepared(boxes, lock)
+    assert refused.value.reason == "INSTALL_FAILED" and not any((boxes._folder).iterdir())
+    return refused.value
+
+
+@pytest.mark.requirement("R151")
+async def test_files_are_taken_and_no_script_runs(tmp_path: Path, mirror: Index) -> None:
+    """Where Debian has them since 12; neither set-user-id bits nor other places at the top level are taken."""
+    mark = tmp_path / "ran"
+    scripts = dict.fromkeys(("preinst", "postinst"), f"#!/bin/sh\ntouch {mark}\n")
+    lines = add(mirror, "hello", package(tmp_path, "hello", HELLO, scripts=scripts))
+    files = {"bin/old": "#!/bin/sh\n", "lib/old/x": "x", "srv/y": "y", "usr/lib/old/z": "z", "etc/old.conf": "c"}
+    lines += add(mirror, "old", package(tmp_path, "old", files))
+    boxes = toolboxes(tmp_path, f"{mirror.url}/debian")
+    box, progress = await prepared(boxes, lines)
+    layer = boxes.mounted(box.id).root_layer
+    assert layer is not None and sorted(child.name for child in layer.iterdir()) == ["etc", "usr"]
+    found = {str(path.relative_to(layer)) for path in layer.rglob("*") if path.is_file()}
+    assert found == {*HELLO, "usr/bin/old", "usr/lib/old/x", "usr/lib/old/z", "etc/old.conf"}
+    kept = (layer / "usr/bin/hello").stat()
+    assert stat.S_IMODE(kept.st_mode) == 0o755 and kept.st_uid == os.geteuid()
+    assert not mark.exists() and any("srv" in text for text in progress)
+
+
+@pytest.mark.requirement("R151")
+async def test_a_package_is_fetched_once_for_all_callers_and_orders(tmp_path: Path, mirror: Index) -> None:
+    """Also after a restart without the mirror."""
+    one = add(mirror, "hello", package(tmp_path, "hello", HELLO))
+    other = add(mirror, "other", package(tmp_path, "other", {"usr/share/other": "o"}))
+    boxes = toolboxes(tmp_path, f"{mirror.url}/debian")
+    orders = [one + other, f"# a note\n\n{other}{one}"]
+    made = await asyncio.gather(*(prepared(boxes, lock) for lock in orders * 4))
+    assert len({box.id for box, _ in made}) == 1
+    assert set(mirror.fetched.values()) == {1} and len(mirror.fetched) == 2
+    mirror.files.clear()
+    again = toolboxes(tmp_path, "http://127.0.0.1:1/debian")
+    box, _ = await prepared(again, one + other)
+    layer = again.mounted(box.id).root_layer
+    assert layer is not None and (layer / "usr/bin/hello").is_file()
+
+
+@pytest.mark.requirement("R151", "R56")
+async def test_each_failure_is_typed_and_leaves_nothing(tmp_path: Path, mirror: Index) -> None:
+    """An unknown package and a wrong file are not asked for again; a mirror that is away is."""
+    content = package(tmp_path, "hello", HELLO)
+    lock = line("hello", content)
+    boxes = toolboxes(tmp_path, f"{mirror.url}/debian", f"{mirror.url}/security")
+    error = await refusal(boxes, lock)
+    assert (error.metadata["debian_code"], error.metadata["permanent"]) == ("NOT_FOUND", "true")
+    assert "hello=1.0" in error.message and set(mirror.fetched.values()) == {1} and len(mirror.fetched) == 2
+    add(mirror, "hello", content + b"\n")
+    error = await refusal(boxes, lock)
+    assert (error.metadata["debian_code"], error.metadata["permanent"]) == ("HASH_MISMATCH", "true")
+    add(mirror, "hello", content)
+    error = await refusal(toolboxes(tmp_path, f"{mirror.url}/debian", most=len(content) - 1), lock)
+    assert error.metadata["debian_code"] == "TOO_LARGE" and "debian_max_bytes" in error.message
+    foreign = lock.replace("_all.deb", "_m68k.deb")
+    assert (await refusal(boxes, foreign)).metadata["debian_code"] == "ARCHITECTURE"
+    error = await refusal(toolboxes(tmp_path, "http://127.0.0.1:1/debian"), lock)
+    assert (error.metadata["debian_code"], error.metadata["permanent"]) == ("UNREACHABLE", "false")
+    with pytest.raises(FailedPrecondition, match="debian_mirrors") as refused:
+        await prepared(toolboxes(tmp_path), lock)
+    assert refused.value.reason == "CAPABILITY_MISSING"
+    with pytest.raises(InvalidArgument) as invalid:
+        await prepared(boxes, "hello")
+    assert invalid.value.violations[0].field == "spec.debian_lock"
+
+
+def archive(*members: tuple[str, str, str]) -> bytes:
+    """A package by hand: members are a name, what it links to if it is a link, and content."""
+    data = io.BytesIO()
+    with tarfile.open(fileobj=data, mode="w") as tar:
+        for name, target, text in members:
+            member = tarfile.TarInfo(name)
+            member.type, member.linkname = (tarfile.SYMTYPE, target) if target else (tarfile.REGTYPE, "")
+            member.size = len(text)
+            tar.addfile(member, io.BytesIO(text.encode()))
+    packed = lzma.compress(data.getvalue())
+    parts = [("debian-binary", b"2.0\n"), ("control.tar", b""), ("data.tar.xz", packed)]
+    return b"!<arch>\n" + b"".join(
+        f"{name:<16}{0:<12}{0:<6}{0:<6}{100644:<8}{len(content):<10}`\n".encode() + content + b"\n" * (len(content) % 2)
+        for name, content in parts
+    )
+
+
+@pytest.mark.requirement("R151", "R142")
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (archive(("../out", "", "x")), "leads out"),
+        (archive(("usr", "/tmp", ""), ("usr/x", "", "x")), "is no directory"),
+        (archive()[:-5], "ends early"),
+        (b"!<arch>\n" + b"x" * 60, "has none of data.tar"),
+        (b"no archive", "is no Debian package"),
+    ],
+    ids=["out", "through a link", "short", "no data", "no archive"],
+)
+async def test_a_package_that_is_no_plain_tree_is_refused(
+    tmp_path: Path, mirror: Index, content: bytes, reason: str
+) -> None:
+    lock = add(mirror, "hello", content)
+    error = await refusal(toolboxes(tmp_path, f"{mirror.url}/debian"), lock)
+    assert error.metadata["debian_code"] == "UNUSABLE" and reason in error.message
+    assert sorted(child.name for child in tmp_path.iterdir()) == ["toolboxes"]
+
+
+@pytest.mark.requirement("R151")
+async def test_what_packages_unpack_to_is_bounded_together(tmp_path: Path, mirror: Index) -> None:
+    lock = "".join(
+        add(mirror, name, package(tmp_path, name, {f"usr/share/{name}": "0" * 60_000})) for name in ("one", "two")
+    )
+    boxes = toolboxes(tmp_path, f"{mirror.url}/debian", most=100_000)
+    assert (await refusal(boxes, lock)).metadata["debian_code"] == "TOO_LARGE"
+    assert len(debian_lock(lock)) == 2
+
+
+@pytest.mark.requirement("R151", "R90")
+@pytest.mark.parametrize("first", ["usr/lib", "lib"])
+async def test_no_link_of_a_package_leads_out_of_what_is_mounted(tmp_path: Path, mirror: Index, first: str) -> None:
+    """Neither by what another package has there, nor by the mount of /usr/lib itself."""
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    lock = add(mirror, "links", archive(("usr/lib", str(outside), "")))
+    lock += add(mirror, "writes", archive((f"{first}/planted", "", "x")))
+    error = await refusal(toolboxes(tmp_path, f"{mirror.url}/debian"), lock)
+    assert error.metadata["debian_code"] == "UNUSABLE" and not any(outside.iterdir())
