@@ -22,8 +22,8 @@ MAX_NAME_CHARS = 256
 _BRACKET = re.compile(r"[\[\]{}]")
 # None of these ever tries a second way.
 _STRING = re.compile(r'[^"\\]*+(?:\\.[^"\\]*+)*+', re.DOTALL)
-# Not one that repeats without a bound: what it keeps for each string would grow with the text. Nor a possessive one: Python
-# before 3.11.5 goes on after a string that did not end (python/cpython#106052).
+# Not one that repeats without a bound: what it keeps for each string would grow with the text. Nor a possessive one:
+# Python before 3.11.5 goes on after a string that did not end (python/cpython#106052).
 _STRINGS = re.compile(rf'[^"]*+(?:"{_STRING.pattern}"[^"]*+){{0,1000}}', re.DOTALL)
 _WHOLE_STRING = re.compile(f'"{_STRING.pattern}"', re.DOTALL)
 _SPACE = re.compile(r"[ \t\r\n]*")
