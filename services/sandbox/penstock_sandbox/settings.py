@@ -8,7 +8,7 @@ from typing import Literal, TypeVar
 from pydantic import Field, SecretStr, ValidationInfo, field_validator
 from pydantic_settings import SettingsConfigDict
 
-from penstock.values import hosts
+from penstock.values import directory_urls, hosts
 from penstock_chassis.settings import CALL_QUEUES, ServiceSettings
 from penstock_sandbox.domain.model import LEAST_DISK_BYTES, LEAST_INODES, LEAST_MEMORY_BYTES, LEAST_PIDS, Resources
 from penstock_sandbox.domain.paths import hidden_by
@@ -24,6 +24,8 @@ _PUBLIC_REGISTRIES = (
     "registry.gitlab.com",
     "registry.k8s.io",
 )
+_RECORDING_SCHEMES = ("file", "s3")
+"""Stores with a creation that fails where the name is taken: link(2) of POSIX, If-None-Match of S3."""
 
 
 class SandboxSettings(ServiceSettings):
@@ -114,6 +116,12 @@ class SandboxSettings(ServiceSettings):
     )
     egress_timeout_s: float = Field(
         300.0, gt=0, le=3600, description="seconds that a response may take that the egress proxy fetches"
+    )
+    egress_recordings: str = Field(
+        "",
+        description="URL of a directory in which sandbox services have their named recordings together, so that "
+        "sandboxes on all of them get the same responses: file:///PATH on a shared file system with hard links, or "
+        "s3://BUCKET/PATH with credentials from the environment and the extra s3; empty = each service has its own",
     )
     allow_open_network: bool = Field(
         False, description="offer sandboxes that share this host's network: no isolation from it"
@@ -332,6 +340,11 @@ class SandboxSettings(ServiceSettings):
             if pattern != hosts.ANY and not hosts.is_pattern(pattern):
                 raise ValueError(f'{pattern!r} must be "name", "*.name" (in lower case), a CIDR block or "*"')
         return value
+
+    @field_validator("egress_recordings")
+    @classmethod
+    def _place(cls, value: str) -> str:
+        return directory_urls.checked(value, "sandbox service", _RECORDING_SCHEMES) if value else value
 
     @field_validator("extra_read_only")
     @classmethod

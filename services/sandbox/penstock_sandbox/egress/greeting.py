@@ -15,7 +15,7 @@ MAX_BYTES: Final = 64 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Greeting:
-    """``recording`` is unique over namespaces."""
+    """``recording`` is unique over namespaces. ``shared``: other sandboxes use it too."""
 
     sandbox_id: str
     recording: str
@@ -23,6 +23,7 @@ class Greeting:
     denied_hosts: tuple[str, ...]
     ports: tuple[int, ...]
     recorded_only: bool
+    shared: bool = False
 
     def line(self) -> bytes:
         """Returns it as sent."""
@@ -39,4 +40,5 @@ def parsed(line: bytes) -> Greeting:
         denied_hosts=tuple(fields["denied_hosts"]),
         ports=tuple(fields["ports"]),
         recorded_only=fields["recorded_only"],
+        shared=fields["shared"],
     )

@@ -13,8 +13,9 @@ from tests.support.endpoints.egress_upstream import Indexes, running
 
 from penstock_sandbox.egress import fetching
 from penstock_sandbox.egress.addresses import Addresses
+from penstock_sandbox.egress.credentials import Credentials
 from penstock_sandbox.egress.errors import Refusal
-from penstock_sandbox.egress.fetching import Credentials, Fetcher
+from penstock_sandbox.egress.fetching import Fetcher
 from penstock_sandbox.egress.greeting import Greeting
 from penstock_sandbox.egress.requests import Origin, Request
 from penstock_sandbox.egress.store import Store
