@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import hashlib
+import random
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,7 +21,10 @@ from tests.support.endpoints import s3
 from tests.support.endpoints.egress_upstream import LOGIN, running
 
 from penstock_chassis.errors import FailedPrecondition
+from penstock_sandbox.egress import places
 from penstock_sandbox.egress.service import Egress
+from penstock_sandbox.egress.shared import Entry, SharedRecordings
+from penstock_sandbox.egress.store import Part
 
 SECRETS = (LOGIN.partition(":")[2].encode(), base64.b64encode(LOGIN.encode()), b"session=secret")
 OBJECTS = 6
@@ -51,6 +58,7 @@ async def test_siblings_on_two_services_get_one_response_and_replay_it_without_u
 
 
 @pytest.mark.requirement("R141")
+@pytest.mark.on_demand("two proxies on S3 that fails: test_s3_has_one_first_response shows its creation and one proxy")
 async def test_services_share_recordings_on_s3_through_faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A lost answer leaves a proxy without knowing whether its response is the first: it looks."""
     with s3.serving(tmp_path / "moto.log") as server:
@@ -80,6 +88,40 @@ async def test_services_share_recordings_on_s3_through_faults(tmp_path: Path, mo
             assert not any(secret in content for secret in SECRETS for content in contents)
             hidden = s3.CREDENTIALS["AWS_SECRET_ACCESS_KEY"].encode()
             assert not any(hidden in Path(f"/proc/{egress.pid}/environ").read_bytes() for egress in proxies)
+
+
+@pytest.mark.requirement("R141")
+async def test_s3_has_one_first_response(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of many creations of a name one succeeds; a body of several parts comes back as it was."""
+    monkeypatch.setattr(places, "_PART_BYTES", 5 * 1024 * 1024)  # S3 takes no less
+    body = random.Random(7).randbytes(2 * places._PART_BYTES + 1)
+    (tmp_path / "body").write_bytes(body)
+    with s3.serving(tmp_path / "moto.log") as server:
+        async with s3.behind_proxy(server, monkeypatch.setenv):
+            s3.lead_to(server)
+            with ThreadPoolExecutor(8) as pool:
+                one, other = (places.opened("s3://runs/recordings") for _ in range(2))
+                contents = [f"{number}".encode() for number in range(8)]
+                created = list(pool.map(lambda place, data: place.create("a/b", data), (one, other) * 4, contents))
+                assert created.count(True) == 1
+                assert other.read("a/b", 0, 9) == contents[created.index(True)] and other.read("a/b", 9, 12) == b""
+                one.replace("empty", b"")
+                assert other.read("empty", 0, 9) == b"" and other.read("absent", 0, 9) is None
+                one.remove("empty")
+                one.remove("empty")
+                assert other.age_s("empty") is None and -60 < (other.age_s("a/b") or 99) < 60
+                elsewhere = places.opened("s3://nosuch/recordings")
+                for call in (partial(elsewhere.read, "a", 0, 9), partial(places.check, elsewhere)):
+                    with pytest.raises(FileNotFoundError):
+                        call()
+                shared = [SharedRecordings(place, None, name="n", transfer_s=60.0) for place in (one, other)]
+                ours = Entry(200, "OK", (), hashlib.sha256(body).hexdigest(), len(body))
+                assert await shared[0].publish("r", "k", ours, tmp_path / "body") == ours
+                assert await shared[1].publish("r", "k", replace(ours, status=404), tmp_path / "body") == ours
+                part = Part(tmp_path, lambda _: None)
+                await shared[1].receive(ours, part)
+                part.finish()
+                assert part.path.read_bytes() == body
 
 
 def _contents() -> list[bytes]:

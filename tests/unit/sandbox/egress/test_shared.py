@@ -187,7 +187,7 @@ LATE = (0.0, 0.1, 0.5, 25.0)
 
 
 @pytest.mark.requirement("R141")
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     asks=SERVICES,
@@ -208,7 +208,7 @@ def test_all_services_answer_with_the_first_response_whatever_is_lost_or_late(
 
 
 @pytest.mark.requirement("R141")
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(seed=st.integers(0, 2**32), asks=SERVICES, failing=FAILING, upstream_s=UPSTREAM_S)
 def test_upstream_is_asked_once_for_all_services_while_none_is_lost(
     seed: int, asks: list[int], failing: frozenset[int], upstream_s: float
