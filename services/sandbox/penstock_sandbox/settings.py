@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal, Self, TypeVar
 
-from pydantic import Field, SecretStr, ValidationInfo, field_validator
+from pydantic import Field, SecretStr, ValidationInfo, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from penstock.values import directory_urls, hosts
@@ -373,6 +373,15 @@ class SandboxSettings(ServiceSettings):
             if not url.startswith(("https://", "http://")):
                 raise ValueError(f"the value for {registry} must be a URL with https:// or http://")
         return value
+
+    @model_validator(mode="after")
+    def _recordings_are_hidden(self) -> Self:
+        scheme, _, place = self.egress_recordings.partition("://")
+        recordings = Path(place).resolve()
+        for path in self.extra_read_only if scheme == "file" else ():
+            if recordings.is_relative_to(path.resolve()) or path.resolve().is_relative_to(recordings):
+                raise ValueError(f"egress_recordings is within reach of sandboxes, which see {path} (extra_read_only)")
+        return self
 
     @property
     def default_resources(self) -> Resources:

@@ -7,9 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from penstock_sandbox.egress.opening import Unusable, opened_recordings
 from penstock_sandbox.egress.places import Folder, Unfit, check, opened
+from penstock_sandbox.settings import SandboxSettings
 
 MANY = 16
 
@@ -99,3 +101,20 @@ async def test_an_absent_place_is_refused_at_the_first_start_and_awaited_at_late
     with pytest.raises(Unusable, match="other"):
         await opened_recordings(f"file://{root}/other", own, 60.0)
     assert await opened_recordings("", own, 60.0) is None
+
+
+@pytest.mark.requirement("R141")
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("gs://bucket/x", "begins with file:// or s3://"),
+        ("s3://key:secret@bucket/x", "credentials come from the environment of the sandbox service"),
+        ("file://relative", "an absolute path"),
+        ("file:///opt/seen/recordings", "within reach of sandboxes"),
+        ("file:///opt/x/../seen", "within reach of sandboxes"),
+        ("file:///opt", "within reach of sandboxes"),
+    ],
+)
+def test_a_setting_that_cannot_hold_is_refused(url: str, reason: str) -> None:
+    with pytest.raises(ValidationError, match=reason):
+        SandboxSettings(egress_recordings=url, extra_read_only=(Path("/opt/seen"),), operator_token="t" * 32)
