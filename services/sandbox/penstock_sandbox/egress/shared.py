@@ -78,7 +78,7 @@ class SharedRecordings:
     Args:
         place: where they are.
         pool: threads for the place's calls.
-        name: tells the place from others in this service's own store.
+        name: of the place in this service's own store, which may have had another one before.
         transfer_s: seconds that a body may take to be sent, and that another service may take to answer.
         pause: waits between looks.
         clock: seconds that only grow.
