@@ -6,6 +6,7 @@ import asyncio
 import base64
 import hashlib
 import random
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import s3fs
-from tests.integration.sandbox.test_egress import allowlist, box_of, serving
+from tests.integration.sandbox.test_egress import NPM, PIP, allowlist, box_of, serving
 from tests.integration.sandbox.test_egress_proxy import answer, connect, get, inside_tls, options
 from tests.support.endpoints import s3
 from tests.support.endpoints.egress_upstream import LOGIN, running
@@ -55,6 +56,35 @@ async def test_siblings_on_two_services_get_one_response_and_replay_it_without_u
     kept = [path.read_bytes() for path in shared.rglob("*") if path.is_file()]
     assert any(b"for readers" in content for content in kept)
     assert not any(secret in content for secret in SECRETS for content in kept)
+
+
+@pytest.mark.requirement("R141")
+@pytest.mark.on_demand(
+    "8 sandboxes that install with pip and npm: test_siblings_on_two_services shows the same of four"
+)
+async def test_a_group_on_two_services_that_installs_asks_for_each_object_once(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    async with AsyncExitStack() as stack:
+        indexes = await stack.enter_async_context(running(tmp_path))
+        services = [
+            await stack.enter_async_context(
+                serving(tmp_path / name, indexes, egress_recordings=f"file://{shared}", first_uid=uid)
+            )
+            for name, uid in (("one", "300000"), ("two", "400000"))
+        ]
+        room, began = asyncio.Semaphore(4), time.monotonic()
+
+        async def install(number: int) -> None:
+            async with room:
+                box = await box_of(services[number % 2], allowlist(indexes))
+                await box.out(PIP.format(to="py", url=indexes.url, what="snail"), timeout_s=250)
+                await box.out(NPM.format(url=indexes.url), timeout_s=250)
+
+        await asyncio.gather(*map(install, range(8)))
+    assert set(indexes.asked.values()) == {1}
+    print(f"8 sandboxes, 2 services, {len(indexes.asked)} objects, one request each, {time.monotonic() - began:.0f} s")
 
 
 @pytest.mark.requirement("R141")

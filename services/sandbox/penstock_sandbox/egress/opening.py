@@ -56,4 +56,6 @@ async def opened_recordings(url: str, folder: Path, timeout_s: float) -> SharedR
 
 
 def _described(error: BaseException) -> str:
+    if type(error) is TimeoutError and not str(error):
+        return f"it did not answer in {_CHECK_S:g} s"
     return f"{type(error).__name__}: {' '.join(str(error).split())[:_MOST]}"
