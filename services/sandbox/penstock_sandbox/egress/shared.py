@@ -138,16 +138,18 @@ class SharedRecordings:
     async def publish(self, recording: str, key: str, entry: Entry, body: Path) -> Entry:
         """Stores a response. Returns what counts: this one, or the one that was stored before it.
 
-        Raises Refusal (RECORDINGS_AWAY, RECORDING_DAMAGED).
+        Raises Refusal (RECORDINGS_AWAY, RECORDING_DAMAGED, RESPONSE_TOO_LARGE).
         """
+        data = _written(entry, recording, key)
+        if len(data) > _MOST_ENTRY_BYTES:
+            raise Refusal("RESPONSE_TOO_LARGE", "a response has too many headers to be recorded")
         if entry.size:
             name = _body(entry.digest)
             async with self._moving:
                 age_s = await self._call(self._place.age_s, name)
                 if age_s is None or age_s > FRESH_S:
                     await self._within(self._transfer_s, partial(self._place.send, name, body))
-        created = await self._call(self._place.create, _entry(recording, key), _written(entry, recording, key))
-        if created:
+        if await self._call(self._place.create, _entry(recording, key), data):
             return entry
         first = await self.find(recording, key)
         if first is None:
@@ -174,13 +176,19 @@ class SharedRecordings:
         began, polls = self._clock(), Backoff(_POLLS, pause=self._pause)
         seen, since = b"", began
         while (found := await self.find(recording, key)) is None:
-            if await self._call(self._place.create, claim.name, claim.token.encode()):
-                # Another service may have recorded it, and given its claim up, since the look above.
-                if (found := await self.find(recording, key)) is None:
+            created = await self._call(self._place.create, claim.name, claim.token.encode())
+            held = None if created else await self._call(self._place.read, claim.name, 0, _MOST_CLAIM_BYTES)
+            if created or held == claim.token.encode():  # a creation whose answer was lost finds itself
+                try:
+                    # Another service may have recorded it, and given its claim up, since the look above.
+                    found = await self.find(recording, key)
+                except Refusal:
+                    self._tasks.start(self._release(claim, None))
+                    raise
+                if found is None:
                     return claim
                 self._tasks.start(self._release(claim, None))
                 break
-            held = await self._call(self._place.read, claim.name, 0, _MOST_CLAIM_BYTES)
             if held is None or held != seen:
                 seen, since = held or b"", self._clock()
             elif self._clock() - since > LEASE_S:

@@ -12,7 +12,7 @@ import random
 import tempfile
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.waiting import eventually
+from tests.unit.sandbox.egress.test_places import Repeating
 
 from penstock_sandbox.egress.errors import Refusal
 from penstock_sandbox.egress.places import Folder
-from penstock_sandbox.egress.shared import FRESH_S, LEASE_S, Entry, SharedRecordings
+from penstock_sandbox.egress.shared import BEAT_S, FRESH_S, LEASE_S, Entry, SharedRecordings
 from penstock_sandbox.egress.store import Part
 
 HEADERS = (("Content-Type", "text/plain"), ("X-É".encode().decode("latin-1"), "1"))
@@ -265,6 +267,55 @@ async def test_a_service_that_was_held_up_gets_what_another_one_stored_meanwhile
             theirs = await published(other, tmp_path, b"theirs")
         assert await published(shared, tmp_path, b"ours") == theirs
     await other.aclose()
+
+
+@pytest.mark.requirement("R141")
+async def test_a_service_does_not_wait_for_itself_where_an_answer_was_lost(tmp_path: Path) -> None:
+    """S3's client repeats the creation then, which fails: of its claim, and of its response."""
+    place = tmp_path / "place"
+    place.mkdir()
+
+    async def never(seconds: float) -> None:
+        assert seconds == BEAT_S, "it waits for a claim"
+        await asyncio.Event().wait()
+
+    repeating = SharedRecordings(Repeating(place), None, name="n", transfer_s=60.0, pause=never)
+    async with repeating.turn("r", "k") as claimed:
+        assert claimed is None
+        ours = await published(repeating, tmp_path, b"ours")
+    assert ours == entry_of(b"ours")
+    await eventually(lambda: not any((place / "claims").iterdir()), "the claim is given up")
+    await repeating.aclose()
+
+
+@pytest.mark.requirement("R141")
+async def test_a_claim_is_given_up_where_what_it_is_for_is_damaged(shared: SharedRecordings, tmp_path: Path) -> None:
+    class Unlucky(Folder):
+        """A response comes, and is damaged, between the first look and the second."""
+
+        def create(self, name: str, data: bytes) -> bool:
+            if name.startswith("claims/"):
+                asyncio.run_coroutine_threadsafe(published(shared, tmp_path, b"first"), loop).result(60)
+                (file,) = (path for path in (tmp_path / "place" / "responses").rglob("*") if path.is_file())
+                cut(file)
+            return super().create(name, data)
+
+    loop = asyncio.get_running_loop()
+    unlucky = SharedRecordings(Unlucky(tmp_path / "place"), None, name="n", transfer_s=60.0)
+    with pytest.raises(Refusal) as caught:
+        async with unlucky.turn("r", "k"):
+            raise AssertionError("the turn of a request whose response is recorded")
+    assert caught.value.reason == "RECORDING_DAMAGED"
+    await eventually(lambda: not any((tmp_path / "place" / "claims").iterdir()), "the claim is given up")
+    await unlucky.aclose()
+
+
+@pytest.mark.requirement("R141")
+async def test_what_could_not_be_read_again_is_not_stored(shared: SharedRecordings, tmp_path: Path) -> None:
+    many = replace(entry_of(b""), headers=tuple((f"X-{number}", "x" * 8000) for number in range(200)))
+    with pytest.raises(Refusal) as caught:
+        await shared.publish("r", "k", many, tmp_path / "body")
+    assert caught.value.reason == "RESPONSE_TOO_LARGE" and await shared.find("r", "k") is None
 
 
 def cut(file: Path) -> None:
