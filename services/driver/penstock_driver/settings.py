@@ -8,10 +8,10 @@ from typing import Literal, Self
 from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
+from penstock.values import directory_urls
 from penstock_chassis.membership import members
 from penstock_chassis.settings import ServiceSettings
 from penstock_chassis.tls import ClientTls
-from penstock_driver.exports.destination import check_url
 from penstock_driver.grading.grader import DEFAULT_MAX_CHANGES_BYTES
 from penstock_driver.rollouts.event_limits import MAX_BYTES, MAX_EVENTS
 from penstock_driver.store.seal import MIN_KEY, split
@@ -202,7 +202,7 @@ class DriverSettings(ServiceSettings):
     @field_validator("export_url")
     @classmethod
     def _export_url_is_valid(cls, value: str) -> str:
-        return check_url(value) if value else value
+        return directory_urls.checked(value, "driver") if value else value
 
     @model_validator(mode="after")
     def _members_of_both(self) -> Self:

@@ -127,6 +127,7 @@ async def _opened_egress(settings: SandboxSettings, stack: AsyncExitStack) -> Eg
             store_bytes=settings.egress_store_bytes,
             max_object_bytes=settings.egress_max_object_bytes,
             timeout_s=settings.egress_timeout_s,
+            recordings=settings.egress_recordings,
         )
     )
     stack.push_async_callback(egress.aclose)

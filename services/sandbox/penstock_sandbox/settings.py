@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal, Self, TypeVar
 from urllib.parse import urlsplit
 
-from pydantic import Field, SecretStr, ValidationInfo, field_validator
+from pydantic import Field, SecretStr, ValidationInfo, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
-from penstock.values import hosts
+from penstock.values import directory_urls, hosts
 from penstock_chassis.settings import CALL_QUEUES, ServiceSettings
 from penstock_sandbox.domain.model import LEAST_DISK_BYTES, LEAST_INODES, LEAST_MEMORY_BYTES, LEAST_PIDS, Resources
 from penstock_sandbox.domain.paths import hidden_by
@@ -25,6 +25,8 @@ _PUBLIC_REGISTRIES = (
     "registry.gitlab.com",
     "registry.k8s.io",
 )
+_RECORDING_SCHEMES = ("file", "s3")
+"""Stores with a creation that fails where the name is taken: link(2) of POSIX, If-None-Match of S3."""
 
 
 class SandboxSettings(ServiceSettings):
@@ -126,6 +128,12 @@ class SandboxSettings(ServiceSettings):
     )
     egress_timeout_s: float = Field(
         300.0, gt=0, le=3600, description="seconds that a response may take that the egress proxy fetches"
+    )
+    egress_recordings: str = Field(
+        "",
+        description="URL of a directory in which sandbox services have their named recordings together, so that "
+        "sandboxes on all of them get the same responses: file:///PATH on a shared file system with hard links, or "
+        "s3://BUCKET/PATH with credentials from the environment and the extra s3; empty = each service has its own",
     )
     allow_open_network: bool = Field(
         False, description="offer sandboxes that share this host's network: no isolation from it"
@@ -360,6 +368,11 @@ class SandboxSettings(ServiceSettings):
                 raise ValueError(f"{url!r} must be as http://deb.debian.org/debian, without a login")
         return tuple(url.rstrip("/") for url in value)
 
+    @field_validator("egress_recordings")
+    @classmethod
+    def _place(cls, value: str) -> str:
+        return directory_urls.checked(value, "sandbox service", _RECORDING_SCHEMES) if value else value
+
     @field_validator("extra_read_only")
     @classmethod
     def _absolute(cls, value: tuple[Path, ...]) -> tuple[Path, ...]:
@@ -387,6 +400,15 @@ class SandboxSettings(ServiceSettings):
             if not url.startswith(("https://", "http://")):
                 raise ValueError(f"the value for {registry} must be a URL with https:// or http://")
         return value
+
+    @model_validator(mode="after")
+    def _recordings_are_hidden(self) -> Self:
+        scheme, _, place = self.egress_recordings.partition("://")
+        recordings = Path(place).resolve()
+        for path in self.extra_read_only if scheme == "file" else ():
+            if recordings.is_relative_to(path.resolve()) or path.resolve().is_relative_to(recordings):
+                raise ValueError(f"egress_recordings is within reach of sandboxes, which see {path} (extra_read_only)")
+        return self
 
     @property
     def default_resources(self) -> Resources:

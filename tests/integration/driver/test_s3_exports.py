@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,11 +11,9 @@ from pathlib import Path
 
 import fsspec
 import pytest
-import s3fs
 from tests.support.endpoints import s3
 from tests.support.endpoints.s3 import Proxy
-from tests.support.endpoints.token_endpoint import unused_port
-from tests.support.waiting import eventually, eventually_async
+from tests.support.waiting import eventually
 from tests.unit.driver.exports.test_exporter import World
 
 from penstock.analysis.export import read_exports
@@ -34,31 +30,14 @@ ROLLOUTS = 40
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[str]:
     """The address of an S3 server with the bucket `runs`."""
-    port = unused_port()
-    with (tmp_path / "moto.log").open("wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)], stdout=log, stderr=log
-        )
-    try:
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        process.wait()
+    with s3.serving(tmp_path / "moto.log") as address:
+        yield address
 
 
 @pytest.fixture
 async def proxy(server: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Proxy]:
-    """The environment leads s3fs to it, as an operator would."""
-    for name, value in s3.CREDENTIALS.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv(s3.ENDPOINT, server)
-    proxy = Proxy(server)
-    await proxy.start()
-    await eventually_async(lambda: asyncio.to_thread(s3.has_bucket), "the server has the bucket")
-    s3.lead_to(proxy.address)
-    yield proxy
-    s3fs.S3FileSystem.clear_instance_cache()
-    await proxy.die()
+    async with s3.behind_proxy(server, monkeypatch.setenv) as proxy:
+        yield proxy
 
 
 @pytest.mark.requirement("R124")

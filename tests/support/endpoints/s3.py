@@ -5,14 +5,19 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import subprocess
+import sys
 from collections import Counter
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, suppress
 from itertools import cycle
+from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
 
 import s3fs
+from tests.support.endpoints.token_endpoint import unused_port
+from tests.support.waiting import eventually_async
 
 SHARE: Final = 0.3
 """How many of the requests fail at the proxy."""
@@ -24,6 +29,38 @@ CREDENTIALS: Final[Mapping[str, str]] = {
 }
 ENDPOINT: Final = "AWS_ENDPOINT_URL_S3"
 """The variable that leads s3fs to a server, as an operator would."""
+
+
+@contextmanager
+def serving(log: Path) -> Iterator[str]:
+    """Yields the address of an S3 server (moto)."""
+    port = unused_port()
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)], stdout=output, stderr=output
+        )
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.wait()
+
+
+@asynccontextmanager
+async def behind_proxy(server: str, set_variable: Callable[[str, str], None]) -> AsyncIterator[Proxy]:
+    """Yields a proxy of a server that has the bucket; the environment leads s3fs to it, as an operator would."""
+    for name, value in CREDENTIALS.items():
+        set_variable(name, value)
+    set_variable(ENDPOINT, server)
+    proxy = Proxy(server)
+    await proxy.start()
+    await eventually_async(lambda: asyncio.to_thread(has_bucket), "the server has the bucket")
+    lead_to(proxy.address)
+    try:
+        yield proxy
+    finally:
+        s3fs.S3FileSystem.clear_instance_cache()
+        await proxy.die()
 
 
 def has_bucket() -> bool:

@@ -14,11 +14,11 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any, Final, TypeVar
-from urllib.parse import urlsplit
 
 import orjson
 
 from penstock.tables.rows import ROWS
+from penstock.values import directory_urls
 from penstock_chassis.aio.retry import Delays, retry
 from penstock_chassis.errors import FailedPrecondition
 
@@ -32,27 +32,9 @@ _OBJECT_STORES: Final = frozenset(
     {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "oci", "ocilake", "tos", "obs", "memory"}
 )
 """Filesystems in which a file appears whole when its upload ends."""
-_LOCAL: Final = frozenset({"file", "local"})
 _PERMANENT: Final = (PermissionError, FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError, TypeError)
-_SCHEME: Final = "://"
 
 T = TypeVar("T")
-
-
-def check_url(url: str) -> str:
-    """Return a destination's URL without a slash at its end. ValueError says what is wrong, without repeating it."""
-    scheme, found, rest = url.partition(_SCHEME)
-    if not found or not scheme.isidentifier() or not rest.strip("/") or "::" in url:
-        raise ValueError("a URL of a directory such as s3://bucket/runs, gs://bucket/runs or file:///data/runs")
-    parts = urlsplit(url)
-    if parts.password is not None or parts.query or parts.fragment:
-        raise ValueError(
-            "without a password, query or fragment: credentials come from the environment of the driver, as fsspec's "
-            "filesystem for this URL reads them"
-        )
-    if scheme in _LOCAL and not rest.startswith("/"):
-        raise ValueError("an absolute path: file:///data/runs")
-    return url.rstrip("/")
 
 
 class Destination:
@@ -66,7 +48,13 @@ class Destination:
         protocol = filesystem.protocol
         names = {protocol} if isinstance(protocol, str) else set(protocol)
         self._is_object_store = bool(names & _OBJECT_STORES)
-        self._send = self._put_local if names & _LOCAL else self._put if self._is_object_store else self._put_and_move
+        self._send = (
+            self._put_local
+            if names & directory_urls.LOCAL
+            else self._put
+            if self._is_object_store
+            else self._put_and_move
+        )
 
     @classmethod
     async def opened(cls, url: str, pool: Executor) -> Destination:

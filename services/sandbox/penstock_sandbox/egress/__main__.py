@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,9 @@ from penstock_chassis import sockets
 from penstock_chassis.aio.tasks import TaskOwner
 from penstock_sandbox.egress.addresses import Addresses
 from penstock_sandbox.egress.authority import Authority
-from penstock_sandbox.egress.fetching import Credentials, Fetcher
+from penstock_sandbox.egress.credentials import Credentials
+from penstock_sandbox.egress.fetching import Fetcher
+from penstock_sandbox.egress.opening import Unusable, opened_recordings
 from penstock_sandbox.egress.proxy import Bodies, Conversation
 from penstock_sandbox.egress.store import Store
 
@@ -30,10 +33,17 @@ _MOST_CONVERSATIONS = 8192
 async def serve(settings: dict[str, Any], stop: asyncio.Event, listens: asyncio.Event) -> None:
     """Serves on a unix socket until ``stop``.
 
-    Once it listens, writes one line with the CA's certificate and sets ``listens``.
+    Once it listens, writes one line with the CA's certificate and sets ``listens``. If it cannot use the shared
+    recordings, writes one that says why, and returns.
     """
     folder = Path(settings["folder"])
     authority = Authority.open(folder)
+    try:
+        shared = await opened_recordings(settings["recordings"], folder, settings["timeout_s"])
+    except Unusable as error:
+        sys.stdout.write(json.dumps({"unusable": str(error)}) + "\n")
+        sys.stdout.flush()
+        return
     fetcher = Fetcher(
         Store(folder, settings["store_bytes"]),
         Addresses([ipaddress.ip_network(block) for block in settings["private"]]),
@@ -41,6 +51,7 @@ async def serve(settings: dict[str, Any], stop: asyncio.Event, listens: asyncio.
         max_object_bytes=settings["max_object_bytes"],
         timeout_s=settings["timeout_s"],
         ca=Path(settings["ca"]) if settings["ca"] else None,
+        shared=shared,
     )
     conversations = TaskOwner()
 
@@ -72,6 +83,8 @@ async def main() -> None:
     # Standard output is the service's.
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     settings = json.loads(sys.stdin.buffer.readline())
+    # Before a library reads it. The kernel shows a process's first environment alone, and that has none of it.
+    os.environ.update(settings["environment"])
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     reader = asyncio.StreamReader()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)

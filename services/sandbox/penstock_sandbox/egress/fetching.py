@@ -2,7 +2,7 @@
 
 Invariants
 - Of equal requests of one recording, one is sent upstream; the others wait for its response. It goes on when its first
-  asker leaves, and ends in bounded time.
+  asker leaves, and ends in bounded time. Where sandbox services share recordings (`shared`), this holds over all.
 - Failures are not recorded (5xx, 401, 403, 429 and others): only what a later replay may rely on.
 - Bodies go to disk as they come; those of unrecorded responses are cut.
 """
@@ -10,11 +10,10 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-import base64
-import netrc
 import ssl
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -26,10 +25,12 @@ from yarl import URL
 from penstock.values.hosts import address
 from penstock_chassis.aio.tasks import TaskOwner
 from penstock_sandbox.egress.addresses import Addresses, AddressRefused, CheckedResolver, refused
+from penstock_sandbox.egress.credentials import Credentials
 from penstock_sandbox.egress.errors import Refusal
 from penstock_sandbox.egress.greeting import Greeting
 from penstock_sandbox.egress.requests import Request
-from penstock_sandbox.egress.store import Response, Store
+from penstock_sandbox.egress.shared import Entry, SharedRecordings
+from penstock_sandbox.egress.store import Part, Response, Store
 
 RECORDED: Final = frozenset({200, 203, 204, 301, 302, 303, 307, 308, 404, 410})
 _UNRECORDED_BYTES: Final = 64 * 1024
@@ -50,31 +51,13 @@ _DROPPED: Final = frozenset(
 _NAME: Final = "Penstock-egress/1"
 _OURS: Final = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")
 
+Publish = Callable[[Response, Part], Awaitable[Response | None]]
+
 _log = structlog.get_logger(__name__)
 
 
-class Credentials:
-    """Bearer tokens by host, and logins from a file in netrc's format: the service's, which no sandbox sees."""
-
-    def __init__(self, file: Path | None, tokens: Mapping[str, str]) -> None:
-        self._logins = netrc.netrc(str(file)).hosts if file is not None else {}
-        self._tokens = tokens
-
-    def header(self, request: Request) -> str | None:
-        """Returns a request's Authorization; None without TLS, which would show it to the network."""
-        host = request.origin.host
-        if request.origin.scheme != "https":
-            return None
-        if (token := self._tokens.get(host)) is not None:
-            return f"Bearer {token}"
-        if (entry := self._logins.get(host)) is None:
-            return None
-        login, _, password = entry
-        return "Basic " + base64.b64encode(f"{login}:{password}".encode()).decode()
-
-
 class Fetcher:
-    """Answers requests. One for the process; closes the store with itself."""
+    """Answers requests. One for the process; closes the store, and what is shared, with itself."""
 
     def __init__(
         self,
@@ -85,13 +68,15 @@ class Fetcher:
         max_object_bytes: int,
         timeout_s: float,
         ca: Path | None,
+        shared: SharedRecordings | None = None,
     ) -> None:
         self._store = store
+        self._shared = shared
         self._addresses = addresses
         self._credentials = credentials
         self._max_object_bytes = max_object_bytes
         self._timeout_s = timeout_s
-        self._flights: dict[tuple[str, str], asyncio.Task[Response | Refusal]] = {}
+        self._flights: dict[tuple[str, str, bool], asyncio.Task[Response | Refusal]] = {}
         self._tasks = TaskOwner()
         self._fetching: Counter[str] = Counter()
         self._sending = 0
@@ -112,43 +97,51 @@ class Fetcher:
         """Ends all fetches."""
         await self._tasks.aclose()
         await self._client.close()
+        if self._shared is not None:
+            await self._shared.aclose()
         self._store.close()
 
     async def answer(self, request: Request, greeting: Greeting) -> Response:
         """Returns the response to a request.
 
-        Raises Refusal (NOT_RECORDED, ADDRESS_NOT_ALLOWED, RECORDING_FULL, RESPONSE_TOO_LARGE, UPSTREAM_UNREACHABLE,
-        UPSTREAM_TIMEOUT, PROXY_BUSY).
+        Raises Refusal (NOT_RECORDED, ADDRESS_NOT_ALLOWED, RECORDING_FULL, RECORDING_DAMAGED, RECORDINGS_AWAY,
+        RESPONSE_TOO_LARGE, UPSTREAM_UNREACHABLE, UPSTREAM_TIMEOUT, PROXY_BUSY).
         """
         key = request.key()
-        found = self._store.find(greeting.recording, key)
+        shared = self._shared if greeting.shared else None
+        recording = greeting.recording if shared is None else shared.own(greeting.recording)
+        found = self._store.find(recording, key)
         if found is not None:
             return found
-        if greeting.recorded_only:
-            raise Refusal(
-                "NOT_RECORDED",
-                f"{request.method} {request.url} is not recorded, and this sandbox gets recorded responses only",
-            )
-        flight = (greeting.recording, key)
+        if greeting.recorded_only and shared is None:
+            raise _not_recorded(request)
+        # One that asks upstream is none for a sandbox that may get recorded responses only.
+        flight = (recording, key, greeting.recorded_only)
         task = self._flights.get(flight)
         if task is None:
-            if self._fetching[greeting.recording] >= _MOST_FETCHES:
+            if self._fetching[recording] >= _MOST_FETCHES:
                 raise Refusal("PROXY_BUSY", f"at most {_MOST_FETCHES} requests of a recording wait for upstream", 503)
             if self._sending + len(request.body) > _MOST_SENDING_BYTES:
                 raise Refusal("PROXY_BUSY", "too many requests with bodies wait for upstream", 503)
-            task = self._flights[flight] = self._tasks.start(self._quietly(request, greeting.recording, key))
+            if shared is None:
+                work = partial(self._fetch, request, recording, key)
+            else:
+                work = partial(self._together, shared, request, greeting, key)
+            task = self._flights[flight] = self._tasks.start(self._quietly(work, request, recording))
             task.add_done_callback(lambda _: self._flights.pop(flight, None))
         outcome = await asyncio.shield(task)
         if isinstance(outcome, Refusal):
             raise outcome
         return outcome
 
-    async def _quietly(self, request: Request, recording: str, key: str) -> Response | Refusal:
+    async def _quietly(
+        self, work: Callable[[], Awaitable[Response]], request: Request, recording: str
+    ) -> Response | Refusal:
         """Returns a refusal instead of raising it: every asker gets it, and it is no error of this process."""
         self._fetching[recording] += 1
         self._sending += len(request.body)
         try:
-            return await self._fetch(request, recording, key)
+            return await work()
         except Refusal as refusal:
             _log.info("not fetched", url=_shown(request), reason=refusal.reason, cause=repr(refusal.__cause__))
             return refusal
@@ -158,7 +151,58 @@ class Fetcher:
             if not self._fetching[recording]:
                 del self._fetching[recording]
 
-    async def _fetch(self, request: Request, recording: str, key: str) -> Response:
+    async def _together(self, shared: SharedRecordings, request: Request, greeting: Greeting, key: str) -> Response:
+        """Answers from what any service recorded, or records it for all."""
+        recording = shared.own(greeting.recording)
+        if greeting.recorded_only:
+            entry = await shared.find(greeting.recording, key)
+            if entry is None:
+                raise _not_recorded(request)
+            return await self._adopted(shared, request, recording, key, entry)
+
+        async def publish(response: Response, part: Part) -> Response | None:
+            """Returns what another service stored before."""
+            ours = Entry(response.status, response.reason, response.headers, part.finish(), part.size)
+            entry = await shared.publish(greeting.recording, key, ours, part.path)
+            return None if entry == ours else await self._adopted(shared, request, recording, key, entry)
+
+        async with shared.turn(greeting.recording, key) as entry:
+            if entry is None:
+                return await self._fetch(request, recording, key, publish)
+        return await self._adopted(shared, request, recording, key, entry)
+
+    async def _adopted(
+        self, shared: SharedRecordings, request: Request, recording: str, key: str, entry: Entry
+    ) -> Response:
+        """Keeps here what is recorded there."""
+        self._check_size(request, entry.size)
+        response = Response(entry.status, entry.reason, entry.headers, entry.size)
+        known = self._store.keep_known(recording, key, response, entry.digest, entry.size)
+        if known is not None:
+            return known
+        self._store.make_room(recording, entry.size)
+        part = self._store.part()
+        try:
+            await shared.receive(entry, part)
+            return self._store.keep(recording, key, response, part)
+        finally:
+            part.discard()
+
+    async def _fetch(self, request: Request, recording: str, key: str, publish: Publish | None = None) -> Response:
+        """Returns upstream's response. ``publish`` gets one that is to be recorded, and may return one in its place."""
+        part = self._store.part()
+        try:
+            response = await self._asked(request, recording, part)
+            if response.status not in RECORDED:
+                return response
+            if publish is not None and (first := await publish(response, part)) is not None:
+                return first
+            return self._store.keep(recording, key, response, part)
+        finally:
+            part.discard()
+
+    async def _asked(self, request: Request, recording: str, part: Part) -> Response:
+        """Returns upstream's response; its body is in ``part`` if it is to be recorded."""
         written = address(request.origin.host)
         if written is not None:
             # The HTTP client asks no resolver for it.
@@ -179,7 +223,7 @@ class Fetcher:
                     timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
                 ) as upstream,
             ):
-                return await self._received(request, upstream, recording, key)
+                return await self._received(request, upstream, recording, part)
         except TimeoutError as error:
             raise Refusal(
                 "UPSTREAM_TIMEOUT", f"{request.origin.place} did not answer in {self._timeout_s:g} s", 504
@@ -191,7 +235,9 @@ class Fetcher:
                 raise refused(request.origin.host) from error
             raise Refusal("UPSTREAM_UNREACHABLE", f"{request.origin.place} {_why(error)}", 502) from error
 
-    async def _received(self, request: Request, upstream: aiohttp.ClientResponse, recording: str, key: str) -> Response:
+    async def _received(
+        self, request: Request, upstream: aiohttp.ClientResponse, recording: str, part: Part
+    ) -> Response:
         headers = tuple(
             (name.decode("latin-1"), value.decode("latin-1"))
             for name, value in upstream.raw_headers
@@ -209,19 +255,20 @@ class Fetcher:
         if length is not None and request.method != "HEAD":
             self._check_size(request, length)
             self._store.make_room(recording, length)
-        part = self._store.part()
-        try:
-            async for chunk in upstream.content.iter_chunked(_CHUNK):
-                self._check_size(request, part.size + len(chunk))
-                part.write(chunk)
-                self._store.make_room(recording, 0)
-            return self._store.keep(recording, key, response, part)
-        finally:
-            part.discard()
+        async for chunk in upstream.content.iter_chunked(_CHUNK):
+            self._check_size(request, part.size + len(chunk))
+            part.write(chunk)
+            self._store.make_room(recording, 0)
+        return response
 
     def _check_size(self, request: Request, size: int) -> None:
         if size > self._max_object_bytes:
             raise Refusal("RESPONSE_TOO_LARGE", f"{request.url} has more than {self._max_object_bytes} bytes")
+
+
+def _not_recorded(request: Request) -> Refusal:
+    message = f"{request.method} {request.url} is not recorded, and this sandbox gets recorded responses only"
+    return Refusal("NOT_RECORDED", message)
 
 
 def _why(error: BaseException) -> str:

@@ -18,7 +18,7 @@ _MAX_BYTES: Final = 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Greeting:
-    """``recording`` is unique over namespaces."""
+    """``recording`` is unique over namespaces. ``shared``: other sandboxes use it too."""
 
     sandbox_id: str
     recording: str
@@ -26,6 +26,7 @@ class Greeting:
     denied_hosts: tuple[str, ...]
     ports: tuple[int, ...]
     recorded_only: bool
+    shared: bool = False
 
     def encoded(self) -> bytes:
         """Returns it as sent: its size, and JSON."""
@@ -49,4 +50,5 @@ async def received(reader: asyncio.StreamReader) -> Greeting:
         denied_hosts=tuple(fields["denied_hosts"]),
         ports=tuple(fields["ports"]),
         recorded_only=fields["recorded_only"],
+        shared=fields["shared"],
     )

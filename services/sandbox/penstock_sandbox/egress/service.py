@@ -37,6 +37,9 @@ _CERTIFICATES: Final = (
     *("npm_config_cafile", "GIT_SSL_CAINFO", "CARGO_HTTP_CAINFO", "AWS_CA_BUNDLE", "DENO_CERT"),
 )
 _UNPROXIED: Final = "localhost,127.0.0.1,::1"
+_S3: Final = "s3://"
+_STORE: Final = ("AWS_", "FSSPEC_")
+"""How the variables begin that lead s3fs to its bucket, and give it credentials; HOME has its files."""
 _RESTARTS: Final = Delays(0.1, 10.0)
 
 _log = structlog.get_logger(__name__)
@@ -55,6 +58,8 @@ class EgressOptions:
     store_bytes: int
     max_object_bytes: int
     timeout_s: float
+    recordings: str = ""
+    """URL of those that services share."""
 
 
 class Egress:
@@ -71,8 +76,13 @@ class Egress:
     async def open(self) -> None:
         """Starts the proxy and writes the certificate that sandboxes trust.
 
-        Raises FailedPrecondition (EGRESS_MISSING, EGRESS_FAILED).
+        Raises FailedPrecondition (EGRESS_MISSING, EGRESS_FAILED, EGRESS_RECORDINGS_UNUSABLE).
         """
+        if self._options.recordings.startswith(_S3) and importlib.util.find_spec("s3fs") is None:
+            raise FailedPrecondition(
+                "egress_recordings is on S3, and s3fs is not installed: pip install penstock-sandbox[egress,s3]",
+                reason="EGRESS_MISSING",
+            )
         if missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:
             raise FailedPrecondition(
                 f"egress_hosts is set, and {', '.join(missing)} is not installed: pip install penstock-sandbox[egress]",
@@ -112,6 +122,7 @@ class Egress:
             denied_hosts=policy.denied_hosts,
             ports=policy.ports or DEFAULT_PORTS,
             recorded_only=policy.recorded_only,
+            shared=bool(policy.recording),
         )
         return dataclasses.replace(policy, proxy=str(self._socket), proxy_greeting=greeting.encoded())
 
@@ -170,12 +181,17 @@ class Egress:
             "store_bytes": options.store_bytes,
             "max_object_bytes": options.max_object_bytes,
             "timeout_s": options.timeout_s,
+            "recordings": options.recordings,
+            "environment": _of_the_store(os.environ) if options.recordings.startswith(_S3) else {},
         }
         try:
             process.stdin.write(json.dumps(settings).encode() + b"\n")
             async with asyncio.timeout(_START_S):
                 line = await process.stdout.readline()
-            certificate = json.loads(line)["ca"].encode()
+            answer = json.loads(line)
+            if (unusable := answer.get("unusable")) is not None:
+                raise FailedPrecondition(f"egress_recordings: {unusable}", reason="EGRESS_RECORDINGS_UNUSABLE")
+            certificate = answer["ca"].encode()
         except (OSError, TimeoutError, ValueError) as error:
             await _end(process)
             raise FailedPrecondition(
@@ -187,6 +203,10 @@ class Egress:
             raise
         self._process = process
         return process, certificate
+
+
+def _of_the_store(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if name.startswith(_STORE) or name == "HOME"}
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:

@@ -68,12 +68,18 @@ class Part:
         self.size += len(data)
         self._grown(len(data))
 
-    def finish(self) -> str:
-        """Returns the digest of the whole body, which is on disk."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
+    @property
+    def digest(self) -> str:
+        """The SHA-256 of what was received, in hexadecimal digits."""
         return self._digest.hexdigest()
+
+    def finish(self) -> str:
+        """Returns the digest of the whole body, which is on disk. May be called again."""
+        if not self._file.closed:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+        return self.digest
 
     def discard(self) -> None:
         """Removes it if it was not kept. Called once, at its end."""
@@ -159,8 +165,7 @@ class Store:
     def keep(self, recording: str, key: str, response: Response, part: Part) -> Response:
         """Records a response whose body was received; returns it, or the one that was recorded before."""
         digest = part.finish()
-        headers = json.dumps(response.headers)
-        row = len(headers) + ROW_BYTES
+        row = self._row_bytes(response)
         self.make_room(recording, row)
         target = self._objects / digest
         if target.exists():
@@ -168,8 +173,32 @@ class Store:
         else:
             part.path.replace(target)
             self.bytes += part.size
-        self.bytes += row
-        self._of[recording] += part.size + row
+        return self._insert(recording, key, response, digest, part.size)
+
+    def keep_known(self, recording: str, key: str, response: Response, digest: str, size: int) -> Response | None:
+        """Records a response whose body is here for another one; None if it is not here. Raises as `make_room`."""
+        if not (self._objects / digest).exists():
+            return None
+        self.make_room(recording, size + self._row_bytes(response))
+        if not (self._objects / digest).exists():  # evicted for it
+            return None
+        return self._insert(recording, key, response, digest, size)
+
+    @staticmethod
+    def _row_bytes(response: Response) -> int:
+        return len(json.dumps(response.headers)) + ROW_BYTES
+
+    def _insert(self, recording: str, key: str, response: Response, digest: str, size: int) -> Response:
+        held = self._rows.execute(
+            "SELECT length(headers) + ?, size FROM responses WHERE recording = ? AND key = ?",
+            (ROW_BYTES, recording, key),
+        ).fetchone()
+        if held is not None:
+            self.bytes -= held[0]
+            self._of[recording] -= sum(held)
+        headers = json.dumps(response.headers)
+        self.bytes += self._row_bytes(response)
+        self._of[recording] += size + self._row_bytes(response)
         with self._transaction():
             self._rows.execute(
                 "INSERT INTO recordings VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET used = excluded.used",
@@ -179,17 +208,9 @@ class Store:
                 "INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT (recording, key) DO UPDATE SET "
                 "status = excluded.status, reason = excluded.reason, headers = excluded.headers, "
                 "digest = excluded.digest, size = excluded.size",
-                (
-                    recording,
-                    key,
-                    response.status,
-                    response.reason,
-                    headers,
-                    digest,
-                    part.size,
-                ),
+                (recording, key, response.status, response.reason, headers, digest, size),
             )
-        return Response(response.status, response.reason, response.headers, part.size, target)
+        return Response(response.status, response.reason, response.headers, size, self._objects / digest)
 
     def _evict(self, recording: str) -> None:
         digests = self._rows.execute(

@@ -34,6 +34,7 @@ async def serving(folder: Path, capsys: pytest.CaptureFixture[str]) -> AsyncIter
         "store_bytes": 10_000_000,
         "max_object_bytes": 1_000_000,
         "timeout_s": 60,
+        "recordings": "",
     }
     stop, listens = asyncio.Event(), asyncio.Event()
     served = asyncio.ensure_future(process.serve(settings, stop, listens))
