@@ -79,7 +79,7 @@ async def test_trainer_answers_an_agents_calls_and_gets_a_trajectory(ps: Penstoc
 
 @pytest.mark.requirement("R132")
 async def test_a_trainers_routed_experts_are_in_samples_exports_and_branches(ps: Penstock) -> None:
-    """Each call has the rows that earlier ones lack; whoever reads gets them only if he asks."""
+    """Each call has the rows that earlier ones lack; a reader gets them only if it asks."""
     rows: dict[int, list[int]] = {}
 
     def routed(call: ModelCall, completion: Completion) -> Completion:
