@@ -167,7 +167,8 @@ class Sampling:
     """Sampling as requested or as used. None means unset, which differs from any value (R64).
 
     temperature >= 0 (0 is greedy); top_p in (0, 1], min_p in [0, 1]; top_k >= 1; token counts >= 1; `top_logprobs` is
-    the number of alternatives requested per token; `response_format` is JSON text as the OpenAI API writes it.
+    the number of alternatives requested per token; `response_format` is JSON text as the OpenAI API writes it;
+    `token_tensors` names what the engine returns beside tokens.
     """
 
     temperature: float | None = None
@@ -187,6 +188,7 @@ class Sampling:
     thinking: bool | None = None
     thinking_budget_tokens: int | None = None
     response_format: str | None = None
+    token_tensors: tuple[str, ...] | None = None
 
 
 class FinishReason(StrEnum):

@@ -18,11 +18,13 @@ from penstock_chassis.auth import Role, Token
 from penstock_chassis.server import Service
 from penstock_chassis.testing import serve
 from penstock_inference.app import build
-from penstock_inference.engines.numpy.model import ModelConfig
+from penstock_inference.engines.numpy.decoder import Chunk, Decoder, KVCache
+from penstock_inference.engines.numpy.model import ModelConfig, Weights
+from penstock_inference.engines.numpy.sampling import Distribution
 from penstock_inference.engines.scripted.engine import ScriptedEngine as ScriptedEngine
 from penstock_inference.settings import InferenceSettings
 
-FAMILIES = ("llama", "qwen2", "qwen3")
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,22 +68,32 @@ async def open_inference(
 
 def random_config(family: str = "qwen3", **changes: Any) -> dict[str, Any]:
     """The config.json of a small model: grouped queries, sizes that do not fill a tile, tied except for Llama."""
-    return {
-        "model_type": family,
-        "vocab_size": 101,
-        "hidden_size": 48,
-        "intermediate_size": 72,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "max_position_embeddings": 512,
-        "tie_word_embeddings": family != "llama",
-        "hidden_act": "silu",
-        "eos_token_id": 2,
-    } | changes
+    mixture: dict[str, Any] = {
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 40,
+        "norm_topk_prob": True,
+    }
+    return (
+        {
+            "model_type": family,
+            "vocab_size": 101,
+            "hidden_size": 48,
+            "intermediate_size": 72,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 10000.0,
+            "max_position_embeddings": 512,
+            "tie_word_embeddings": family != "llama",
+            "hidden_act": "silu",
+            "eos_token_id": 2,
+        }
+        | (mixture if family == "qwen3_moe" else {})
+        | changes
+    )
 
 
 def random_tensors(config: Mapping[str, Any], seed: int = 0) -> dict[str, NDArray[np.float32]]:
@@ -95,6 +107,25 @@ def random_tensors(config: Mapping[str, Any], seed: int = 0) -> dict[str, NDArra
             scale = 0.5 if "embed" in name else 0.1 if name.endswith("bias") else 1.5 / shape[-1] ** 0.5
             tensors[name] = (scale * random.standard_normal(shape)).astype(np.float32)
     return tensors
+
+
+def one_pass(
+    config: Mapping[str, Any], tensors: Mapping[str, NDArray[np.float32]], ids: NDArray[np.int32]
+) -> tuple[NDArray[np.float32], NDArray[Any] | None]:
+    """Returns a single forward pass of the numpy engine's decoder over n tokens, without its scheduler and its cache.
+
+    Returns:
+        The logprobs of all tokens but the first, float32, (n - 1,), at temperature 1; the experts of all but the last,
+        (n - 1, layers, experts per token), None of a dense model.
+    """
+    parsed, none = ModelConfig.from_dict(config), np.empty(0, np.int64)
+    weights, decoder, cache = Weights.build(parsed, tensors), Decoder(parsed, ids.size), KVCache(parsed, 1, ids.size)
+    hidden = decoder.forward(weights, cache, np.empty(0, np.int32), none, none, [Chunk(0, 0, ids)])
+    # As many lanes as the scheduler has, so that sums associate alike.
+    wide = np.full((ids.size - 1, -(-parsed.vocab_size // 16) * 16), -np.inf)
+    wide[:, : parsed.vocab_size] = decoder.logits(weights, hidden[:-1])
+    logprobs = Distribution(wide).logprobs(ids[1:].astype(np.int64)).astype(np.float32)
+    return logprobs, None if cache.routes is None else cache.routes[0, : ids.size - 1]
 
 
 def write_model(directory: Path, config: Mapping[str, Any], tensors: Mapping[str, NDArray[np.float32]]) -> Path:

@@ -64,6 +64,7 @@ METHODS: Final[dict[str, dict[str, str]]] = {
         "ResumeGroup": "GroupHandle.resume",
         "DeleteGroup": "GroupHandle.delete",
         "GetTrajectory": "RolloutHandle.trajectory",
+        "GetTensor": "RolloutsClient.trajectory",
         "AnnotateTrajectory": "RolloutHandle.annotate",
         "ExportTrajectories": "RolloutsClient.export",
     },
@@ -187,6 +188,7 @@ METHODS: Final[dict[str, dict[str, str]]] = {
 ELSEWHERE: Final = {
     "InferenceService/TransferTensors": "tests/integration/vllm/test_client.py",
     "InferenceService/FinishTransfer": "tests/integration/vllm/test_client.py",
+    "RolloutService/GetTensor": "tests/integration/client/test_rollouts.py",
 }
 """RPCs that the scripted engine cannot be brought to: a test that calls each by the client's method."""
 

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ import orjson
 import pytest
 from tests.integration.client.conftest import TASK
 
+from penstock.analysis import export
 from penstock.analysis.export import write
+from penstock.analysis.verify_chain import verify
 from penstock.client import (
     AlreadyDelivered,
     AlreadyExists,
@@ -32,7 +35,9 @@ from penstock.client import (
     RolloutHandle,
     SandboxSpec,
     Task,
+    TokenTensor,
 )
+from penstock.client.intercept.calls import ModelCall
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -70,6 +75,55 @@ async def test_trainer_answers_an_agents_calls_and_gets_a_trajectory(ps: Penstoc
     assert sample.input_ids[sample.loss_mask].tolist() == sampled.tolist()
     second = trajectory.calls[1]
     assert sample.input_ids[: second.prompt_count].tolist() == trajectory.prompt_of(second.call_id).tolist()
+
+
+@pytest.mark.requirement("R132")
+async def test_a_trainers_routed_experts_are_in_samples_exports_and_branches(ps: Penstock) -> None:
+    """Each call has the rows that earlier ones lack; a reader gets them only if it asks."""
+    rows: dict[int, list[int]] = {}
+
+    def routed(call: ModelCall, completion: Completion) -> Completion:
+        start = max(0, call.shared_prefix_count - 1)
+        count = call.prompt_count + len(completion) - 1 - start
+        own = (np.arange(2 * count).reshape(count, 2, 1) + len(rows)) % 250
+        rows.update({start + n: row for n, row in enumerate(own[:, :, 0].tolist())})
+        return replace(completion, tensors=(TokenTensor.of("routed_experts", own.astype(np.uint8), start),))
+
+    handle = await ps.rollouts.create(TASK, "shell", run_id="routed")
+    async for call in handle.calls(policy_version=0):
+        completion = await ps.inference.generate(call.prompt_token_ids, call.sampling, session_id=call.rollout_id)
+        await call.deliver(routed(call, completion))
+    whole, bare = await handle.trajectory(tensors=True), await handle.trajectory()
+    (sample,) = whole.samples
+    experts = sample.routed_experts()
+    assert experts is not None and experts.dtype == np.uint8 and len(experts) == len(sample) - 1
+    assert experts[:, :, 0].tolist() == [rows[position] for position in range(len(sample) - 1)]
+    with pytest.raises(InvalidArgument, match="tensors=True"):
+        bare.samples[0].routed_experts()
+    assert all(call.completion is not None and call.completion.tensors[0].rows is not None for call in whole.calls)
+
+    for trajectory in (whole, bare):
+        turns, sequences = list(export.turns(trajectory)), list(export.sequences(trajectory))
+        assert [row["completion_tensors"][0]["data"] is None for row in turns] == [trajectory is bare] * len(turns)
+        proof = verify(turns, sequences)
+        assert proof.calls == len(whole.calls) and not proof.problems
+    turns = [*export.turns(whole)]
+    turns[0]["completion_tensors"][0]["start"] += 1
+    assert any("differ" in problem.message for problem in verify(turns).problems)
+    (sequence,) = export.sequences(whole)
+    sequence["tensors"][0]["sha256"] = "0" * 64
+    found = [problem.message for problem in verify([*export.turns(whole)], [sequence]).problems]
+    assert any("tensors does not match its calls" in message for message in found), found
+
+    branches = await handle.branch(1)
+    async for call in branches.calls(policy_version=0):
+        await call.deliver(await ps.inference.generate(call.prompt_token_ids, call.sampling))
+    (branch,) = await branches.results(tensors=True)
+    assert branch.trajectory is not None
+    replayed = branch.trajectory.samples[0].tensors[0]
+    shared = whole.calls[1].prompt_shared_count
+    assert replayed.rows is not None and replayed.end == shared - 1
+    assert replayed.rows.tolist() == experts[: shared - 1].tolist()
 
 
 @pytest.mark.requirement("R57", "R71")

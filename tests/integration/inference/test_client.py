@@ -12,7 +12,8 @@ from safetensors.numpy import save_file
 from penstock.client import EngineStats, PauseMode, Score, ToScore, connect
 from penstock.client.errors import FailedPrecondition, InvalidArgument, Unsupported
 from penstock.client.types.chat import Completion, FinishReason, Sampling
-from penstock_inference.testing import random_config, random_tensors
+from penstock.values import token_tensors
+from penstock_inference.testing import random_config, random_tensors, write_model
 
 Open = Callable[..., Any]
 
@@ -45,6 +46,38 @@ async def test_a_trainer_samples_pushes_and_samples_again(served: Open, model_di
     assert update.policy_version == 1 and caught.value.reason == "POLICY_VERSION_UNAVAILABLE"
     assert ids(after) != ids(before)
     assert len({ids(one) for one in group}) > 1
+
+
+@pytest.mark.requirement("R63", "R132")
+async def test_routed_experts_come_whole_or_in_pieces(
+    served: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the engine has them; a model without experts refuses them by name, before anything starts."""
+    config = random_config("qwen3_moe")
+    model = write_model(tmp_path / "moe", config, random_tensors(config))
+    sampling = Sampling(max_tokens=6, seed=3, token_tensors=("routed_experts",))
+    async with served(model) as stub, connect({"inference": stub.address}) as ps:
+        assert (await ps.inference.info()).token_tensors == ("routed_experts",)
+        whole = await ps.inference.generate(PROMPT, sampling)
+        with pytest.raises(InvalidArgument) as too_far:
+            await ps.inference.generate(PROMPT, sampling, tensor_start=PROMPT.size + 1)
+        monkeypatch.setattr(token_tensors, "PIECE_BYTES", 30)
+        pieces = await ps.inference.generate(PROMPT, sampling, tensor_start=4)
+        *_, streamed = [part async for part in ps.inference.stream(PROMPT, sampling)]
+    (experts,) = whole.tensors
+    assert experts.rows is not None and experts.shape == (PROMPT.size + len(whole) - 1, 2, 2)
+    (cut,), (same,) = pieces.tensors, streamed.tensors
+    assert cut.rows is not None and cut.start == 4 and cut.rows.tolist() == experts.rows[4:].tolist()
+    assert same.rows is not None and same.rows.tolist() == experts.rows.tolist()
+    dense = random_config("qwen3")
+    async with (
+        served(write_model(tmp_path / "dense", dense, random_tensors(dense))) as stub,
+        connect({"inference": stub.address}) as ps,
+    ):
+        with pytest.raises(InvalidArgument) as refused:
+            await ps.inference.generate(PROMPT, sampling)
+    fields = [[violation.field for violation in error.value.violations] for error in (too_far, refused)]
+    assert fields == [["tensor_start"], ["sampling.token_tensors"]]
 
 
 @pytest.mark.requirement("R132")

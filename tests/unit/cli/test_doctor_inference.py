@@ -34,6 +34,7 @@ def info(*capabilities: str, mode: LogprobsMode = LogprobsMode.UNSPECIFIED) -> E
         capabilities=frozenset(capabilities),
         sampling_fields=frozenset(),
         transfer_backends=(),
+        token_tensors=(),
     )
 
 

@@ -22,6 +22,7 @@ from typing import Any, BinaryIO, Self
 
 from tests.support.waiting import eventually
 
+from penstock.chat.v1 import completion_pb2
 from penstock.interception.v1 import rollout_gate_service_pb2
 from penstock.sandbox.v1 import sandbox_pb2
 from penstock.trajectory.v1 import trajectory_pb2
@@ -656,6 +657,9 @@ class HttpGate:
 
     async def stored(self, rollout_id: str, gates: Sequence[str]) -> None:
         raise NotImplementedError  # of drivers that export
+
+    async def tensors(self, rollout_id: str, call_id: str, *, gate: str) -> Sequence[completion_pb2.TokenTensor]:
+        return ()
 
     async def tool_results(self, rollout_id: str, *, gate: str) -> AsyncIterator[trajectory_pb2.HostToolCall]:
         if rollout_id not in self.captured:

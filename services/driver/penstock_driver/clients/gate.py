@@ -9,6 +9,7 @@ from typing import Final
 import grpc
 import structlog
 
+from penstock.chat.v1 import completion_pb2
 from penstock.interception.v1 import (
     intercept_service_pb2,
     intercept_service_pb2_grpc,
@@ -271,6 +272,13 @@ class GrpcGate:
         async with aclosing(read(self._gate.GetCapture, request)) as answers:
             async for answer in answers:
                 yield answer.trajectory
+
+    async def tensors(self, rollout_id: str, call_id: str, *, gate: str = "") -> Sequence[completion_pb2.TokenTensor]:
+        """See ports.Captures."""
+        request = intercept_service_pb2.GetCallRequest(call_id=call_id, rollout_id=rollout_id)
+        with typed_errors():
+            answer = await self._calls.GetCall(request, timeout=CALL_S)
+        return answer.call.completion.tensors
 
     async def tool_results(self, rollout_id: str, *, gate: str = "") -> AsyncIterator[trajectory_pb2.HostToolCall]:
         """See ports.Captures."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import BinaryIO, Final, Protocol, TypeAlias
 
+from penstock.chat.v1 import completion_pb2
 from penstock.interception.v1 import rollout_gate_service_pb2
 from penstock.sandbox.v1 import sandbox_pb2
 from penstock.trajectory.v1 import trajectory_pb2
@@ -555,6 +556,9 @@ class Captures(Protocol):
         self, rollout_id: str, *, gate: str, include_bodies: bool, include_top: bool
     ) -> AsyncIterator[trajectory_pb2.Trajectory]:
         """Yield the trajectory in fragments; NotFound (ROLLOUT_UNKNOWN)."""
+
+    async def tensors(self, rollout_id: str, call_id: str, *, gate: str) -> Sequence[completion_pb2.TokenTensor]:
+        """The tensors of a call's answer, with their data; NotFound (CALL_UNKNOWN)."""
 
     def tool_results(self, rollout_id: str, *, gate: str) -> AsyncIterator[trajectory_pb2.HostToolCall]:
         """Yield its host tool calls with their results; NotFound (ROLLOUT_UNKNOWN)."""

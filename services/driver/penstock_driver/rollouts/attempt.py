@@ -82,6 +82,7 @@ from penstock_driver.rollouts.context import AttemptResult, AttemptSpec, Cancell
 from penstock_driver.rollouts.held_agent import HeldAgent
 from penstock_driver.rollouts.recorder import RolloutRecorder
 from penstock_driver.rollouts.recovery.replayed_answers import RecordingFile
+from penstock_driver.trajectories.tensors import with_tensors
 from penstock_driver.trajectories.turn_rewards import with_call_ids
 from penstock_driver.workdir.capture import WorkdirCapture
 
@@ -304,7 +305,12 @@ class Attempt:
             return
         gates, home = self._recorder.gates, self._attempt.record.home
         gate = gates[-1] if gates else home.gate if home else ""
-        captured = captures.capture(self._id, gate=gate, include_bodies=False, include_top=True)
+        captured = with_tensors(
+            captures,
+            self._id,
+            gate,
+            captures.capture(self._id, gate=gate, include_bodies=False, include_top=True),
+        )
         results = partial(captures.tool_results, self._id, gate=gate)
         async with self._services.loadings:  # a part is in memory, and a lost host loses many attempts at once
             await recording.write(captured, attempt, exact=self._spec.replay is Replay.EXACT, results=results)

@@ -28,6 +28,7 @@ from penstock_driver.rollouts.branch_room import BranchRoom, Recorded
 from penstock_driver.rollouts.recovery.replayed_answers import RecordingFile
 from penstock_driver.rollouts.recovery.sealed_specs import NotAdoptable, SealedSpecs
 from penstock_driver.store.records import Records
+from penstock_driver.trajectories.tensors import with_tensors
 
 MAX_ANSWER_BYTES: Final = 1 << 20
 MAX_ANSWER_PARTS: Final = 256
@@ -139,7 +140,12 @@ class Parents:
         (RECORDINGS_FULL).
         """
         gate = parent.home.gate if parent.home else ""
-        captured = self._captures.capture(parent.rollout_id, gate=gate, include_bodies=False, include_top=True)
+        captured = with_tensors(
+            self._captures,
+            parent.rollout_id,
+            gate,
+            self._captures.capture(parent.rollout_id, gate=gate, include_bodies=False, include_top=True),
+        )
         results = partial(self._captures.tool_results, parent.rollout_id, gate=gate)
         file = RecordingFile(self._directory, secrets.token_hex(16))  # equal requests may come at once
         exact = order.replay == rollout_pb2.REPLAY_EXACT

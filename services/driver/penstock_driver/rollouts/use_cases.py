@@ -15,6 +15,7 @@ from typing import Final
 
 from penstock.driver.v1 import rollout_pb2
 from penstock.trajectory.v1 import trajectory_pb2
+from penstock.values.token_tensors import TokenTensor
 from penstock_chassis.errors import AlreadyExists, FailedPrecondition, NotFound, Unavailable
 from penstock_chassis.homes import Home
 from penstock_driver.agents.registry import AgentRegistry
@@ -36,6 +37,7 @@ from penstock_driver.store.event_log import EventLog
 from penstock_driver.store.records import Records
 from penstock_driver.trajectories.annotating import Annotator
 from penstock_driver.trajectories.reading import fragments
+from penstock_driver.trajectories.tensors import Tensors
 from penstock_driver.wire.specs import effective_spec, rollout_spec, with_locks
 from penstock_driver.wire.to_proto import add_driver_fields
 
@@ -259,6 +261,7 @@ class RolloutReading:
         self._event_log = event_log
         self._captures = captures
         self._annotations = annotations
+        self._tensors = Tensors(captures)
 
     async def ended(self, rollout_id: str) -> Record:
         """An ended rollout. NotFound (ROLLOUT_UNKNOWN); FailedPrecondition (ROLLOUT_RUNNING)."""
@@ -334,6 +337,22 @@ class RolloutReading:
             record, include_bodies=include_bodies, include_top=include_top, grade=grade
         ):
             yield fragment
+
+    async def tensor(
+        self, rollout_id: str, *, call_id: str = "", sample_id: str = "", name: str, start: int
+    ) -> AsyncGenerator[TokenTensor, None]:
+        """Yield the data of one tensor of an ended rollout's call or sample, in pieces of consecutive rows.
+
+        NotFound (CALL_UNKNOWN, TENSOR_UNKNOWN); FailedPrecondition (ROLLOUT_RUNNING, TRAJECTORY_ABSENT).
+        """
+        record = await self.ended(rollout_id)
+        found = (
+            self._tensors.of_call(record, call_id, name, start)
+            if call_id
+            else self._tensors.of_sample(record, sample_id, name, start)
+        )
+        async for piece in found:
+            yield piece
 
     async def export(
         self, matching: Filter, *, include_bodies: bool, include_top: bool = False, grade: str = ""

@@ -7,6 +7,7 @@ from contextlib import aclosing
 from typing import Any, Final
 
 from penstock.driver.v1 import rollout_pb2, rollout_service_pb2, rollout_service_pb2_grpc
+from penstock.values import token_tensors
 from penstock_chassis import auth, times
 from penstock_chassis.auth import Owned
 from penstock_chassis.homes import Home
@@ -23,7 +24,7 @@ from penstock_driver.store.summaries import Summaries
 from penstock_driver.wire.converters import page_token
 from penstock_driver.wire.to_proto import group_to_proto, listed_to_proto, rollout_to_proto
 
-FEATURES: Final = ("rollouts.pause", "annotations", "turn_rewards")
+FEATURES: Final = ("rollouts.pause", "annotations", "turn_rewards", "token_tensors")
 WAIT_SHARE: Final = 0.8
 HOLD_S: Final = 45.0
 """How long at most a pause, or its end, is waited for."""
@@ -260,6 +261,23 @@ class RolloutServicer(rollout_service_pb2_grpc.RolloutServiceServicer):
                         trajectory.ClearField(name)
                 yield rollout_service_pb2.GetTrajectoryResponse(trajectory=trajectory)
 
+    async def GetTensor(  # noqa: N802
+        self, request: rollout_service_pb2.GetTensorRequest, context: Any
+    ) -> AsyncIterator[rollout_service_pb2.GetTensorResponse]:
+        """Pieces of at most 2 MiB, or of one row."""
+        if not (request.call_id or request.sample_id):
+            raise invalid_field("holder", "must be a call or a sample")
+        rows = self._service.reading.tensor(
+            request.rollout_id,
+            call_id=request.call_id,
+            sample_id=request.sample_id,
+            name=request.name,
+            start=request.start,
+        )
+        async with aclosing(rows):
+            async for piece in rows:
+                yield rollout_service_pb2.GetTensorResponse(tensor=token_tensors.write(piece, with_data=True))
+
     async def AnnotateTrajectory(  # noqa: N802
         self, request: rollout_service_pb2.AnnotateTrajectoryRequest, context: Any
     ) -> rollout_service_pb2.AnnotateTrajectoryResponse:
@@ -294,7 +312,8 @@ def owned(records: Records) -> Mapping[str, Owned]:
     group = Owned(("group_id",), records.namespace_of_group)
     of_rollouts = (
         *("GetRollout", "WatchRollout", "WaitRollout", "CancelRollout", "PauseRollout", "ResumeRollout"),
-        *("BranchRollout", "RegradeRollout", "DeleteRollout", "GetTrajectory", "AnnotateTrajectory"),
+        *("BranchRollout", "RegradeRollout", "DeleteRollout", "GetTrajectory", "GetTensor"),
+        "AnnotateTrajectory",
     )
     of_groups = ("GetGroup", "WatchGroup", "WaitGroup", "CancelGroup", "PauseGroup", "ResumeGroup", "DeleteGroup")
     return {

@@ -57,6 +57,19 @@ async def without_tokens(captures: Captures, record: Record) -> trajectory_pb2.T
     return read
 
 
+async def calls_and_samples(
+    captures: Captures, record: Record
+) -> AsyncIterator[trajectory_pb2.Call | trajectory_pb2.Sample]:
+    """Yield all calls of a trajectory, then its samples. Raises as `fragments`."""
+    samples: list[trajectory_pb2.Sample] = []
+    async for fragment in _captured(captures, record, include_bodies=False, include_top=False):
+        for call in fragment.calls:
+            yield call
+        samples += fragment.samples
+    for sample in samples:
+        yield sample
+
+
 async def _captured(
     captures: Captures, record: Record, *, include_bodies: bool, include_top: bool
 ) -> AsyncIterator[trajectory_pb2.Trajectory]:

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.values.token_tensors import TokenTensor
 from penstock_inference.engines.response_format import ResponseFormat
 
 TokenIds = NDArray[np.int32]
@@ -88,6 +89,8 @@ class Capabilities:
     structured_output: bool = False
     transfer_backends: tuple[str, ...] = ()
     """Means by which a trainer may move weights itself (`optional.WeightTransfers`), such as "nccl"."""
+    token_tensors: tuple[str, ...] = ()
+    """Names for `Sampling.token_tensors`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,10 +154,13 @@ class Sampling:
     """The required form of the completion, for engines with `Capabilities.structured_output`. Logprobs are those of the
     constrained distribution.
     """
+    token_tensors: tuple[str, ...] = ()
+    """Names of the tensors to return, each in `Capabilities.token_tensors`."""
 
 
-SAMPLING_FIELDS = tuple(each.name for each in fields(Sampling) if each.name not in ("ignore_eos", "response_format"))
-"""Field names that callers may use; `response_format` has its own capability instead."""
+_OF_CAPABILITIES = ("response_format", "token_tensors")
+SAMPLING_FIELDS = tuple(each.name for each in fields(Sampling) if each.name not in ("ignore_eos", *_OF_CAPABILITIES))
+"""Field names that callers may use; the others of the proto's have their own capabilities instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +179,8 @@ class GenerateRequest:
     """Refuse the request if another version is in force at the start."""
     adapter: str = ""
     """A loaded adapter's name; versions are then the adapter's. Empty: the base weights."""
+    tensor_start: int = 0
+    """First position of which `Sampling.token_tensors` wants a row, 0 to the prompt's length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +246,8 @@ class Done:
     top: TopLogprobs | None = None
     stop_text: str | None = None
     """The stop text that ended it."""
+    tensors: tuple[TokenTensor, ...] = ()
+    """As requested, without digests: from `tensor_start` to the token before the last one, where they were captured."""
 
 
 GenerateEvent = Started | Delta | Done

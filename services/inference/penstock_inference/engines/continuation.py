@@ -8,12 +8,14 @@ follows does not depend on where the prompt ends; see `Continuation.can_go_on`.
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncGenerator, Awaitable, Callable
+import sys
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from contextlib import aclosing
 from dataclasses import replace
 
 import numpy as np
 
+from penstock.values.token_tensors import TokenTensor
 from penstock_chassis.errors import Unavailable
 from penstock_inference.engines.base import (
     Delta,
@@ -130,7 +132,14 @@ class Continuation:
             # No seed repeats the samples of two engines.
             seed=self.request.sampling.seed,
             top=_stacked([*(d.top for d in earlier), rest.top]),
+            tensors=self._captured(rest.tensors),
         )
+
+    def _captured(self, tensors: Iterable[TokenTensor]) -> tuple[TokenTensor, ...]:
+        """Without the rows that chose the tokens of earlier attempts: another engine's pass, later, is not theirs."""
+        prompt = self.request.prompt_token_ids.size
+        ranges = ((0, prompt - 1), (prompt + self._before - 1, sys.maxsize))
+        return tuple(piece for one in tensors for start, end in ranges if (piece := one.cut(start, end)) is not None)
 
     def _closed(self, reason: FinishReason, stop_token_id: int | None = None) -> Done:
         sent = self._sent

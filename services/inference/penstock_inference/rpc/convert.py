@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
 import numpy as np
 
 from penstock.chat.v1 import chat_pb2, completion_pb2
 from penstock.inference.v1 import inference_service_pb2 as pb
-from penstock.values import numbers, reader, to_proto, writer
+from penstock.values import numbers, reader, to_proto, token_tensors, writer
 from penstock_chassis import times
 from penstock_chassis.errors import FailedPrecondition, Violation
 from penstock_chassis.validation import invalid, invalid_field
@@ -76,6 +76,8 @@ def generate_request(
     """
     if message.adapter and not info.capabilities.adapters:
         raise missing_capability("adapters")
+    if message.tensor_start > prompt.size:
+        raise invalid_field("tensor_start", f"must be in [0, {prompt.size}], the length of the prompt")
     version = message.version
     return GenerateRequest(
         request_id=scoped(namespace, message.request_id),
@@ -86,6 +88,7 @@ def generate_request(
         min_policy_version=version.min_version if version.HasField("min_version") else None,
         exact_policy_version=version.exact_version if version.HasField("exact_version") else None,
         adapter=scoped(namespace, message.adapter),
+        tensor_start=message.tensor_start,
     )
 
 
@@ -110,6 +113,14 @@ def sampling(message: chat_pb2.Sampling, info: EngineInfo, prompt_tokens: int) -
         violations.append(
             Violation("sampling.stop", f"is not supported by the {info.engine} engine; use stop_token_ids")
         )
+    violations += [
+        Violation(
+            "sampling.token_tensors",
+            f"{name!r} is not supported by the {info.engine} engine with this model",
+        )
+        for name in message.token_tensors
+        if name not in info.capabilities.token_tensors
+    ]
     if message.HasField("n") and message.n != 1:
         violations.append(Violation("sampling.n", "must be 1: one request is one completion"))
     if message.HasField("top_k") and message.top_k < 1:
@@ -121,7 +132,12 @@ def sampling(message: chat_pb2.Sampling, info: EngineInfo, prompt_tokens: int) -
     given |= {name: getattr(message, name) for name in _NUMBERS if message.HasField(name)}  # type: ignore[arg-type]
     if message.HasField(_FORMAT):
         given["response_format"] = ResponseFormat.parse(message.response_format_json)
-    return Sampling(stop_token_ids=tuple(message.stop_token_ids), stop=tuple(message.stop), **given)
+    return Sampling(
+        stop_token_ids=tuple(message.stop_token_ids),
+        stop=tuple(message.stop),
+        token_tensors=tuple(dict.fromkeys(message.token_tensors)),
+        **given,
+    )
 
 
 def chat_request(message: pb.GenerateRequest, info: EngineInfo, options: dict[str, Any], namespace: str) -> ChatRequest:
@@ -178,9 +194,23 @@ def generate_event(
             delta=pb.GenerateDelta(span=_token_span(event.token_ids, event.logprobs, span, event.top, info))
         )
     done = pb.GenerateDone(completion=_completion(event, request, info))
+    if not _are_apart(event):
+        done.completion.tensors.extend(token_tensors.write(tensor, with_data=True) for tensor in event.tensors)
     if show_prompt:
         done.prompt_token_ids = request.prompt_token_ids.astype("<i4", copy=False).tobytes()
     return pb.GenerateResponse(done=done)
+
+
+def tensors_apart(done: Done) -> Iterator[pb.GenerateResponse]:
+    """Messages to send before the end of a generation: its tensors, if they are too large for the end itself."""
+    if _are_apart(done):
+        for tensor in done.tensors:
+            for piece in token_tensors.pieces(tensor, token_tensors.PIECE_BYTES):
+                yield pb.GenerateResponse(delta=pb.GenerateDelta(tensors=[token_tensors.write(piece, with_data=True)]))
+
+
+def _are_apart(done: Done) -> bool:
+    return sum(len(tensor.data) for tensor in done.tensors) > token_tensors.PIECE_BYTES
 
 
 def _completion(done: Done, request: GenerateRequest, info: EngineInfo) -> completion_pb2.Completion:
@@ -260,6 +290,7 @@ def _sampling_used(used: Sampling, seed: int | None) -> chat_pb2.Sampling:
         repetition_penalty=used.repetition_penalty,
         n=1,
         top_logprobs=used.top_logprobs,
+        token_tensors=used.token_tensors,
     )
     if used.top_k:
         message.top_k = used.top_k
@@ -289,6 +320,7 @@ def info_response(info: EngineInfo, files: TokenizerDirectory, parser: str) -> p
             sleep=can.sleep,
             sampling_fields=[*info.sampling_fields, *([_FORMAT] if can.structured_output else []), "n"],
             transfer_backends=can.transfer_backends,
+            token_tensors=can.token_tensors,
         ),
         max_context_tokens=info.max_context_tokens,
         vocabulary_size=info.vocab_size,

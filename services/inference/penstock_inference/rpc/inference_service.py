@@ -32,7 +32,7 @@ from penstock_inference.weights.transfers import Transfers
 
 SERVICE = "penstock.inference.v1.InferenceService"
 
-FEATURES: Final = ("score.batch", "score.top_logprobs")
+FEATURES: Final = ("score.batch", "score.top_logprobs", "token_tensors")
 REGISTER = rpc.add_InferenceServiceServicer_to_server
 
 _MIN_INTERVAL_S, _MAX_INTERVAL_S = 0.1, 60.0
@@ -99,6 +99,8 @@ class InferenceServicer(rpc.InferenceServiceServicer):
                             output_tokens=event.token_ids.size,
                             cached_tokens=event.cached_tokens,
                         )
+                        for piece in convert.tensors_apart(event):
+                            yield piece
                     yield convert.generate_event(event, wanted, info, show_prompt=rendered)
 
     async def Score(self, request: pb.ScoreRequest, context: Context) -> pb.ScoreResponse:  # noqa: N802

@@ -111,6 +111,8 @@ class InferenceSource(ModelSource):
             sampling=convert.sampling_to(call.sampling),
             adapter=self._adapter,
         )
+        if call.sampling.token_tensors:
+            request.tensor_start = call.plan.tensor_start
         if call.rollout.facts.tokenizer_sha256:
             request.token_ids = convert.ids_to(call.plan.prompt_ids)
         else:

@@ -248,6 +248,7 @@ def _sampled(
         engine_version=completion.engine_version,
         injected=injected,
         top=tokens.top if tokens is not None else None,
+        tensors=tokens.tensors if tokens is not None else (),
     )
 
 

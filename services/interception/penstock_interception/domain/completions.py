@@ -10,6 +10,7 @@ import hashlib
 from dataclasses import dataclass
 from typing import Final
 
+from penstock.values.token_tensors import TokenTensor
 from penstock_codec.chat import FinishReason, Message, Role, Sampling, Usage
 from penstock_codec.fast_dataclass import quick
 from penstock_interception.domain.recordings import Origin
@@ -21,13 +22,17 @@ _REASONS: Final = {reason: repr(reason) for reason in FinishReason}
 @quick
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Sampled tokens: `ids` int32, and `logprobs` float32 of the same length or None; `top` has a row per token."""
+    """Sampled tokens: `ids` int32, and `logprobs` float32 of the same length or None; `top` has a row per token.
+
+    `tensors`, with digests, have rows of prompt tokens too.
+    """
 
     ids: IntArray
     logprobs: FloatArray | None = None
     logprobs_mode: LogprobsMode | None = None
     versions: tuple[VersionSpan, ...] = ()
     top: TopLogprobs | None = None
+    tensors: tuple[TokenTensor, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +99,8 @@ class Completion:
                 state.update(b"l" + self.tokens.logprobs.tobytes())
             if self.tokens.top is not None:
                 state.update(b"t" + self.tokens.top.sha256)
+            for tensor in self.tokens.tensors:
+                state.update(repr((tensor.name, tensor.dtype, tensor.start, tensor.shape)).encode() + tensor.sha256)
             state.update(_versions_text(self.tokens.versions).encode())
         # Equals `repr` of the four values, but is faster.
         reason = "None" if self.finish_reason is None else _REASONS[self.finish_reason]

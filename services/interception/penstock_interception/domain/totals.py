@@ -42,6 +42,8 @@ def count_ended(call: Call, totals: Totals) -> None:
         totals.replayed.add(Spent(1, prompt, completion, call.request.body_bytes))
     if completion and call.completion is not None and (tokens := call.completion.tokens) is not None and tokens.top:
         totals.top_bytes += tokens.top.token_ids.nbytes + tokens.top.logprobs.nbytes
+    if call.state is CallState.DELIVERED and call.completion is not None and call.completion.tokens is not None:
+        totals.top_bytes += sum(len(tensor.data) for tensor in call.completion.tokens.tensors)
 
 
 def _failures(totals: Totals, failure: Failure) -> Failures:

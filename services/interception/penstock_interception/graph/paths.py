@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from penstock.values.token_tensors import NAMES, Part, TokenTensor, first_gap, joined
 from penstock_interception.graph.values import CallNode, IntArray
 
 NO_TOKENS: IntArray = np.empty(0, dtype=np.int32)
@@ -56,3 +57,29 @@ def common_prefix(first: IntArray, second: IntArray) -> int:
     length = min(first.size, second.size)
     differ = np.flatnonzero(first[:length] != second[:length])
     return int(differ[0]) if differ.size else int(length)
+
+
+def path_tensors(node: CallNode) -> tuple[TokenTensor, ...]:
+    """Returns the tensors of a call's prompt and completion, with digests."""
+    if not node.has_tensors:
+        return ()
+    return tuple(one.digested() for one in joined(Part(step.keep, step.sampled.tensors) for step in _line(node)))
+
+
+def tensor_start(parent: CallNode | None, keep: int) -> int:
+    """Returns the first position whose rows a call lacks that shares `keep` tokens with its parent."""
+    if parent is None or not parent.has_tensors:
+        return 0
+    parts = [Part(step.keep, [one.bare() for one in step.sampled.tensors]) for step in _line(parent)]
+    known = joined([*parts, Part(keep, ())])
+    # The last shared token chose nothing before: its row is the new call's.
+    return max(0, min(keep - 1, *(first_gap(known, name) for name in NAMES)))
+
+
+def _line(node: CallNode) -> list[CallNode]:
+    """The calls of a path, root first."""
+    line = [node]
+    while (parent := line[-1].parent) is not None and line[-1].keep:
+        line.append(parent)
+    line.reverse()
+    return line

@@ -3,7 +3,7 @@
 A record holds everything needed to rebuild the call's node; replaying a rollout's records in order rebuilds the same
 graph. The layout is a magic number, a length-prefixed JSON header, then the arrays as little-endian int32 and float32.
 The chain's head after a call is sha256 over the previous head and the call: prompt ids, sampled ids, logprobs,
-alternatives, versions, and the sampling that was used.
+alternatives, tensors, versions, and the sampling that was used.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ import hashlib
 import json
 import math
 import struct
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from json.encoder import encode_basestring_ascii
 from typing import Any
 
 import numpy as np
 import orjson
 
+from penstock.values.token_tensors import TokenTensor
 from penstock_chassis.errors import DataLoss
 from penstock_codec.chat import (
     FinishReason,
@@ -108,9 +109,15 @@ class GraphRecord:
         if sampled.top is not None:
             header["top"] = sampled.top.count
             arrays += [sampled.top.token_ids, sampled.top.logprobs]
+        if sampled.tensors:
+            header["tensors"] = [_tensor_to_json(tensor) for tensor in sampled.tensors]
         text = _header(header, sampled.sampling_used)
         return b"".join(
-            [_HEAD.pack(MAGIC, len(text)), text, *(little_endian(array) for array in arrays if array is not None)]
+            [
+                *(_HEAD.pack(MAGIC, len(text)), text),
+                *(little_endian(array) for array in arrays if array is not None),
+                *(tensor.data for tensor in sampled.tensors),
+            ]
         )
 
     @classmethod
@@ -143,6 +150,12 @@ class GraphRecord:
             ids = np.frombuffer(data, "<i4", size, at).astype(np.int32).reshape(shape)
             top = TopLogprobs(ids, np.frombuffer(data, "<f4", size, at + 4 * size).astype(np.float32).reshape(shape))
             at += 8 * size
+        tensors = []
+        for name, dtype, start, shape, sha256 in header.get("tensors", ()):  # absent from records without tensors
+            tensor = TokenTensor(name, dtype, start, tuple(shape), b"", bytes.fromhex(sha256))
+            size = tensor.row_bytes * shape[0]
+            tensors.append(replace(tensor, data=data[at : at + size]))
+            at += size
         if at != len(data):
             raise ValueError("the record's length differs from its header")
         mode = header["logprobs_mode"]
@@ -159,6 +172,7 @@ class GraphRecord:
             injected=header["injected"],
             usable=header["usable"],
             top=top,
+            tensors=tuple(tensors),
         )
         key: dict[str, Any] = {k: bytes.fromhex(v) if isinstance(v, str) else v for k, v in header["key"].items()}
         return cls(
@@ -194,9 +208,12 @@ def chain_step(head: bytes, call_id: str, prompt_sha256: bytes, sampled: Sampled
     mode = "null" if sampled.logprobs_mode is None else f'"{sampled.logprobs_mode.value}"'
     sampling = "null" if sampled.sampling_used is None else _CHAIN.encode(_sampling_to_json(sampled.sampling_used))
     top = "" if sampled.top is None else f'"top_sha256":"{sampled.top.sha256.hex()}",'
+    tensors = ""
+    if sampled.tensors:
+        tensors = f'"tensors":{_CHAIN.encode([_tensor_to_json(tensor) for tensor in sampled.tensors])},'
     facts = (
         f'{{"call_id":{encode_basestring_ascii(call_id)},"logprobs_mode":{mode},'
-        f'"sampling_used":{sampling},{top}"versions":[{versions}]}}'
+        f'"sampling_used":{sampling},{tensors}{top}"versions":[{versions}]}}'
     )
     state = hashlib.sha256(head + prompt_sha256)
     for array in (sampled.token_ids, sampled.logprobs):
@@ -213,6 +230,10 @@ def _header(header: dict[str, Any], sampling: Sampling | None) -> bytes:
         except TypeError:  # a lone surrogate, or a number beyond 64 bits
             pass
     return json.dumps(header, separators=(",", ":")).encode()
+
+
+def _tensor_to_json(tensor: TokenTensor) -> list[Any]:
+    return [tensor.name, tensor.dtype, tensor.start, list(tensor.shape), tensor.sha256.hex()]
 
 
 def _part_to_json(part: Part) -> dict[str, Any]:
@@ -243,7 +264,7 @@ def _sampling_to_json(sampling: Sampling | None) -> dict[str, Any] | None:
 def _sampling_from_json(item: dict[str, Any] | None) -> Sampling | None:
     if item is None:
         return None
-    for name in ("stop", "stop_token_ids"):
+    for name in ("stop", "stop_token_ids", "token_tensors"):
         if name in item:
             item[name] = tuple(item[name])
     return Sampling(**item)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from penstock_codec.chat import FinishReason
-from penstock_interception.graph.paths import path_ids, segments
+from penstock_interception.graph.paths import path_ids, path_tensors, segments
 from penstock_interception.graph.values import (
     Branch,
     CallClass,
@@ -121,6 +121,7 @@ def _sample(
         weight=0.0,
         truncated=leaf.sampled.finish_reason.truncated,
         top=_top(trained) if include_top else None,
+        tensors=path_tensors(leaf),
     )
 
 

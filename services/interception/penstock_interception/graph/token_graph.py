@@ -30,7 +30,7 @@ from penstock_interception.graph.fingerprint import (
     reasoning_text,
     visible_text,
 )
-from penstock_interception.graph.paths import NO_TOKENS, common_prefix, path_ids
+from penstock_interception.graph.paths import NO_TOKENS, common_prefix, path_ids, tensor_start
 from penstock_interception.graph.record import GraphRecord, chain_next, chain_start, chain_step
 from penstock_interception.graph.validation import check_sampled
 from penstock_interception.graph.values import (
@@ -145,7 +145,7 @@ class TokenGraph:
         parent = None if plan.parent_call_id is None else self._calls.get(plan.parent_call_id)
         if plan.rollout_id != self.rollout_id or (parent is None) != (plan.parent_call_id is None):
             raise FailedPrecondition("the plan was made for another graph", reason="PLAN_FOREIGN")
-        check_sampled(sampled, self._vocab_size if plan.exact else None)
+        check_sampled(sampled, self._vocab_size if plan.exact else None, int(plan.prompt_ids.size))
         branch_id, call_class, suffix = plan.branch_id, plan.call_class, plan.suffix_ids
         reason = plan.reason
         twin = next(iter(self._prompts.get((plan.key.state, plan.key.kwargs), ())), None)
@@ -326,6 +326,7 @@ class TokenGraph:
             reason=reason,
             key=key,
             hints=hints,
+            tensor_start=tensor_start(parent, keep),
         )
 
     def _share(self, ids: IntArray) -> tuple[CallNode | None, int]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
+from penstock.values.token_tensors import TokenTensor
 from penstock_chassis.errors import InvalidArgument, Violation
 from penstock_codec.chat import Role
 from penstock_interception.graph.values import LogprobsMode, Sampled, TopLogprobs
@@ -17,9 +19,10 @@ _MOST = np.maximum.reduce
 _MINUS_INFINITY = int(np.float32(-np.inf).view(np.int32))
 
 
-def check_sampled(sampled: Sampled, vocab_size: int | None) -> None:
+def check_sampled(sampled: Sampled, vocab_size: int | None, prompt_count: int = 0) -> None:
     """Raises InvalidArgument COMPLETION_INVALID with every violation; `vocab_size` None: the vocabulary is unknown."""
     violations = _violations(sampled, vocab_size)
+    violations += _tensor_violations(sampled.tensors, prompt_count + sampled.count)
     if violations:
         raise InvalidArgument(
             "the completion is invalid: " + "; ".join(item.description for item in violations),
@@ -69,6 +72,19 @@ def _violations(sampled: Sampled, vocab_size: int | None) -> list[Violation]:
     else:
         if sampled.versions and at != ids.size:
             found.append(Violation("span.versions", f"the versions cover {at} of {ids.size} tokens"))
+    return found
+
+
+def _tensor_violations(tensors: Sequence[TokenTensor], tokens: int) -> list[Violation]:
+    found = []
+    for index, one in enumerate(tensors):
+        if one.end > tokens - 1:
+            what = f"rows [{one.start}, {one.end}) for {tokens} tokens, of which the last has none"
+            found.append(Violation(f"tensors[{index}].start", what))
+        elif (
+            not one.dtype.startswith("u") and _LEAST(np.frombuffer(one.data, np.dtype(one.dtype).newbyteorder("<"))) < 0
+        ):
+            found.append(Violation(f"tensors[{index}].data", "an expert's id must be at least 0"))
     return found
 
 

@@ -14,6 +14,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.values.token_tensors import TokenTensor
 from penstock_codec.chat import FinishReason, Message, Sampling
 from penstock_codec.fast_dataclass import quick
 from penstock_interception.cache import sha256
@@ -110,7 +111,8 @@ class Sampled:
     """One completion as delivered, with the message that the codec parsed from it.
 
     `token_ids`, `logprobs` and `top` are None if the source gave none. `versions` cover the tokens without a gap.
-    `injected`: written by the trainer, not sampled. `usable`: False keeps the turn as context only.
+    `injected`: written by the trainer, not sampled. `usable`: False keeps the turn as context only. `tensors` have
+    digests, and positions among the tokens of prompt and completion.
     """
 
     message: Message
@@ -125,6 +127,7 @@ class Sampled:
     injected: bool = False
     usable: bool = True
     top: TopLogprobs | None = None
+    tensors: tuple[TokenTensor, ...] = ()
 
     @property
     def count(self) -> int:
@@ -157,7 +160,7 @@ class Plan:
 
     The prompt is `shared_prefix_len` tokens of the parent's prompt and completion, then `suffix_ids`. `exact` is False
     if there are no tokens at all (a source without a tokenizer). `reason` explains a new branch. The class is
-    provisional; `TokenGraph.branches` has the final one.
+    provisional; `TokenGraph.branches` has the final one. Rows of tensors before `tensor_start` are in the graph.
     """
 
     rollout_id: str
@@ -176,6 +179,7 @@ class Plan:
     mixed_up: bool = False
     # What the call's record says about how its texts were taken.
     notes: tuple[str, ...] = ()
+    tensor_start: int = 0
     # SHA-256 of the prompt's ids as little-endian int32: identifies the prompt in the chain and in the journal.
     prompt_sha256: bytes = field(init=False)
 
@@ -207,10 +211,13 @@ class CallNode:
     chain: bytes
     prompt_count: int = field(init=False)  # length of the whole prompt in tokens
     total: int = field(init=False)  # length of prompt and completion in tokens
+    has_tensors: bool = field(init=False)  # whether a call of its path has tensors
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt_count", self.keep + int(self.suffix.size))
         object.__setattr__(self, "total", self.prompt_count + self.sampled.count)
+        inherits = self.parent is not None and self.keep > 0 and self.parent.has_tensors
+        object.__setattr__(self, "has_tensors", bool(self.sampled.tensors) or inherits)
 
     @property
     def continues_parent(self) -> bool:
@@ -247,7 +254,8 @@ class Sample:
     The mask is 1 exactly on sampled tokens to train; there the logprob is finite and <= 0, elsewhere 0.0. Tokens shared
     by several samples are masked 1 in only one of them. `weight` is the sample's share of the rollout's trained tokens.
     `logprobs_mode` is None if trained turns have different modes; `modes_mixed` is then set. `top` has a row for each
-    token whose mask is 1, in order; None if no trained turn has alternatives, or they were not requested.
+    token whose mask is 1, in order; None if no trained turn has alternatives, or they were not requested. `tensors` are
+    those of its calls, joined, with digests.
     """
 
     sample_id: str
@@ -264,6 +272,7 @@ class Sample:
     truncated: bool
     modes_mixed: bool = False
     top: TopLogprobs | None = None
+    tensors: tuple[TokenTensor, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

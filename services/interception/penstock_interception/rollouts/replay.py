@@ -413,6 +413,8 @@ def _stored(calls: Sequence[trajectory_pb2.Call], known: dict[str, _Path], origi
             raise invalid_field(f"{where}.parent_call_id", "its call must come before it")
         if len(call.prompt_suffix_token_ids) % 4 or len(call.completion.span.token_ids) % 4:
             raise invalid_field(f"{where}.prompt_suffix_token_ids", "not a list of int32")
+        if any(not tensor.data for tensor in call.completion.tensors):
+            call.completion.ClearField("tensors")  # the sender left their rows out: then the replay has none
         try:
             if call.HasField("completion"):
                 convert.completion_from(call.completion)

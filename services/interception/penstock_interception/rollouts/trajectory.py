@@ -90,15 +90,16 @@ def level_of(call: Call) -> CaptureLevel:
 
 def notes_of(call: Call) -> tuple[str, ...]:
     """Returns what was changed or ignored in the agent's request, and what its answer lacks of it."""
-    asked, completion = call.sampling.top_logprobs, call.completion
-    if not asked or completion is None:
-        return call.request.normalisations
-    top = completion.tokens.top if completion.tokens is not None else None
-    given = top.count if top is not None else 0
-    if given >= asked:
-        return call.request.normalisations
-    note = f"top_logprobs asks for {asked} alternatives; the answer has {given or 'none'}"
-    return (*call.request.normalisations, note)
+    completion, notes = call.completion, call.request.normalisations
+    if completion is None:
+        return notes
+    tokens = completion.tokens
+    asked, top = call.sampling.top_logprobs, tokens.top if tokens is not None else None
+    if asked and (given := top.count if top is not None else 0) < asked:
+        notes = (*notes, f"top_logprobs asks for {asked} alternatives; the answer has {given or 'none'}")
+    present = {tensor.name for tensor in tokens.tensors} if tokens is not None else set()
+    missing = [name for name in call.sampling.token_tensors or () if name not in present]
+    return (*notes, f"token_tensors asks for {', '.join(missing)}; the answer has none") if missing else notes
 
 
 def capture(

@@ -43,7 +43,13 @@ MAX_LEASE_S = 3600.0
 MAX_LEASED_AT_ONCE = 256
 MAX_KNOWN_CALLS = 4096
 _SHOWN_CLIENT = 200
-FEATURES = ("call_view.suffix_only", "hello.max_message_bytes", "hello.required_features", "top_logprobs")
+FEATURES = (
+    "call_view.suffix_only",
+    "hello.max_message_bytes",
+    "hello.required_features",
+    "token_tensors",
+    "top_logprobs",
+)
 """What the gate serves of the contract beyond revision 1."""
 SERVICE = "penstock.interception.v1.InterceptService"
 register_intercept = pb_grpc.add_InterceptServiceServicer_to_server
@@ -191,7 +197,7 @@ class InterceptServicer(pb_grpc.InterceptServiceServicer):
         elif (node := conversation.graph.calls.get(call.id)) is not None:
             prompt = convert.ids_to(conversation.graph.path(call.id)[: node.prompt_count])
         return pb.GetCallResponse(
-            call=trajectory.call_to(call, conversation=conversation, body=body, include_top=True),
+            call=trajectory.call_to(call, conversation=conversation, body=body, include_top=True, tensor_data=True),
             prompt_token_ids=prompt,
         )
 

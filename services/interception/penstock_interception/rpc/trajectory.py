@@ -9,7 +9,7 @@ from penstock.chat.v1 import completion_pb2
 from penstock.interception.v1 import interception_pb2
 from penstock.interception.v1 import rollout_gate_service_pb2 as gate_pb2
 from penstock.trajectory.v1 import trajectory_pb2 as pb
-from penstock.values import numbers, to_proto, writer
+from penstock.values import numbers, to_proto, token_tensors, writer
 from penstock_chassis import times
 from penstock_interception.conversation.conversation import Conversation
 from penstock_interception.domain.calls import BranchPoint, CallState, Mode, RolloutState, Totals
@@ -47,10 +47,11 @@ def call_to(
     conversation: Conversation | None = None,
     body: bytes = b"",
     include_top: bool = False,
+    tensor_data: bool = False,
 ) -> pb.Call:
     """Returns a call, with its tokens if `conversation` is given, else their counts. `state` overrides its state.
 
-    `include_top`: with the rows of its tokens' alternatives.
+    `include_top`: with the rows of its tokens' alternatives. `tensor_data`: with those of its tensors.
     """
     request, prompt = call.request, call.prompt
     message = pb.Call(
@@ -100,7 +101,10 @@ def call_to(
         if node is not None:
             message.prompt_suffix_token_ids = convert.ids_to(node.suffix)
         if call.completion is not None and call.state is CallState.DELIVERED:
-            message.completion.CopyFrom(convert.completion_to(call.completion, call.message, include_top=include_top))
+            completion = convert.completion_to(
+                call.completion, call.message, include_top=include_top, tensor_data=tensor_data
+            )
+            message.completion.CopyFrom(completion)
     elif call.completion is not None and (state or call.state) is CallState.DELIVERED:
         message.completion.CopyFrom(_summary_to(call.completion))
     return message
@@ -246,5 +250,6 @@ _sample_to = writer(
         "top_token_ids": lambda sample: b"" if sample.top is None else convert.ids_to(sample.top.token_ids),
         "top_logprobs": lambda sample: b"" if sample.top is None else little_endian(sample.top.logprobs),
         "top_count": lambda sample: 0 if sample.top is None else sample.top.count,
+        "tensors": lambda sample: [token_tensors.write(one, with_data=False) for one in sample.tensors],
     },
 )

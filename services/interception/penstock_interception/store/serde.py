@@ -102,7 +102,14 @@ def completion_of(sampled: Sampled, extras: bytes) -> Completion:
     meta = orjson.loads(extras)
     tokens = None
     if sampled.token_ids is not None:
-        tokens = Tokens(sampled.token_ids, sampled.logprobs, sampled.logprobs_mode, sampled.versions, sampled.top)
+        tokens = Tokens(
+            sampled.token_ids,
+            sampled.logprobs,
+            sampled.logprobs_mode,
+            sampled.versions,
+            sampled.top,
+            sampled.tensors,
+        )
     return Completion(
         tokens=tokens,
         message=sampled.message if meta["given"] else None,

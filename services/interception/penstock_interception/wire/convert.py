@@ -9,7 +9,8 @@ import numpy as np
 
 from penstock.chat.v1 import chat_pb2, completion_pb2
 from penstock.trajectory.v1 import trajectory_pb2
-from penstock.values import numbers, reader, writer
+from penstock.values import numbers, reader, token_tensors, writer
+from penstock.values.token_tensors import TokenTensor
 from penstock_chassis.errors import InvalidArgument, Violation
 from penstock_chassis.validation import invalid_field
 from penstock_codec.chat import (
@@ -89,9 +90,12 @@ def choice_to(choice: ToolChoice) -> chat_pb2.ToolChoice:
 
 
 def completion_to(
-    completion: Completion, message: Message | None, *, include_top: bool = True
+    completion: Completion, message: Message | None, *, include_top: bool = True, tensor_data: bool = False
 ) -> completion_pb2.Completion:
-    """A completion with the message that the agent was shown; `include_top`: with the rows of alternatives."""
+    """A completion with the message that the agent was shown.
+
+    `include_top`: with the rows of alternatives. `tensor_data`: with the rows of tensors.
+    """
     result = completion_pb2.Completion(
         engine=completion.engine,
         engine_version=completion.engine_version,
@@ -101,6 +105,7 @@ def completion_to(
         result.finish_reason = _FINISH[completion.finish_reason]
     if completion.tokens is not None:
         result.span.CopyFrom(span_to(completion.tokens, include_top=include_top))
+        result.tensors.extend(token_tensors.write(one, with_data=tensor_data) for one in completion.tokens.tensors)
     if message is not None:
         result.message.CopyFrom(message_to(message))
     if completion.stop_token_id is not None:
@@ -118,9 +123,10 @@ def completion_to(
 
 def completion_from(message: completion_pb2.Completion) -> Completion:
     """Converts a completion. Raises InvalidArgument COMPLETION_INVALID if its bytes do not match their count."""
+    tensors = _tensors_from(message) if message.tensors else ()
     stop = message.WhichOneof("matched_stop")
     return Completion(
-        tokens=_span_from(message.span) if message.HasField("span") else None,
+        tokens=_span_from(message.span, tensors) if message.HasField("span") else None,
         message=message_from(message.message) if message.HasField("message") else None,
         finish_reason=_FINISH_BACK.get(message.finish_reason),
         stop_token_id=message.stop_token_id if stop == "stop_token_id" else None,
@@ -170,7 +176,20 @@ def texts(values: Sequence[str]) -> tuple[str, ...]:
     return tuple(values)
 
 
-def _span_from(span: completion_pb2.TokenSpan) -> Tokens:
+def _tensors_from(message: completion_pb2.Completion) -> tuple[TokenTensor, ...]:
+    """The tensors of a completion, with digests."""
+    found = [
+        Violation(f"completion.tensors{field}", problem)
+        for field, problem in token_tensors.problems_of(message.tensors)
+    ]
+    if not message.HasField("span"):
+        found.append(Violation("completion.tensors", "tensors of tokens without tokens"))
+    if found:
+        raise InvalidArgument("The completion's tensors are malformed.", reason="COMPLETION_INVALID", violations=found)
+    return tuple(one.digested() for one in token_tensors.merged(map(token_tensors.read, message.tensors)))
+
+
+def _span_from(span: completion_pb2.TokenSpan, tensors: tuple[TokenTensor, ...]) -> Tokens:
     found = []
     if len(span.token_ids) != 4 * span.count:
         found.append(Violation("completion.span.token_ids", f"{len(span.token_ids)} bytes for {span.count} int32"))
@@ -185,6 +204,7 @@ def _span_from(span: completion_pb2.TokenSpan) -> Tokens:
         _MODES_BACK.get(span.logprobs_mode),
         tuple(map(_version_from, span.versions)),
         top,
+        tensors,
     )
 
 

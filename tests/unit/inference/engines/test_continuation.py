@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.values.token_tensors import TokenTensor
 from penstock_chassis.errors import Unavailable
 from penstock_inference.engines.base import (
     Delta,
@@ -23,7 +24,7 @@ from penstock_inference.engines.base import (
     TopLogprobs,
     VersionSpan,
 )
-from penstock_inference.engines.continuation import MAX_DEATHS, unbroken
+from penstock_inference.engines.continuation import MAX_DEATHS, Continuation, unbroken
 from penstock_inference.engines.response_format import ResponseFormat
 
 PROMPT = np.array([3, 1, 4], np.int32)
@@ -200,3 +201,29 @@ async def test_an_adapters_completion_goes_on_by_the_version_that_it_began_with(
     await run(engine, wanted)
     assert engine.asked[1].exact_policy_version == 0
     assert engine.asked[1].min_policy_version is None
+
+
+@pytest.mark.requirement("R132")
+def test_routes_that_chose_the_tokens_of_a_dead_engine_are_a_gap() -> None:
+    """Another engine's pass over them is not the one that sampled them; of the prompt either is."""
+    asked = GenerateRequest("r", PROMPT, Sampling(max_tokens=4, token_tensors=("routed_experts",)))
+    journey = Continuation(asked, (STOP,))
+    ids, logprobs = np.array([5, 6], np.int32), np.zeros(2, np.float32)
+    journey.take(Delta(ids, logprobs, 0))
+    assert journey.next().prompt_token_ids.tolist() == [*PROMPT, 5, 6]
+    whole = TokenTensor("routed_experts", "uint8", 0, (6, 1, 1), bytes(range(6)))
+    done = Done(
+        finish_reason=FinishReason.LENGTH,
+        token_ids=np.array([7, 8], np.int32),
+        logprobs=logprobs,
+        version_spans=(VersionSpan(1, 0, 2),),
+        stop_token_id=None,
+        prompt_tokens=5,
+        cached_tokens=0,
+        timings=Timings(0.0, 0.0, 0.0),
+        seed=None,
+        tensors=(whole,),
+    )
+    joined = journey.take(done)
+    assert isinstance(joined, Done) and joined.token_ids.tolist() == [5, 6, 7, 8]
+    assert [(one.start, one.data) for one in joined.tensors] == [(0, bytes([0, 1])), (4, bytes([4, 5]))]

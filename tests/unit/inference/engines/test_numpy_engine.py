@@ -141,6 +141,24 @@ async def test_all_alternatives_together_are_the_whole_distribution(open_engine:
         assert caught.value.violations[0].field == "top_logprobs"
 
 
+@pytest.mark.requirement("R132")
+async def test_routed_experts_are_those_of_the_pass_that_computed_each_token(open_engine: OpenEngine) -> None:
+    """From the wanted position on; of a cached prefix too, and under newer weights theirs."""
+    moe = random_config("qwen3_moe", eos_token_id=None)
+    engine = await open_engine("qwen3_moe")
+    ids = prompt(70)
+    asks = {"token_tensors": ("routed_experts",), "max_tokens": 5}
+    whole = await complete(engine, request("whole", ids, **asks))
+    (experts,) = whole.tensors
+    assert (experts.name, experts.start, experts.shape) == ("routed_experts", 0, (74, 2, 2))
+    again = await complete(engine, replace(request("later", ids, **asks), tensor_start=69))
+    assert again.cached_tokens == 69 and again.tensors == (experts.cut(69, 74),)
+    assert not (await complete(engine, request("plain", ids))).tensors
+    await push(engine, 1, random_tensors(moe, seed=9))
+    newer = await complete(engine, request("newer", ids, **asks))
+    assert newer.tensors[0].shape == experts.shape and newer.tensors[0].data != experts.data
+
+
 @pytest.mark.requirement("R82")
 async def test_a_reused_prefix_gives_the_same_result_and_is_counted(open_engine: OpenEngine) -> None:
     """The cache saves work and changes nothing."""

@@ -42,6 +42,10 @@ def reference_logits(
         turned = pairs * np.exp(1j * turn)[:, None, :]
         return np.concatenate([turned.real, turned.imag], -1)
 
+    def dense(x: NDArray[np.float64], prefix: str) -> NDArray[np.float64]:
+        gate = linear(x, prefix + "gate_proj")
+        return linear(gate / (1 + np.exp(-gate)) * linear(x, prefix + "up_proj"), prefix + "down_proj")
+
     x = t["model.embed_tokens.weight"][ids]
     for n in range(config["num_hidden_layers"]):
         p = f"model.layers.{n}."
@@ -61,8 +65,19 @@ def reference_logits(
                 out[i, head] = share / share.sum() @ v[: i + 1, kv]
         x = x + linear(out.reshape(length, -1), p + "self_attn.o_proj")
         h = norm(x, p + "post_attention_layernorm.weight")
-        gate = linear(h, p + "mlp.gate_proj")
-        x = x + linear(gate / (1 + np.exp(-gate)) * linear(h, p + "mlp.up_proj"), p + "mlp.down_proj")
+        if p + "mlp.gate.weight" not in t:
+            x = x + dense(h, p + "mlp.")
+            continue
+        scores = linear(h, p + "mlp.gate")
+        share = np.exp(scores - scores.max(-1, keepdims=True))
+        share /= share.sum(-1, keepdims=True)
+        mixture = np.zeros_like(x)
+        for i in range(length):
+            best = sorted(range(config["num_experts"]), key=lambda e: -share[i, e])[: config["num_experts_per_tok"]]
+            whole = share[i, best].sum() if config["norm_topk_prob"] else 1.0
+            for e in best:
+                mixture[i] += share[i, e] / whole * dense(h[i], f"{p}mlp.experts.{e}.")
+        x = x + mixture
     head_name = "model.embed_tokens.weight" if config["tie_word_embeddings"] else "lm_head.weight"
     logits: NDArray[np.float64] = norm(x, "model.norm.weight") @ t[head_name].T
     return logits
@@ -82,8 +97,11 @@ def build(raw: Mapping[str, Any]) -> tuple[ModelConfig, dict[str, NDArray[np.flo
         random_config("llama", attention_bias=True, num_key_value_heads=4),
         random_config("qwen3", num_key_value_heads=1, tie_word_embeddings=False, rope_theta=1e6),
         random_config("llama", rope_theta=1.0, rope_parameters={"rope_type": "default", "rope_theta": 500.0}),
+        random_config(
+            "qwen3_moe", norm_topk_prob=False, num_hidden_layers=4, mlp_only_layers=[1], decoder_sparse_step=2
+        ),
     ],
-    ids=[*FAMILIES, "llama-bias", "qwen3-one-kv-head", "llama-rope-parameters"],
+    ids=[*FAMILIES, "llama-bias", "qwen3-one-kv-head", "llama-rope-parameters", "moe-in-one-of-four-layers"],
 )
 def test_logits_equal_those_of_a_naive_float64_forward_pass(raw: dict[str, Any]) -> None:
     """Logprobs are those of the model, for every family."""

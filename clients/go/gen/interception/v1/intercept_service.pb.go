@@ -3598,7 +3598,7 @@ func (x *GetCallRequest) GetIncludeMedia() bool {
 // See GetCall.
 type GetCallResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// With its tokens, and the rows of their alternatives.
+	// With its tokens, the rows of their alternatives, and the data of its tensors (at most 32 MiB).
 	Call *v12.Call `protobuf:"bytes,1,opt,name=call,proto3" json:"call,omitempty"`
 	// The whole prompt, little-endian int32.
 	PromptTokenIds []byte `protobuf:"bytes,2,opt,name=prompt_token_ids,json=promptTokenIds,proto3" json:"prompt_token_ids,omitempty"`

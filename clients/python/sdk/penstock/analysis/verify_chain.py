@@ -15,7 +15,7 @@ from typing import Final
 import numpy as np
 
 from penstock.analysis.verify_replays import Calls, check_replay, key_of, origin_of
-from penstock.analysis.verify_rows import Problem, Proof, checked_origins, checked_rows, unlike
+from penstock.analysis.verify_rows import Problem, Proof, checked_origins, checked_rows, has_its_rows, unlike
 from penstock.analysis.verify_samples import check_samples
 from penstock.tables.columns import Row, Table
 
@@ -58,6 +58,11 @@ def verify(
             for name in unlike(others[rollout_id][0], rollouts[rollout_id][0]):
                 proof.problems.append(Problem(rollout_id, "", f"its rows of {table} and turns differ in {name}"))
     for rollout_id, rows in samples.items():
+        proof.problems += [
+            Problem(rollout_id, "", f"sample {row['sample_id']}: its tensors differ from their digests")
+            for row in rows
+            if not has_its_rows(row.get("tensors"))
+        ]
         calls = {row["call_id"]: row for row in rollouts.get(rollout_id, ())}
         proof.problems += [Problem(rollout_id, *found) for found in check_samples(rows, calls)]
     for rollout_id, rows in tools.items():
@@ -107,6 +112,8 @@ def _check_chain(rollout_id: str, rows: list[Row], proof: Proof) -> None:
                 )
             elif not _has_its_top(row):
                 proof.problems.append(Problem(rollout_id, call_id, "its alternatives differ from the record"))
+            elif not has_its_rows(row.get("completion_tensors")):
+                proof.problems.append(Problem(rollout_id, call_id, "its tensors differ from the record"))
         else:
             proof.unproven += 1
         # Continue from the stated hash, so that one broken call is one problem.
@@ -138,6 +145,9 @@ def _next(head: bytes, row: Row) -> bytes:
     }
     if row.get("completion_top_sha256"):
         facts["top_sha256"] = row["completion_top_sha256"]
+    if row.get("completion_tensors"):
+        names = ("name", "dtype", "start", "shape", "sha256")
+        facts["tensors"] = [[one.get(name) for name in names] for one in row["completion_tensors"]]
     state = hashlib.sha256(head)
     for name, kind in (("prompt_token_ids", "<i4"), ("completion_token_ids", "<i4"), ("completion_logprobs", "<f4")):
         values = row[name]

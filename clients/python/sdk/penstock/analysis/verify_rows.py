@@ -1,5 +1,7 @@
 """Checks the form of exported rows before verification: their columns, their digests, and completeness per rollout."""
 
+import base64
+import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -8,6 +10,7 @@ from typing import Any, Final
 
 from penstock.client.errors import InvalidArgument
 from penstock.tables.columns import COLUMNS, Kind, Row, Table, row_digest
+from penstock.values.token_tensors import DTYPES
 
 _SEALED_SINCE: Final = 3
 """The first schema version whose rows have a digest."""
@@ -102,6 +105,34 @@ def checked_origins(rows: Iterable[Row], proof: Proof) -> Iterator[Row]:
         yield row
 
 
+def has_its_rows(tensors: list[Row] | None) -> bool:
+    """Whether the rows of tensors, where the export has them, are those of their digests."""
+    return all(
+        hashlib.sha256(base64.b64decode(one["data"])).hexdigest() == one["sha256"]
+        for one in tensors or ()
+        if one.get("data") is not None
+    )
+
+
+def _are_tensors(value: Any) -> bool:
+    """Whether each has the digest of its rows, and rows that can be read."""
+    return isinstance(value, list) and all(
+        isinstance(one, dict)
+        and all(_is_text(one.get(name)) for name in ("name", "sha256"))
+        and one.get("dtype") in DTYPES
+        and _list_of(_is_int(32))([one.get("start"), *(one.get("shape") or [None])])
+        and (one.get("data") is None or _is_base64(one["data"]))
+        for one in value
+    )
+
+
+def _is_base64(value: Any) -> bool:
+    try:
+        return _is_text(value) and bool(base64.b64decode(value, validate=True))
+    except ValueError:
+        return False
+
+
 def unlike(one: Row, other: Row) -> list[str]:
     """Returns the rollout-wide columns in which two rows differ although both have them."""
     return [name for name in _OF_ROLLOUT if name in one and name in other and one[name] != other[name]]
@@ -143,6 +174,9 @@ def _check_form(row: Row, table: Table, number: int) -> None:
         _refuse(f"Row {number} of {table}: sampling_used is not an object")
     if table is Table.TURNS and not _or_null(_is_origin)(row.get("replayed_from")):
         _refuse(f"Row {number} of {table}: replayed_from does not name a call")
+    for name in ("completion_tensors", "tensors"):
+        if not _or_null(_are_tensors)(row.get(name)):
+            _refuse(f"Row {number} of {table}: {name} are not tensors")
     if table is Table.SEQUENCES:
         lengths = {len(row[name]) for name in ("input_ids", "loss_mask", "logprobs") if row[name] is not None}
         if len(lengths) > 1:

@@ -4,12 +4,15 @@ A span of a sample is one call's completion, or, where the branch shares only it
 never trained). Everything in a row about its tokens follows from its calls and from which spans are trained.
 """
 
+import base64
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import orjson
 
 from penstock.tables.columns import Row
+from penstock.tables.rows import tensor_row
+from penstock.values.token_tensors import Part, TokenTensor, joined
 
 Found = tuple[str, str]
 """The id of a call, empty where it concerns the whole sample, and the problem."""
@@ -96,6 +99,8 @@ def _check_whole(row: Row, calls: Mapping[str, Row], whole: int) -> Iterator[str
         expected["logprobs_mode"] = modes.pop()
     if row.get("top_token_ids") is not None:
         expected |= _top(row, own)
+    if row.get("tensors") is not None:
+        expected |= _tensors(row, calls)
     for name, value in expected.items():
         if name in row and not _same(row[name], value):
             yield f"{name} does not match its calls"
@@ -116,6 +121,26 @@ def _top(row: Row, calls: Sequence[Row]) -> dict[str, list[list[Any]]]:
         given = [call.get(f"completion_{name}") or [[] for _ in call["completion_token_ids"]] for call in trained]
         found[name] = [line + [filler] * (width - len(line)) for lines in given for line in lines]
     return found
+
+
+def _tensors(row: Row, calls: Mapping[str, Row]) -> dict[str, list[Row]]:
+    """Returns the tensors of the sample's calls, joined; nothing if `turns` has no rows of them."""
+    call: Row | None = calls.get(row["turn_spans"][-1]["call_id"]) if row["turn_spans"] else None
+    parts: list[Part] = []
+    while call is not None:
+        given = call.get("completion_tensors") or []
+        if any(one.get("data") is None for one in given):
+            return {}
+        shared = call.get("prompt_shared_count") or 0
+        parts.append(Part(shared, [_tensor(one) for one in given]))
+        call = calls.get(call.get("parent_call_id") or "") if shared else None
+    with_data = all(one.get("data") is not None for one in row["tensors"])
+    found = [tensor_row(one.digested(), with_data=with_data) for one in joined(reversed(parts))]
+    return {"tensors": found}
+
+
+def _tensor(row: Row) -> TokenTensor:
+    return TokenTensor(row["name"], row["dtype"], row["start"], tuple(row["shape"]), base64.b64decode(row["data"]))
 
 
 def _versions(turns: Sequence[Mapping[str, Any]], calls: Sequence[Row]) -> Iterator[dict[str, int]]:

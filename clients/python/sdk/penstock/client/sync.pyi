@@ -350,7 +350,14 @@ class RolloutsClient:
             Unsupported: an older driver without this RPC.
         """
     def trajectory(
-        self, rollout_id: str, *, samples_only: bool = False, bodies: bool = False, top: bool = False, grade: str = ""
+        self,
+        rollout_id: str,
+        *,
+        samples_only: bool = False,
+        bodies: bool = False,
+        top: bool = False,
+        tensors: bool = False,
+        grade: str = "",
     ) -> Trajectory:
         """See `RolloutHandle.trajectory`."""
     def export(
@@ -363,10 +370,12 @@ class RolloutsClient:
         agent: str | None = None,
         bodies: bool = False,
         top: bool = False,
+        tensors: bool = False,
         grade: str = "",
         all_namespaces: bool = False,
     ) -> Generator[tuple[Trajectory, Outcome]]:
-        """Yields the trajectories of all matching ended rollouts; with request bodies and alternatives if requested.
+        """Yields the trajectories of all matching ended rollouts; with request bodies, alternatives and the rows of
+        tensors if requested.
 
         `grade`: with the reward of the further grade of this name, or none. Outcomes are as they ended.
 
@@ -484,6 +493,7 @@ class InferenceClient:
         adapter: str = "",
         min_version: int | None = None,
         exact_version: int | None = None,
+        tensor_start: int = 0,
         timeout: float | None = None,
     ) -> Completion:
         """Samples one completion. An interrupt aborts the generation.
@@ -496,6 +506,8 @@ class InferenceClient:
             adapter: a loaded adapter; empty = the base weights.
             min_version: wait until at least these weights are in force.
             exact_version: refuse unless exactly these are.
+            tensor_start: the first token of which `sampling.token_tensors` wants a row: after a call of the same
+                conversation, the number of tokens of its prompt and completion, less one.
             timeout: seconds; None = none.
 
         Raises:
@@ -511,9 +523,12 @@ class InferenceClient:
         adapter: str = "",
         min_version: int | None = None,
         exact_version: int | None = None,
+        tensor_start: int = 0,
         timeout: float | None = None,
     ) -> Generator[Completion]:
-        """As `generate`, but streamed: yields partial completions as they come, then the whole one as the last."""
+        """As `generate`, but streamed: yields partial completions as they come, then the whole one, with its tensors,
+        as the last.
+        """
     def render(self, prompt: Prompt, *, add_generation_prompt: bool = True) -> TokenIds:
         """Returns the tokens of messages by the model's template: int32, shape (n,), read-only.
 
@@ -1240,7 +1255,13 @@ class RolloutHandle:
     def result(self) -> RolloutResult:
         """Waits until the rollout has ended; returns its outcome. For the trajectory use `trajectory()`."""
     def trajectory(
-        self, *, samples_only: bool = False, bodies: bool = False, top: bool = False, grade: str = ""
+        self,
+        *,
+        samples_only: bool = False,
+        bodies: bool = False,
+        top: bool = False,
+        tensors: bool = False,
+        grade: str = "",
     ) -> Trajectory:
         """Fetches the ended rollout's trajectory.
 
@@ -1248,6 +1269,8 @@ class RolloutHandle:
             samples_only: without calls and branches: enough for training.
             bodies: with the agent's request bodies.
             top: with the rows of alternatives (top-k logprobs), 8 * k bytes per sampled token.
+            tensors: with the rows of tensors (`TokenTensor`) of samples and calls. Routed experts are layers x experts
+                per token bytes a token, or twice that with more than 256 experts.
             grade: with the reward of the further grade of this name; empty = of the first one.
 
         Raises:
@@ -1319,13 +1342,15 @@ class GroupHandle:
         """
     def wait(self) -> Group:
         """Waits until all its rollouts have ended."""
-    def as_ended(self, *, samples_only: bool = True, top: bool = False) -> Generator[RolloutResult]:
+    def as_ended(
+        self, *, samples_only: bool = True, top: bool = False, tensors: bool = False
+    ) -> Generator[RolloutResult]:
         """Yields each rollout as it ends, with its trajectory (None where the gate was never opened)."""
-    def results(self, *, samples_only: bool = True, top: bool = False) -> list[RolloutResult]:
+    def results(self, *, samples_only: bool = True, top: bool = False, tensors: bool = False) -> list[RolloutResult]:
         """Waits for all; returns every rollout ordered by index, failed ones and spares included.
 
         Those that count are `info.result_rollout_ids`. Trajectories have samples only, unless `samples_only` is False;
-        `top`: with alternatives, as in `RolloutHandle.trajectory`.
+        `top`: with alternatives, `tensors`: with the rows of tensors, as in `RolloutHandle.trajectory`.
         """
     def calls(self, *, credits: int = 64, policy_version: int | None = None) -> Generator[ModelCall]:
         """Yields the model calls of all its rollouts until all have ended. Calls wait at the gate, so none is missed.

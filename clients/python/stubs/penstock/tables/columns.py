@@ -86,6 +86,7 @@ COLUMNS: Final = MappingProxyType(
             "completion_top_logprobs": Kind.FLOAT_ROWS,
             "completion_top_count": Kind.INT32,
             "completion_top_sha256": Kind.TEXT,
+            "completion_tensors": Kind.JSON,
             "logprobs_mode": Kind.TEXT,
             "policy_spans": Kind.VERSIONS,
             "finish_reason": Kind.TEXT,
@@ -149,6 +150,7 @@ COLUMNS: Final = MappingProxyType(
             "advantages": Kind.FLOATS,
             "turn_rewards": Kind.DOUBLES,
             "token_rewards": Kind.FLOATS,
+            "tensors": Kind.JSON,
             **_SEAL,
         },
         Table.TOOL_CALLS: {

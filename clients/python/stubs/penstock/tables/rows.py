@@ -8,6 +8,7 @@ Advantages, if there are any, are as many, and 0.0 where the mask is 0.
 
 from __future__ import annotations
 
+import base64
 import math
 import sys
 from array import array
@@ -25,6 +26,7 @@ from penstock.tables.columns import SCHEMA_VERSION, Row, Table, sealed
 from penstock.trajectory.v1 import trajectory_pb2
 from penstock.values import times
 from penstock.values.provisional import is_provisional
+from penstock.values.token_tensors import TokenTensor, read
 
 
 class BrokenSample(ValueError):
@@ -63,6 +65,7 @@ def turns(trajectory: trajectory_pb2.Trajectory) -> Iterator[Row]:
             "completion_top_logprobs": top[1],
             "completion_top_count": span.top_count,
             "completion_top_sha256": span.top_sha256.hex() or None,
+            "completion_tensors": None if done is None else _tensors(done.tensors),
             "logprobs_mode": None if done is None else word(completion_pb2.LogprobsMode, span.logprobs_mode),
             "policy_spans": _versions(span.versions),
             "finish_reason": None if done is None else word(chat_pb2.FinishReason, done.finish_reason),
@@ -159,6 +162,7 @@ def sequences(
             "advantages": _advantages(sample.sample_id, mask, advantages.get(sample.sample_id)),
             "turn_rewards": [_optional(turn, "reward") for turn in sample.turns],
             "token_rewards": _token_rewards(sample),
+            "tensors": _tensors(sample.tensors),
         }
         yield sealed(row, len(trajectory.samples))
 
@@ -342,6 +346,23 @@ def _top(holder: completion_pb2.TokenSpan | trajectory_pb2.Sample) -> tuple[list
     if logprobs is not None:
         logprobs = [None if value == -math.inf else value for value in logprobs]
     return _in_rows(ids, holder.top_count), _in_rows(logprobs, holder.top_count)
+
+
+def _tensors(tensors: Sequence[completion_pb2.TokenTensor]) -> list[Row] | None:
+    """Tensors of tokens, with their rows as base64 unless they were left out; None without any."""
+    return [tensor_row(read(tensor), with_data=bool(tensor.data)) for tensor in tensors] or None
+
+
+def tensor_row(tensor: TokenTensor, *, with_data: bool) -> Row:
+    """Returns a tensor of tokens as the columns `tensors` and `completion_tensors` have it."""
+    return {
+        "name": tensor.name,
+        "dtype": tensor.dtype,
+        "start": tensor.start,
+        "shape": list(tensor.shape),
+        "sha256": tensor.sha256.hex(),
+        "data": base64.b64encode(tensor.data).decode() if with_data else None,
+    }
 
 
 def _in_rows(values: list[Any] | None, length: int) -> list[list[Any]] | None:

@@ -1,4 +1,4 @@
-"""The embedded engine: a Llama, Qwen2 or Qwen3 decoder in NumPy, exact and reproducible, for small models.
+"""The embedded engine: a Llama, Qwen2, Qwen3 or Qwen3-MoE decoder in NumPy, exact and reproducible, for small models.
 
 async with await NumpyEngine.open(EngineOptions(model_dir=path, model_name="demo")) as engine:
     async for event in engine.generate(GenerateRequest("r1", prompt_ids, Sampling(max_tokens=32))):

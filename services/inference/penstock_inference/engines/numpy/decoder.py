@@ -8,6 +8,8 @@ rows of the batch:
   and `Decoder` checks when it is built that on this BLAS a row's result does not depend on its place in the tile.
 - Attention runs per query token over blocks of `BLOCK` keys: each product is (group, head_dim) x (head_dim, BLOCK),
   whether the token is one of a prompt or one being decoded. Blocks are added in order; a masked block adds exact zeros.
+- The experts of a mixture get their tokens in tiles of the same fixed shape; a token adds its experts' results in the
+  order of their ids.
 
 Hence a token's hidden state is a pure function of (weights, prefix ids), bit for bit: batching, chunked prefill, prefix
 reuse and scoring cannot change a result. The price is measured in docs/benchmarks.md.
@@ -17,11 +19,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock_inference.engines.numpy.model import Array, ModelConfig, Weights
+from penstock_inference.engines.numpy.experts import mixture, router_choices
+from penstock_inference.engines.numpy.model import Array, Dense, Experts, ModelConfig, Weights
 
 BLOCK = 64
 """Keys per attention product."""
@@ -33,7 +37,7 @@ Ints = NDArray[np.int64]
 
 
 class KVCache:
-    """Keys and values of `slots` sequences, each (layers, slots, kv_heads, length, head_dim) float32.
+    """Keys and values of `slots` sequences, each (layers, slots, kv_heads, length, head_dim) float32; their experts.
 
     Memory is touched, and so used, only as far as sequences grow. Every number in it is finite, also in unwritten
     positions: masked positions are multiplied by zero, which a NaN would survive.
@@ -44,14 +48,23 @@ class KVCache:
         shape = (config.layers, slots, config.kv_heads, length, config.head_dim)
         self.keys: Array = np.zeros(shape, np.float32)
         self.values: Array = np.zeros(shape, np.float32)
+        self.routes: NDArray[Any] | None = None
+        """The experts of each token that was computed, (slots, length, mixtures, experts per token); None: dense."""
+        if (experts := config.experts) is not None:
+            self.routes = np.zeros((slots, length, len(experts.layers), experts.chosen), experts.dtype)
 
     @staticmethod
     def bytes_per_slot(config: ModelConfig, max_tokens: int) -> int:
         """Bytes that one full slot takes."""
-        return 2 * 4 * config.layers * config.kv_heads * config.head_dim * (-(-max_tokens // BLOCK) * BLOCK)
+        per_token = 2 * 4 * config.layers * config.kv_heads * config.head_dim
+        if (experts := config.experts) is not None:
+            per_token += len(experts.layers) * experts.chosen * experts.dtype.itemsize
+        return per_token * (-(-max_tokens // BLOCK) * BLOCK)
 
     def copy_prefix(self, source: int, target: int, tokens: int) -> None:
         """Copy the first `tokens` positions of one slot to another."""
+        if self.routes is not None:
+            self.routes[target, :tokens] = self.routes[source, :tokens]
         self.keys[:, target, :, :tokens] = self.keys[:, source, :, :tokens]
         self.values[:, target, :, :tokens] = self.values[:, source, :, :tokens]
 
@@ -103,7 +116,7 @@ class Decoder:
         decode_slots: Ints,
         chunks: Sequence[Chunk],
     ) -> Array:
-        """Write the tokens' keys and values to the cache and return their final hidden states (tokens, hidden_size).
+        """Write the tokens' keys, values and experts to the cache; return their hidden states (tokens, hidden_size).
 
         Rows: one per entry of the (decode) arrays, then each chunk's tokens in order. A slot appears once.
         """
@@ -128,6 +141,7 @@ class Decoder:
         heads, kv_heads, dim = config.heads, config.kv_heads, config.head_dim
         attended = np.zeros((padded, heads * dim), np.float32)
         attended_by_head = attended.reshape(padded, kv_heads, heads // kv_heads, dim)
+        mixtures = 0
         for n, layer in enumerate(weights.layers):
             qkv = self._product(self._norm(x, layer.attn_norm), layer.qkv)
             if layer.qkv_bias is not None:
@@ -147,9 +161,15 @@ class Decoder:
             if layer.out_bias is not None:
                 mixed += layer.out_bias
             x += mixed
-            gate_up = self._product(self._norm(x, layer.mlp_norm), layer.gate_up)
-            gate, up = gate_up[:, : config.intermediate_size], gate_up[:, config.intermediate_size :]
-            x += self._product(_silu(gate) * up, layer.down)
+            normed = self._norm(x, layer.mlp_norm)
+            if isinstance(layer.mlp, Dense):
+                x += self._dense(normed, layer.mlp)
+                continue
+            chosen, shares = self._routed(normed, layer.mlp, count)
+            if cache.routes is not None:
+                cache.routes[slots, positions, mixtures] = chosen
+            mixtures += 1
+            x[:count] += mixture(normed[:count], chosen, shares, layer.mlp.experts, self.row_tile, self._dense)
         return self._norm(x[:count], weights.final_norm)
 
     def logits(self, weights: Weights, hidden: Array) -> Array:
@@ -158,6 +178,16 @@ class Decoder:
         padded = np.zeros((-(-rows // self.row_tile) * self.row_tile, hidden.shape[1]), np.float32)
         padded[:rows] = hidden
         return self._product(padded, weights.head)[:rows]
+
+    def _routed(self, x: Array, mlp: Experts, count: int) -> tuple[NDArray[Any], Array]:
+        """The experts of the first `count` rows, and their weights."""
+        assert self._config.experts is not None
+        return router_choices(self._product(x, mlp.router)[:count], self._config.experts)
+
+    def _dense(self, x: Array, mlp: Dense) -> Array:
+        gate_up = self._product(x, mlp.gate_up)
+        inner = gate_up.shape[1] // 2
+        return self._product(_silu(gate_up[:, :inner]) * gate_up[:, inner:], mlp.down)
 
     def _product(self, x: Array, w: Array) -> Array:
         """x (rows, in) times w (in, out), one fixed-shape GEMM per tile of rows."""
@@ -251,6 +281,8 @@ def _find_row_tile(config: ModelConfig) -> int:
         (config.intermediate_size, d),
         (d, config.vocab_size),
     }
+    if (experts := config.experts) is not None:
+        shapes |= {(d, experts.count), (d, 2 * experts.intermediate_size), (experts.intermediate_size, d)}
     random = np.random.Generator(np.random.Philox(0))
     for tile in _ROW_TILES[:-1]:
         if all(_rows_are_independent(random, tile, *shape) for shape in shapes):

@@ -14,6 +14,7 @@ from typing import Self
 import numpy as np
 from tokenizers import Tokenizer
 
+from penstock.values.token_tensors import ROUTED_EXPERTS
 from penstock_chassis.errors import (
     AlreadyExists,
     FailedPrecondition,
@@ -98,6 +99,9 @@ class NumpyEngine:
         if options.extra:
             raise_violations([Violation(f"engine_options.{name}", "not an option of numpy") for name in options.extra])
         self._config = config
+        self._capabilities = _CAPABILITIES
+        if config.experts is not None:
+            self._capabilities = dataclasses.replace(_CAPABILITIES, token_tensors=(ROUTED_EXPERTS,))
         self._model = options.model_name
         self._max_context = min(options.max_context_tokens or DEFAULT_CONTEXT_TOKENS, config.max_position)
         per_slot = KVCache.bytes_per_slot(config, self._max_context)
@@ -155,7 +159,7 @@ class NumpyEngine:
             dtype="float32",
             parameter_count=self._config.parameter_count,
             logprobs_mode=LogprobsMode.PROCESSED,
-            capabilities=_CAPABILITIES,
+            capabilities=self._capabilities,
             policy_version=stats.policy_version,
             policy_label=self._scheduler.label,
             paused=stats.paused,

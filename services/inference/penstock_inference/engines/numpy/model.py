@@ -1,8 +1,9 @@
 """A decoder's configuration and weights, read from a local directory in Hugging Face's layout.
 
-Families: Llama, Qwen2 (bias on q, k, v) and Qwen3 (norm on each query and key head). Features that this engine does not
-compute (sliding windows, scaled rotary embeddings, other activations) are refused by name: a model that would compute
-wrong results never loads. Weights are immutable once built; an update builds new ones.
+Families: Llama, Qwen2 (bias on q, k, v), Qwen3 (norm on each query and key head) and Qwen3-MoE (Qwen3 with a mixture of
+experts in place of the dense product). Features that this engine does not compute (sliding windows, scaled rotary
+embeddings, other activations) are refused by name: a model that would compute wrong results never loads. Weights are
+immutable once built; an update builds new ones.
 """
 
 from __future__ import annotations
@@ -23,6 +24,11 @@ from penstock_inference.engines.checkpoint import parse_safetensors
 
 MAX_PARAMETERS = 50_000_000
 """Above this the NumPy engine would be misleadingly slow; the error points to vLLM instead."""
+
+MAX_EXPERTS = 65_536
+"""The most experts of a layer whose ids fit the type of routed experts."""
+
+_FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 
 Array = NDArray[np.float32]
 
@@ -56,6 +62,32 @@ class _ConfigFile(BaseModel):
     hidden_act: str = "silu"
     use_sliding_window: bool = False
     eos_token_id: int | list[int] | None = None
+    num_experts: int = Field(0, ge=0, le=MAX_EXPERTS)
+    num_experts_per_tok: int = Field(0, ge=0)
+    moe_intermediate_size: int = Field(0, ge=0)
+    norm_topk_prob: bool = False
+    decoder_sparse_step: int = Field(1, ge=1)
+    mlp_only_layers: list[int] = Field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    """The mixture of experts of some layers."""
+
+    count: int
+    """Experts of each such layer."""
+    chosen: int
+    """How many of them compute each token."""
+    intermediate_size: int
+    normalised: bool
+    """Whether the weights of a token's experts are scaled to a sum of 1."""
+    layers: tuple[int, ...]
+    """The layers that have them, ascending; the others are dense."""
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The type of an expert's id, as vLLM's: one byte if that is enough."""
+        return np.dtype(np.uint8 if self.count <= 256 else np.uint16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +95,7 @@ class ModelConfig:
     """Sizes and switches of one decoder."""
 
     family: str
-    """llama, qwen2 or qwen3."""
+    """One of `_FAMILIES`."""
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -79,6 +111,7 @@ class ModelConfig:
     out_bias: bool
     qk_norm: bool
     stop_token_ids: tuple[int, ...]
+    experts: ExpertsConfig | None = None
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
@@ -95,8 +128,8 @@ class ModelConfig:
                 violations=violations_of(error, "config.json"),
             ) from error
         family = file.model_type
-        if family not in ("llama", "qwen2", "qwen3"):
-            raise _unsupported(f"model_type {family!r}; it supports llama, qwen2 and qwen3")
+        if family not in _FAMILIES:
+            raise _unsupported(f"model_type {family!r}; it supports {', '.join(_FAMILIES)}")
         rope = file.rope_parameters
         scaling = (file.rope_scaling or {}).get("rope_type", (file.rope_scaling or {}).get("type", "default"))
         if scaling != "default" or (rope is not None and rope.rope_type != "default"):
@@ -137,8 +170,9 @@ class ModelConfig:
             # Qwen2 always has the three biases; the others have a flag.
             qkv_bias=family == "qwen2" or file.attention_bias,
             out_bias=family != "qwen2" and file.attention_bias,
-            qk_norm=family == "qwen3",
+            qk_norm=family in ("qwen3", "qwen3_moe"),
             stop_token_ids=stop,
+            experts=_experts(file) if family == "qwen3_moe" else None,
         )
 
     @classmethod
@@ -177,9 +211,12 @@ class ModelConfig:
             if self.qk_norm:
                 shapes[p + "self_attn.q_norm.weight"] = (self.head_dim,)
                 shapes[p + "self_attn.k_norm.weight"] = (self.head_dim,)
-            shapes[p + "mlp.gate_proj.weight"] = (f, d)
-            shapes[p + "mlp.up_proj.weight"] = (f, d)
-            shapes[p + "mlp.down_proj.weight"] = (d, f)
+            if self.experts is None or n not in self.experts.layers:
+                shapes |= _products(p + "mlp.", d, f)
+                continue
+            shapes[p + "mlp.gate.weight"] = (self.experts.count, d)
+            for expert in range(self.experts.count):
+                shapes |= _products(f"{p}mlp.experts.{expert}.", d, self.experts.intermediate_size)
         shapes["model.norm.weight"] = (d,)
         if not self.tied_embeddings:
             shapes["lm_head.weight"] = (self.vocab_size, d)
@@ -201,6 +238,59 @@ class ModelConfig:
             )
 
 
+def _products(prefix: str, hidden: int, inner: int) -> dict[str, tuple[int, ...]]:
+    return {
+        prefix + "gate_proj.weight": (inner, hidden),
+        prefix + "up_proj.weight": (inner, hidden),
+        prefix + "down_proj.weight": (hidden, inner),
+    }
+
+
+def _experts(file: _ConfigFile) -> ExpertsConfig | None:
+    """The mixture of a Qwen3-MoE; None if all its layers are dense. Raises InvalidArgument for one without experts."""
+    layers = tuple(
+        n
+        for n in range(file.num_hidden_layers)
+        if n not in file.mlp_only_layers and (n + 1) % file.decoder_sparse_step == 0
+    )
+    if not layers or not file.num_experts:
+        return None
+    violations = []
+    if not 1 <= file.num_experts_per_tok <= file.num_experts:
+        violations.append(
+            Violation("num_experts_per_tok", f"must be in [1, {file.num_experts}], the number of experts")
+        )
+    if file.moe_intermediate_size < 1:
+        violations.append(Violation("moe_intermediate_size", "must be at least 1"))
+    if violations:
+        raise InvalidArgument(
+            "config.json asks for experts that cannot be computed", reason="MODEL_CONFIG_INVALID", violations=violations
+        )
+    return ExpertsConfig(
+        count=file.num_experts,
+        chosen=file.num_experts_per_tok,
+        intermediate_size=file.moe_intermediate_size,
+        normalised=file.norm_topk_prob,
+        layers=layers,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Dense:
+    """A gated product: `gate_up` (hidden, 2 * inner), `down` (inner, hidden)."""
+
+    gate_up: Array
+    down: Array
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """A mixture: `router` (hidden, experts) chooses among the experts."""
+
+    router: Array
+    experts: tuple[Dense, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Layer:
     """One block's weights, float32; matrices are (in, out), which BLAS multiplies fastest.
@@ -216,8 +306,7 @@ class Layer:
     out: Array
     out_bias: Array | None
     mlp_norm: Array
-    gate_up: Array
-    down: Array
+    mlp: Dense | Experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,9 +363,21 @@ class Weights:
                 out=stack(p + "self_attn.o_proj.weight"),
                 out_bias=take(p + "self_attn.o_proj.bias") if config.out_bias else None,
                 mlp_norm=take(p + "post_attention_layernorm.weight"),
-                gate_up=stack(p + "mlp.gate_proj.weight", p + "mlp.up_proj.weight"),
-                down=stack(p + "mlp.down_proj.weight"),
+                mlp=mlp(n, p + "mlp."),
             )
+
+        def dense(prefix: str) -> Dense:
+            return Dense(
+                gate_up=stack(prefix + "gate_proj.weight", prefix + "up_proj.weight"),
+                down=stack(prefix + "down_proj.weight"),
+            )
+
+        def mlp(n: int, prefix: str) -> Dense | Experts:
+            mixture = config.experts
+            if mixture is None or n not in mixture.layers:
+                return dense(prefix)
+            experts = tuple(dense(f"{prefix}experts.{expert}.") for expert in range(mixture.count))
+            return Experts(router=stack(prefix + "gate.weight"), experts=experts)
 
         embed = take("model.embed_tokens.weight")
         layers = tuple(layer(n) for n in range(config.layers))

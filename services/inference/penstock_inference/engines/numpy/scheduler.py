@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from penstock.values.token_tensors import ROUTED_EXPERTS, TokenTensor
 from penstock_chassis.errors import FailedPrecondition, Internal, PenstockError
 from penstock_inference.engines.base import (
     Done,
@@ -377,5 +378,18 @@ class Scheduler:
             seed=sequence.seed,
             top=sequence.all_top(),
             stop_text=stop_text,
+            tensors=self._tensors(sequence),
         )
         return [*rest, (sequence, done)]
+
+    def _tensors(self, sequence: Sequence) -> tuple[TokenTensor, ...]:
+        """The experts of the tokens that were computed, if requested. The slot has them until another takes it."""
+        routes, start = self._cache.routes, sequence.request.tensor_start
+        if routes is None or not sequence.request.sampling.token_tensors or sequence.slot < 0:
+            return ()
+        end = min(int(self._slots.written[sequence.slot]), sequence.prompt.size + len(sequence.token_ids) - 1)
+        if start >= end:
+            return ()
+        rows = routes[sequence.slot, start:end]
+        little = rows.astype(rows.dtype.newbyteorder("<"), copy=False)
+        return (TokenTensor(ROUTED_EXPERTS, rows.dtype.name, start, rows.shape, little.tobytes()),)

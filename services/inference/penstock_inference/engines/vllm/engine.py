@@ -17,6 +17,7 @@ from typing import Any
 
 import structlog
 
+from penstock.values.token_tensors import ROUTED_EXPERTS
 from penstock_chassis.aio.tasks import TaskOwner
 from penstock_chassis.errors import FailedPrecondition, PenstockError, Violation
 from penstock_inference.engines.base import (
@@ -104,6 +105,7 @@ class VllmEngine:
                     sleep=chosen.sleep,
                     structured_output=structured,
                     transfer_backends=(chosen.transfer_backend,) if chosen.transfer_backend else (),
+                    token_tensors=(ROUTED_EXPERTS,) if chosen.routed_experts else (),
                 ),
                 policy_version=0,
                 policy_label="",

@@ -14,6 +14,7 @@ import vllm
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.outputs import CompletionOutput
 from vllm.platforms import current_platform
+from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from penstock_chassis.errors import FailedPrecondition
@@ -36,6 +37,9 @@ class Features:
     structured_output: bool
     """A grammar compiler is installed; not every platform has one."""
     transfer_backends: tuple[str, ...]
+    routed_experts: bool
+    """Each output can have its routed experts, from a position on (0.32). vLLM's runner for CPUs has no capture: its
+    other one, which has it, needs a Triton that compiles for CPUs."""
 
     @property
     def scores_alone_with_adapters(self) -> bool:
@@ -68,6 +72,11 @@ class Features:
             sleep=bool(current_platform.is_sleep_mode_available()),
             structured_output=find_spec("xgrammar") is not None,
             transfer_backends=_transfer_backends(),
+            routed_experts=(
+                bool(current_platform.is_cuda_alike())
+                and "enable_return_routed_experts" in cls.argument_names()
+                and hasattr(SamplingParams, "routed_experts_prompt_start")
+            ),
         )
 
     @staticmethod

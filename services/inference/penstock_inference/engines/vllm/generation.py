@@ -250,7 +250,7 @@ class Generations:
             # After this token nothing is constrained to the form.
             stops.add(self._text_end_id)
         whole = not flight.request.stream and not sampling.stop and self._core.features.version_spans
-        return sampling_params(sampling, stops, whole=whole)
+        return sampling_params(sampling, stops, whole=whole, tensor_start=flight.request.tensor_start)
 
     def _adapter_of(self, request: GenerateRequest) -> LoadedAdapter | None:
         if not request.adapter:

@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from penstock.values.token_tensors import ROUTED_EXPERTS, TokenTensor
 from penstock_chassis.errors import Internal, PenstockError
 from penstock_inference.engines.base import (
     Delta,
@@ -43,6 +45,8 @@ class Flight:
     top: list[tuple[list[int], list[float]]] = field(default_factory=list)
     starts: list[tuple[int, int]] = field(default_factory=list)
     """(policy version, index of the first token that it sampled), one per change."""
+    experts: NDArray[Any] | None = None
+    """The routed experts of the tokens from `tensor_start` on but the last, if requested: vLLM has them at the end."""
     cached: int = 0
     sent: int = 0
     """Number of tokens sent in deltas."""
@@ -131,6 +135,8 @@ class Flight:
                 max(0.0, metrics.first_token_ts - metrics.scheduled_ts),
                 max(0.0, metrics.last_token_ts - metrics.first_token_ts),
             )
+        if self.request.sampling.token_tensors:
+            self.experts = getattr(completion, "routed_experts", None)
         spans = getattr(completion, "weight_versions", None)
         if spans and not self.pinned:
             self.starts = [(int(span.version), span.start) for span in spans if span.end > span.start]
@@ -176,7 +182,18 @@ class Flight:
             seed=self.request.sampling.seed,
             top=stacked(self.top),
             stop_text=self.stop_text,
+            tensors=self._tensors(),
         )
+
+    def _tensors(self) -> tuple[TokenTensor, ...]:
+        """Rows of what vLLM sampled after a stop text are left out, with those tokens."""
+        start = self.request.tensor_start
+        count = self.request.prompt_token_ids.size + len(self.token_ids) - 1 - start
+        if self.experts is None or min(count, len(self.experts)) < 1:
+            return ()
+        rows = np.ascontiguousarray(self.experts[:count])
+        little = rows.astype(rows.dtype.newbyteorder("<"), copy=False)
+        return (TokenTensor(ROUTED_EXPERTS, rows.dtype.name, start, rows.shape, little.tobytes()),)
 
 
 def alternatives(logprobs: Any, position: int, count: int) -> tuple[list[int], list[float]]:

@@ -48,6 +48,8 @@ class VllmOptions(BaseModel):
     """Whether completions may have a required form, for which vLLM loads the tokenizer; unset: if there is one."""
     reasoning_parser: str | None = None
     """vLLM's name of the model's reasoning format: a form then applies after the reasoning. Unset: from the start."""
+    routed_experts: bool = False
+    """Return the experts that computed each token, of a mixture-of-experts model."""
     transfer_backend: str = ""
     """How trainers move weights themselves: nccl, ipc, or another of vLLM's; empty disables it."""
 
@@ -92,6 +94,14 @@ def engine_arguments(options: EngineOptions, chosen: VllmOptions, features: Feat
                 f"supported: {known}",
             )
         )
+    if chosen.routed_experts and not features.routed_experts:
+        needs = "a GPU and vLLM 0.32 or newer"
+        refused.append(
+            Violation(
+                "engine_options.routed_experts",
+                f"needs {needs}; this is vLLM {features.version} on {features.platform}",
+            )
+        )
     if chosen.structured_output and not structured:
         missing = "xgrammar, which is not installed" if not features.structured_output else f"{_TOKENIZER} in model_dir"
         refused.append(Violation("engine_options.structured_output", f"needs {missing}"))
@@ -115,7 +125,9 @@ def engine_arguments(options: EngineOptions, chosen: VllmOptions, features: Feat
         "kv_cache_memory_bytes": options.kv_cache_bytes or (CPU_KV_CACHE_BYTES if features.platform == "cpu" else None),
     }
     arguments |= chosen.model_dump(
-        exclude={"max_adapters", "max_adapter_rank", "sleep", "transfer_backend", "structured_output"}
+        exclude={
+            *("max_adapters", "max_adapter_rank", "sleep", "transfer_backend", "structured_output", "routed_experts")
+        }
     )
     if chosen.max_adapters:
         # Two versions of each may be in use during a replacement.
@@ -124,4 +136,6 @@ def engine_arguments(options: EngineOptions, chosen: VllmOptions, features: Feat
         arguments |= {"max_lora_rank": chosen.max_adapter_rank}
     if chosen.sleep:
         arguments["enable_sleep_mode"] = True
+    if chosen.routed_experts:
+        arguments["enable_return_routed_experts"] = True
     return {name: value for name, value in arguments.items() if value is not None}

@@ -11,9 +11,14 @@ from penstock_inference.engines.base import Sampling
 from penstock_inference.engines.response_format import FormatKind, ResponseFormat
 
 
-def sampling_params(sampling: Sampling, stops: Iterable[int], *, whole: bool) -> Any:
-    """Parameters of a generation that ends at `stops`; `whole` requests all output at the end, not token by token."""
+def sampling_params(sampling: Sampling, stops: Iterable[int], *, whole: bool, tensor_start: int = 0) -> Any:
+    """Parameters of a generation that ends at `stops`; `whole` requests all output at the end, not token by token.
+
+    `tensor_start`: the first position whose routed experts are wanted.
+    """
     form = sampling.response_format
+    # Only a vLLM that captures experts knows the parameter.
+    experts = {"routed_experts_prompt_start": tensor_start} if sampling.token_tensors else {}
     return SamplingParams(
         max_tokens=sampling.max_tokens,
         min_tokens=sampling.min_tokens,
@@ -33,6 +38,7 @@ def sampling_params(sampling: Sampling, stops: Iterable[int], *, whole: bool) ->
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY if whole else RequestOutputKind.DELTA,
         structured_outputs=None if form is None else _structured(form),
+        **experts,
     )
 
 

@@ -17,10 +17,12 @@ from typing import Any, Final, TypeVar
 import grpc
 import structlog
 
+from penstock.chat.v1 import completion_pb2
 from penstock.inference.v1 import inference_service_pb2 as pb
 from penstock.inference.v1 import inference_service_pb2_grpc as pb_grpc
+from penstock.values.token_tensors import MOST_BYTES
 from penstock_chassis.channel import error_from_rpc
-from penstock_chassis.errors import PenstockError, Unavailable
+from penstock_chassis.errors import FailedPrecondition, PenstockError, Unavailable
 from penstock_chassis.membership.members import Member, Source, Static
 from penstock_chassis.membership.peers import Peer, Peers, State, following
 from penstock_chassis.membership.routing import Route, Router
@@ -210,10 +212,18 @@ class EnginePool:
         flight = Flight(needs, engine.stub.Generate(request))
         engine.flights.add(flight)
         done = None
+        tensors: list[completion_pb2.TokenTensor] = []
+        size = 0
         try:
             async for event in flight.stream:
+                if event.HasField("delta"):
+                    tensors += event.delta.tensors
+                    size += sum(len(tensor.data) for tensor in event.delta.tensors)
+                    if size > MOST_BYTES:
+                        raise _too_large()
                 if event.HasField("done"):
                     done = event
+                    done.done.completion.tensors.extend(tensors)
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if not flight.moved_for or (task is not None and task.cancelling()):
@@ -393,3 +403,12 @@ async def engine_list(
 def unreachable(pools: Iterable[EnginePool]) -> Iterator[str]:
     """The names of the pools of which no engine answers."""
     return (pool.name for pool in pools if not pool.is_reachable())
+
+
+def _too_large() -> FailedPrecondition:
+    return FailedPrecondition(
+        f"The engine's tensors of this call have more than {MOST_BYTES} bytes: its prompt has too many new tokens for "
+        "token_tensors.",
+        reason="TENSORS_TOO_LARGE",
+        metadata={"limit": str(MOST_BYTES)},
+    )

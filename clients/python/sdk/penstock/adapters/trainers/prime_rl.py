@@ -4,11 +4,20 @@ Form: src/prime_rl/transports/rollouts/types.py of https://github.com/PrimeIntel
 (0.8.1.dev67, 2026-08-21): a flat sequence with a mask, and advantages per token.
 """
 
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 import numpy as np
 
+from penstock.adapters.trainers.experts import experts_of, with_last
 from penstock.adapters.trainers.selection import Row, Selection
+
+
+class RoutedExperts(TypedDict):
+    """The fields of a `RoutedExperts`; `RoutedExperts(**it)` makes it. The shape: tokens, layers, experts per token."""
+
+    data: bytes
+    shape: list[int]
+    dtype: str
 
 
 class TrainingSample(TypedDict):
@@ -20,19 +29,25 @@ class TrainingSample(TypedDict):
     temperatures: list[float]
     env_name: str
     advantages: list[float]
+    routed_experts: NotRequired[RoutedExperts]
 
 
 def training_samples(selection: Selection, *, env_name: str, temperature: float = 1.0) -> list[TrainingSample]:
     """Returns a sample per sequence.
 
     The advantage is the reward minus its group's mean, prime-rl's default; a rollout counts once in the mean, and all
-    its sequences have its advantage: prime-rl's loss is a sum over tokens.
+    its sequences have its advantage: prime-rl's loss is a sum over tokens. Routed experts, if the sequences have them
+    (read with `tensors=True`), are of each token, 0 for the last.
 
     Args:
         selection: of any number of groups.
         env_name: of the environment, by which prime-rl keeps its metrics.
         temperature: of the sampling, for trajectories without calls, such as those of `results()`.
+
+    Raises:
+        InvalidArgument: as `experts_of`.
     """
+    experts = experts_of(selection.rows)
     advantages = selection.advantages(scale=False)
     samples = []
     for place in selection.places:
@@ -48,6 +63,13 @@ def training_samples(selection: Selection, *, env_name: str, temperature: float 
                     advantages=np.where(trained, advantages[place.rollout_id], 0.0).tolist(),
                 )
             )
+    for made, own in zip(samples, experts or (), strict=False):
+        whole = with_last(own)
+        made["routed_experts"] = RoutedExperts(
+            data=whole.astype(whole.dtype.newbyteorder("<"), copy=False).tobytes(),
+            shape=list(whole.shape),
+            dtype=whole.dtype.name,
+        )
     return samples
 
 

@@ -6,6 +6,7 @@ Forms: skyrl/train/generators/base.py (`GeneratorOutput`) and skyrl/train/utils/
 
 from typing import TypedDict
 
+from penstock.adapters.trainers.experts import experts_of, with_last
 from penstock.adapters.trainers.selection import Place, Row, Selection
 from penstock.client.errors import InvalidArgument
 
@@ -29,10 +30,13 @@ class GeneratorOutput(TypedDict):
     rollout_logprobs: list[list[float]]
     trajectory_ids: list[TrajectoryId]
     is_last_step: list[bool] | None
+    rollout_expert_indices: list[list[list[list[int]]]] | None
 
 
 def generator_output(selection: Selection, *, filler_token_id: int, step_wise: bool = False) -> GeneratorOutput:
     """Returns one row per rollout in order; with `step_wise` one per sequence, those of a rollout side by side.
+
+    Routed experts, if the sequences have them, are of prompt and response, 0 for the last token.
 
     SkyRL needs a row for each prompt, and has no rollouts without a reward. A dropped rollout is a single masked token
     with the mean reward of its group's kept rollouts: it is not trained, and moves no baseline.
@@ -45,11 +49,13 @@ def generator_output(selection: Selection, *, filler_token_id: int, step_wise: b
             reward and gives it to all rows of the rollout, so that a rollout counts once.
 
     Raises:
-        InvalidArgument: `SEVERAL_SEQUENCES`, a rollout has more than one, and it is not step-wise.
+        InvalidArgument: `SEVERAL_SEQUENCES`, a rollout has more than one, and it is not step-wise; as `experts_of`.
     """
+    experts = experts_of(selection.rows)
     output = GeneratorOutput(
         prompt_token_ids=[], response_ids=[], rewards=[], loss_masks=[], stop_reasons=[], rollout_metrics={},
         rollout_logprobs=[], trajectory_ids=[], is_last_step=[] if step_wise else None,
+        rollout_expert_indices=None if experts is None else [],
     )  # fmt: skip
     repetitions: dict[str, int] = {}
     for place in selection.places:
@@ -65,6 +71,14 @@ def generator_output(selection: Selection, *, filler_token_id: int, step_wise: b
         for number, row in enumerate(rows, 1):
             _add(output, selection, place, row, filler_token_id, number == len(rows))
             output["trajectory_ids"].append(TrajectoryId(instance_id=place.group, repetition_id=repetition))
+    if experts is not None:
+        own = iter(experts)
+        # A dropped rollout is masked: SkyRL fills up with zeros what has no rows.
+        output["rollout_expert_indices"] = [
+            with_last(next(own)).tolist() if place.rows else []
+            for place in selection.places
+            for _ in place.rows or (0,)
+        ]
     kept = [place for place in selection.places if place.rows]
     output["rollout_metrics"] = {
         "penstock/rollouts": float(len(kept)),

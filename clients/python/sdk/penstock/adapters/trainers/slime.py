@@ -2,13 +2,16 @@
 
 Form: slime/utils/types.py (`Sample`) of https://github.com/THUDM/slime at 0d234f3, and `Sample.rollout_id`, which later
 versions have: samples that share it are one rollout, whose loss has one denominator and whose reward counts once.
+Routed experts as slime/observability/rollout_data_utils.py checks them at 624b824.
 """
 
-from collections.abc import Callable
-from typing import Any, TypedDict
+from collections.abc import Callable, Sequence
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
+from numpy.typing import NDArray
 
+from penstock.adapters.trainers.experts import as_type, experts_of, in_all_layers
 from penstock.adapters.trainers.selection import Place, Row, Selection
 
 
@@ -30,6 +33,7 @@ class Sample(TypedDict):
     status: str
     session_id: str
     metadata: dict[str, Any]
+    rollout_routed_experts: NotRequired[NDArray[np.int32]]
 
 
 def samples(
@@ -39,6 +43,7 @@ def samples(
     first_group_index: int = 0,
     first_index: int = 0,
     decode: Callable[[list[int]], str] | None = None,
+    dense_layers: Sequence[int] = (),
 ) -> list[list[Sample]]:
     """Returns groups of samples, a sample per sequence.
 
@@ -51,15 +56,28 @@ def samples(
         filler_token_id: for dropped rollouts; the tokenizer's padding.
         first_group_index, first_index: of the first group and rollout; the others count on.
         decode: the tokenizer's, for texts; None = empty ones.
+        dense_layers: the layers of a mixture-of-experts model that have no experts, from 0: slime expects routed
+            experts, if the sequences have them, of all layers, and of all tokens but the last.
+
+    Raises:
+        InvalidArgument: as `experts_of` and `in_all_layers`.
     """
+    experts = experts_of(selection.rows)
+    own = iter([in_all_layers(as_type(one, np.int32), dense_layers) for one in experts or ()])
     groups: dict[str, list[Sample]] = {place.group: [] for place in selection.places}
     numbers = {group: number for number, group in enumerate(groups, first_group_index)}
     for index, place in enumerate(selection.places, first_index):
         members = groups[place.group]
         for row in place.rows:
             members.append(_sample(row, numbers[place.group], index, decode))
+            if experts is not None:
+                members[-1]["rollout_routed_experts"] = next(own)
         if not place.rows:
             members.append(_filler(selection, place, numbers[place.group], index, filler_token_id))
+            if experts:
+                # One row, for two tokens: slime takes zeros in all layers for a capture that failed.
+                layers, count = experts[0].shape[1] + len(dense_layers), experts[0].shape[2]
+                members[-1]["rollout_routed_experts"] = np.tile(np.arange(count, dtype=np.int32), (1, layers, 1))
     return list(groups.values())
 
 

@@ -8,11 +8,12 @@ verl/protocol.py (`DataProto`), of verl 0.9.1 on PyPI.
     DataProto.from_dict(tensors, non_tensors=batch["non_tensor_batch"], meta_info=batch["meta_info"])
 """
 
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.adapters.trainers.experts import as_type, experts_of
 from penstock.adapters.trainers.selection import Row, Selection
 from penstock.client.errors import InvalidArgument
 
@@ -36,6 +37,7 @@ class AgentLoopOutput(TypedDict):
     num_turns: int
     metrics: dict[str, float]
     extra_fields: dict[str, Any]
+    routed_experts: NotRequired[NDArray[np.int16]]
 
 
 def data_proto(
@@ -51,7 +53,8 @@ def data_proto(
     The batch has prompts, responses, input_ids, attention_mask, position_ids and response_mask as int64,
     rollout_log_probs and rm_scores (the rollout's reward at the last token of the response) as float32. The rest has
     uid (the group), rollout_id, sample_id, weight, truncated, the policy versions as min_global_steps and
-    max_global_steps, and `__num_turns__`.
+    max_global_steps, and `__num_turns__`. If the sequences have routed experts (read with `tensors=True`), so has the
+    batch: int16, (rows, prompt and response, layers, experts per token), 0 for padding and for the last token.
 
     Args:
         selection: of any number of groups.
@@ -61,7 +64,7 @@ def data_proto(
             so that one with branches counts several times in its group's mean; these count it once.
 
     Raises:
-        InvalidArgument: `SEQUENCE_TOO_LONG`; `EMPTY`, there is no row.
+        InvalidArgument: `SEQUENCE_TOO_LONG`; `EMPTY`, there is no row; as `experts_of`.
     """
     rows = selection.rows
     if not rows:
@@ -91,6 +94,13 @@ def data_proto(
         "rollout_log_probs": _padded([row.response_logprobs for row in rows], response_length, 0, np.float32),
         "rm_scores": scores,
     }
+    experts = experts_of(rows)
+    if experts is not None:
+        shape = experts[0].shape[1:]
+        whole = batch["routed_experts"] = np.zeros((len(rows), prompt_length + response_length, *shape), np.int16)
+        for line, row, own in zip(whole, rows, experts, strict=True):
+            start = prompt_length - row.sample.prompt_count
+            line[start : start + len(own)] = as_type(own, np.int16)
     if advantages:
         found = selection.advantages()
         per_row = np.array([found[row.trajectory.rollout_id] for row in rows], np.float32)
@@ -112,8 +122,15 @@ def data_proto(
 
 
 def agent_loop_outputs(selection: Selection) -> list[AgentLoopOutput]:
-    """Returns an output per sequence, for a custom agent loop: `extra_fields` identifies the rows."""
-    return [
+    """Returns an output per sequence, for a custom agent loop: `extra_fields` identifies the rows.
+
+    `routed_experts`, if the sequences have them, are of all tokens but the last, for which verl has zeros.
+
+    Raises:
+        InvalidArgument: as `experts_of`.
+    """
+    experts = experts_of(selection.rows)
+    outputs = [
         AgentLoopOutput(
             prompt_ids=row.prompt_ids.tolist(),
             response_ids=row.response_ids.tolist(),
@@ -136,6 +153,9 @@ def agent_loop_outputs(selection: Selection) -> list[AgentLoopOutput]:
         for place in selection.places
         for row in place.rows
     ]
+    for output, own in zip(outputs, experts or (), strict=False):
+        output["routed_experts"] = as_type(own, np.int16)
+    return outputs
 
 
 def _turns(row: Row) -> int:

@@ -55,6 +55,7 @@ def export(
     label: Labels = None,
     bodies: Annotated[bool, typer.Option(help="With the agents' request bodies (table turns).")] = False,
     top: Annotated[bool, typer.Option(help="With the alternatives of sampled tokens (top-k logprobs).")] = False,
+    tensors: Annotated[bool, typer.Option(help="With the rows of tensors of tokens (routed experts).")] = False,
     grade: Annotated[str, typer.Option(help="Rewards of the further grade of this name; default: the first.")] = "",
     prices: PriceFile = None,
     all_namespaces: AllNamespaces = False,
@@ -64,8 +65,8 @@ def export(
     """Write the trajectories of ended rollouts to a file."""
     labels = label_filter(label)
     directory_of(file)
-    if as_atif and (table is not None or format_ is not None or top):
-        usage_error("--atif has no --table, --format and --top")
+    if as_atif and (table is not None or format_ is not None or top or tensors):
+        usage_error("--atif has no --table, --format, --top and --tensors")
     kept = table or Table.SEQUENCES
     if prices is not None and not as_atif and kept is not Table.ROLLOUTS:
         usage_error("--prices goes with --table rollouts, or with --atif")
@@ -101,6 +102,7 @@ def export(
                 agent=agent,
                 bodies=bodies or as_atif or kept is Table.CHAT,
                 top=top,
+                tensors=tensors,
                 grade=grade,
                 all_namespaces=all_namespaces,
             )

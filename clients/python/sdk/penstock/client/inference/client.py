@@ -24,6 +24,7 @@ from penstock.client.types.logprob_diff import GapReport
 from penstock.client.wire import chat as wire
 from penstock.inference.v1 import inference_service_pb2 as pb
 from penstock.inference.v1 import inference_service_pb2_grpc as pb_grpc
+from penstock.values import token_tensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +85,7 @@ class InferenceClient:
         adapter: str = "",
         min_version: int | None = None,
         exact_version: int | None = None,
+        tensor_start: int = 0,
         timeout: float | None = None,
     ) -> chat.Completion:
         """Samples one completion. Cancelling it aborts the generation.
@@ -96,17 +98,22 @@ class InferenceClient:
             adapter: a loaded adapter; empty = the base weights.
             min_version: wait until at least these weights are in force.
             exact_version: refuse unless exactly these are.
+            tensor_start: the first token of which `sampling.token_tensors` wants a row: after a call of the same
+                conversation, the number of tokens of its prompt and completion, less one.
             timeout: seconds; None = none.
 
         Raises:
             PenstockError: the service's error.
         """
         request = self._request(prompt, sampling, seed, session_id, adapter, min_version, exact_version)
+        request.tensor_start = tensor_start
         done: chat.Completion | None = None
+        tensors: list[completion_pb2.TokenTensor] = []
         async with aclosing(self._service.stream(self._stub.Generate, request, timeout=timeout)) as events:
             async for event in events:
+                tensors += event.delta.tensors
                 if event.HasField("done"):
-                    done = wire.completion_from(event.done.completion)
+                    done = _whole(event.done.completion, tensors)
         if done is None:
             raise Internal("The generation ended without its result", reason="STREAM_CUT")
         return done
@@ -121,17 +128,23 @@ class InferenceClient:
         adapter: str = "",
         min_version: int | None = None,
         exact_version: int | None = None,
+        tensor_start: int = 0,
         timeout: float | None = None,
     ) -> AsyncGenerator[chat.Completion, None]:
-        """As `generate`, but streamed: yields partial completions as they come, then the whole one as the last."""
+        """As `generate`, but streamed: yields partial completions as they come, then the whole one, with its tensors,
+        as the last.
+        """
         request = self._request(prompt, sampling, seed, session_id, adapter, min_version, exact_version)
         request.stream = True
+        request.tensor_start = tensor_start
+        tensors: list[completion_pb2.TokenTensor] = []
         async with aclosing(self._service.stream(self._stub.Generate, request, timeout=timeout)) as events:
             async for event in events:
-                if event.HasField("delta"):
+                tensors += event.delta.tensors
+                if event.delta.HasField("span"):
                     yield wire.completion_from(completion_pb2.Completion(span=event.delta.span))
                 elif event.HasField("done"):
-                    yield wire.completion_from(event.done.completion)
+                    yield _whole(event.done.completion, tensors)
 
     async def render(self, prompt: Prompt, *, add_generation_prompt: bool = True) -> chat.TokenIds:
         """Returns the tokens of messages by the model's template: int32, shape (n,), read-only.
@@ -523,6 +536,14 @@ class InferenceClient:
         if exact_version is not None:
             request.version.exact_version = exact_version
         return request
+
+
+def _whole(completion: completion_pb2.Completion, tensors: Sequence[completion_pb2.TokenTensor]) -> chat.Completion:
+    """A completion with the tensors that came before it, in pieces."""
+    joined = token_tensors.merged(map(token_tensors.read, (*tensors, *completion.tensors)))
+    completion.ClearField("tensors")
+    completion.tensors.extend(token_tensors.write(one, with_data=True) for one in joined)
+    return wire.completion_from(completion)
 
 
 def _chat(prompt: Prompt) -> pb.ChatPrompt:

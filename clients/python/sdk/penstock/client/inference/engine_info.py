@@ -33,6 +33,8 @@ class EngineInfo:
     """Fields of `Sampling` that it supports."""
     transfer_backends: tuple[str, ...]
     """Transports by which a trainer may move weights itself (`InferenceClient.init_transfer`)."""
+    token_tensors: tuple[str, ...]
+    """Names for `Sampling.token_tensors`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +95,7 @@ info_from: Final = reader(
     renamed={
         "sampling_fields": "capabilities.sampling_fields",
         "transfer_backends": "capabilities.transfer_backends",
+        "token_tensors": "capabilities.token_tensors",
     },
     by={
         "capabilities": lambda answer: frozenset(

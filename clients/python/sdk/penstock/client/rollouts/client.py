@@ -445,13 +445,14 @@ class RolloutsClient:
         samples_only: bool = False,
         bodies: bool = False,
         top: bool = False,
+        tensors: bool = False,
         grade: str = "",
     ) -> Trajectory:
         """See `RolloutHandle.trajectory`."""
         _, found = await self._drivers.having(
             rollout_id,
             lambda driver: driver.trajectory(
-                rollout_id, samples_only=samples_only, bodies=bodies, top=top, grade=grade
+                rollout_id, samples_only=samples_only, bodies=bodies, top=top, tensors=tensors, grade=grade
             ),
         )
         return found
@@ -466,10 +467,12 @@ class RolloutsClient:
         agent: str | None = None,
         bodies: bool = False,
         top: bool = False,
+        tensors: bool = False,
         grade: str = "",
         all_namespaces: bool = False,
     ) -> AsyncGenerator[tuple[Trajectory, results.Outcome], None]:
-        """Yields the trajectories of all matching ended rollouts; with request bodies and alternatives if requested.
+        """Yields the trajectories of all matching ended rollouts; with request bodies, alternatives and the rows of
+        tensors if requested.
 
         `grade`: with the reward of the further grade of this name, or none. Outcomes are as they ended.
 
@@ -482,7 +485,7 @@ class RolloutsClient:
             include_top=top,
             grade=grade,
         )
-        exports = [_exported(driver, request) for driver in await self._drivers.all()]
+        exports = [_exported(driver, request, tensors=tensors) for driver in await self._drivers.all()]
         async with aclosing(one_after_another(exports)) as found:
             async for item in found:
                 yield item
@@ -561,7 +564,7 @@ class GroupsClient:
 
 
 async def _exported(
-    driver: Driver, request: pb.ExportTrajectoriesRequest
+    driver: Driver, request: pb.ExportTrajectoriesRequest, *, tensors: bool
 ) -> AsyncGenerator[tuple[Trajectory, results.Outcome], None]:
     whole: trajectory_pb2.Trajectory | None = None
     outcome = rollout_pb2.Outcome()
@@ -569,12 +572,16 @@ async def _exported(
         async for fragment in fragments:
             part = fragment.trajectory
             if whole is not None and part.rollout_id and part.rollout_id != whole.rollout_id:
+                if tensors:
+                    await driver.add_tensors(whole)
                 yield wire_results.trajectory(whole), wire_results.outcome(outcome)
                 whole = None
             if whole is None:
                 whole, outcome = trajectory_pb2.Trajectory(), fragment.outcome
             whole.MergeFrom(part)
     if whole is not None:
+        if tensors:
+            await driver.add_tensors(whole)
         yield wire_results.trajectory(whole), wire_results.outcome(outcome)
 
 

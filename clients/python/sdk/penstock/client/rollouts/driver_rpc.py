@@ -1,11 +1,13 @@
 """The driver's RPCs as the handles use them: reads, waits that survive a restart, trajectories, sessions."""
 
 import asyncio
+import hashlib
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Final, Protocol, TypeVar
 
-from penstock.client.errors import DeadlineExceeded, FailedPrecondition, NotFound, PenstockError, Unavailable
+from penstock.chat.v1 import completion_pb2
+from penstock.client.errors import DataLoss, DeadlineExceeded, FailedPrecondition, NotFound, PenstockError, Unavailable
 from penstock.client.intercept.calls import ModelCall
 from penstock.client.intercept.session import InterceptSession, Selector
 from penstock.client.transport.cluster import Cluster, Member
@@ -134,23 +136,48 @@ class Driver:
         samples_only: bool = False,
         bodies: bool = False,
         top: bool = False,
+        tensors: bool = False,
         grade: str = "",
     ) -> Trajectory:
-        """Fetches an ended rollout's trajectory."""
+        """Fetches an ended rollout's trajectory; with the rows of tensors of its calls and samples if requested."""
         request = pb.GetTrajectoryRequest(
             rollout_id=rollout_id, samples_only=samples_only, include_bodies=bodies, include_top=top, grade=grade
         )
         whole = trajectory_pb2.Trajectory()
         for fragment in await self.service.collect(self.stub.GetTrajectory, request, timeout=RESULT_TIMEOUT_S):
             whole.MergeFrom(fragment.trajectory)
+        if tensors:
+            await self.add_tensors(whole)
         return wire_results.trajectory(whole)
 
-    async def result(self, rollout_id: str, *, samples_only: bool, top: bool) -> results.RolloutResult:
+    async def add_tensors(self, trajectory: trajectory_pb2.Trajectory) -> None:
+        """Fetches the rows of all tensors that a trajectory's calls and samples describe.
+
+        Raises DataLoss `TENSOR_DAMAGED`: what came is not what the digest says.
+        """
+        for call in trajectory.calls:
+            for tensor in call.completion.tensors:
+                tensor.data = await self._rows(trajectory.rollout_id, tensor, call_id=call.call_id)
+        for sample in trajectory.samples:
+            for tensor in sample.tensors:
+                tensor.data = await self._rows(trajectory.rollout_id, tensor, sample_id=sample.sample_id)
+
+    async def _rows(self, rollout_id: str, tensor: completion_pb2.TokenTensor, **holder: str) -> bytes:
+        request = pb.GetTensorRequest(rollout_id=rollout_id, name=tensor.name, start=tensor.start, **holder)
+        pieces = await self.service.collect(self.stub.GetTensor, request, timeout=RESULT_TIMEOUT_S)
+        data = b"".join(piece.tensor.data for piece in pieces)
+        if hashlib.sha256(data).digest() != tensor.sha256:
+            raise DataLoss(f"A tensor of {rollout_id} arrived damaged", reason="TENSOR_DAMAGED")
+        return data
+
+    async def result(
+        self, rollout_id: str, *, samples_only: bool, top: bool, tensors: bool = False
+    ) -> results.RolloutResult:
         """Returns an ended rollout with its trajectory, None where the gate was never opened."""
         info = await self.get(rollout_id, timeout=RESULT_TIMEOUT_S)
         trajectory = None
         try:
-            trajectory = await self.trajectory(rollout_id, samples_only=samples_only, top=top)
+            trajectory = await self.trajectory(rollout_id, samples_only=samples_only, top=top, tensors=tensors)
         except FailedPrecondition as error:
             if error.reason != "TRAJECTORY_ABSENT":
                 raise

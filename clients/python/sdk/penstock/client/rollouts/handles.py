@@ -88,7 +88,13 @@ class RolloutHandle:
         return results.RolloutResult(self.info, self.info.outcome or results.Outcome())
 
     async def trajectory(
-        self, *, samples_only: bool = False, bodies: bool = False, top: bool = False, grade: str = ""
+        self,
+        *,
+        samples_only: bool = False,
+        bodies: bool = False,
+        top: bool = False,
+        tensors: bool = False,
+        grade: str = "",
     ) -> Trajectory:
         """Fetches the ended rollout's trajectory.
 
@@ -96,6 +102,8 @@ class RolloutHandle:
             samples_only: without calls and branches: enough for training.
             bodies: with the agent's request bodies.
             top: with the rows of alternatives (top-k logprobs), 8 * k bytes per sampled token.
+            tensors: with the rows of tensors (`TokenTensor`) of samples and calls. Routed experts are layers x experts
+                per token bytes a token, or twice that with more than 256 experts.
             grade: with the reward of the further grade of this name; empty = of the first one.
 
         Raises:
@@ -103,7 +111,7 @@ class RolloutHandle:
             FailedPrecondition: `ROLLOUT_RUNNING`; `TRAJECTORY_ABSENT`: it ended before the gate was opened.
         """
         return await self._driver.trajectory(
-            self.rollout_id, samples_only=samples_only, bodies=bodies, top=top, grade=grade
+            self.rollout_id, samples_only=samples_only, bodies=bodies, top=top, tensors=tensors, grade=grade
         )
 
     async def calls(self, *, credits: int = 64, policy_version: int | None = None) -> AsyncGenerator[ModelCall, None]:
@@ -254,22 +262,26 @@ class GroupHandle:
         return self.info
 
     async def as_ended(
-        self, *, samples_only: bool = True, top: bool = False
+        self, *, samples_only: bool = True, top: bool = False, tensors: bool = False
     ) -> AsyncGenerator[results.RolloutResult, None]:
         """Yields each rollout as it ends, with its trajectory (None where the gate was never opened)."""
         async with aclosing(self.events(summary=True)) as events:
             async for event in events:
                 if isinstance(event.payload, results.Ended):
-                    yield await self._driver.result(event.rollout_id, samples_only=samples_only, top=top)
+                    yield await self._driver.result(
+                        event.rollout_id, samples_only=samples_only, top=top, tensors=tensors
+                    )
 
-    async def results(self, *, samples_only: bool = True, top: bool = False) -> list[results.RolloutResult]:
+    async def results(
+        self, *, samples_only: bool = True, top: bool = False, tensors: bool = False
+    ) -> list[results.RolloutResult]:
         """Waits for all; returns every rollout ordered by index, failed ones and spares included.
 
         Those that count are `info.result_rollout_ids`. Trajectories have samples only, unless `samples_only` is False;
-        `top`: with alternatives, as in `RolloutHandle.trajectory`.
+        `top`: with alternatives, `tensors`: with the rows of tensors, as in `RolloutHandle.trajectory`.
         """
         by_id: dict[str, results.RolloutResult] = {}
-        async with aclosing(self.as_ended(samples_only=samples_only, top=top)) as ended:
+        async with aclosing(self.as_ended(samples_only=samples_only, top=top, tensors=tensors)) as ended:
             async for result in ended:
                 by_id[result.rollout_id] = result
         return sorted(by_id.values(), key=lambda result: result.rollout.index)

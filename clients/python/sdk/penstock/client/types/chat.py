@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from penstock.client.errors import InvalidArgument
 from penstock.values import OpenEnum
+from penstock.values.token_tensors import DTYPES
 
 TokenIds: TypeAlias = NDArray[np.int32]
 """Token ids, shape (n,)."""
@@ -157,7 +158,7 @@ class Sampling:
     """Sampling parameters. None (or an empty tuple) = unset: the sampler's default applies.
 
     Ranges: temperature [0, 5], 0 being greedy; top_p (0, 1]; top_k >= 1; min_p [0, 1]; max_tokens >= 1; n is 1 wherever
-    a conversation is captured; top_logprobs 0 to 20.
+    a conversation is captured; top_logprobs 0 to 20; token_tensors: "routed_experts", of an engine that has it.
     """
 
     temperature: float | None = None
@@ -177,6 +178,7 @@ class Sampling:
     thinking: bool | None = None
     thinking_budget_tokens: int | None = None
     response_format_json: str | None = None
+    token_tensors: tuple[str, ...] = ()
 
     def replace(self, **changes: Any) -> "Sampling":
         """Returns a copy with some fields changed."""
@@ -211,6 +213,49 @@ class Timings:
     decode: float | None = None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenTensor:
+    """What an engine computed beside tokens, one row for each of consecutive tokens.
+
+    Attributes:
+        name: "routed_experts": the experts that computed each token; a row is (layers, experts per token).
+        dtype: numpy's name, such as "uint8".
+        start: the first row's token: among those of prompt and completion, or of the sample. A sequence's last token
+            has no row, since the model was not run on it.
+        shape: the number of rows, then the shape of a row.
+        rows: of that shape and type, read-only; None where they were left out.
+        sha256: of the rows as little-endian bytes; empty = not known.
+    """
+
+    name: str
+    dtype: str
+    start: int
+    shape: tuple[int, ...]
+    rows: NDArray[Any] | None = None
+    sha256: bytes = b""
+
+    @classmethod
+    def of(cls, name: str, rows: ArrayLike, start: int = 0) -> Self:
+        """Returns a tensor of whole numbers, with rows for the tokens from `start` on.
+
+        Raises:
+            InvalidArgument: `TENSOR_SHAPE`, the rows are not (rows, layers, experts per token), or no whole numbers.
+        """
+        array = np.ascontiguousarray(rows)
+        if array.ndim != 3 or array.dtype.name not in DTYPES:
+            raise InvalidArgument(
+                f"{name} must be (rows, layers, experts per token) of {', '.join(DTYPES)}, not {array.shape} of "
+                f"{array.dtype.name}",
+                reason="TENSOR_SHAPE",
+            )
+        return cls(name, array.dtype.name, start, array.shape, array)
+
+    @property
+    def end(self) -> int:
+        """The token after the last row's."""
+        return self.start + self.shape[0]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Completion:
     """The answer of an engine or a trainer to a call: every sampled token, the stop token included.
@@ -223,6 +268,8 @@ class Completion:
         top_token_ids, top_logprobs: alternatives, int32 and float32 of shape (n, k), if sampling.top_logprobs requested
             them; likeliest first. A row with fewer ends with id -1 and -inf. None = none, or they were left out.
         top_count: k, also if the rows were left out; `top_sha256` then identifies them.
+        tensors: as sampling.token_tensors asked, for tokens of prompt and completion. Rows that an earlier call of the
+            conversation has may be missing.
     """
 
     token_ids: TokenIds | None = None
@@ -243,6 +290,7 @@ class Completion:
     top_logprobs: NDArray[np.float32] | None = None
     top_count: int = 0
     top_sha256: bytes = b""
+    tensors: tuple[TokenTensor, ...] = ()
 
     @classmethod
     def of_tokens(
@@ -257,10 +305,12 @@ class Completion:
         sampling_used: Sampling | None = None,
         top_token_ids: ArrayLike | None = None,
         top_logprobs: ArrayLike | None = None,
+        tensors: Sequence[TokenTensor] = (),
     ) -> Self:
         """Returns a completion from a trainer's own engine: any array-like, all sampled by one policy version.
 
         `top_token_ids` and `top_logprobs` are alternatives, shape (n, k), k at most 20, likeliest first in each row.
+        `tensors` count positions from the prompt's first token.
 
         Raises:
             InvalidArgument: the arrays are not one-dimensional or differ in length; the alternatives are not (n, k);
@@ -289,6 +339,7 @@ class Completion:
             top_token_ids=top_ids,
             top_logprobs=top,
             top_count=check_top(len(ids), top_ids, top),
+            tensors=tuple(tensors),
         )
 
     @classmethod

@@ -9,7 +9,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.client.types.chat import Completion, Logprobs, LogprobsMode, Sampling, TokenIds, Tool, VersionSpan
+from penstock.client.errors import InvalidArgument
+from penstock.client.types.chat import (
+    Completion,
+    Logprobs,
+    LogprobsMode,
+    Sampling,
+    TokenIds,
+    TokenTensor,
+    Tool,
+    VersionSpan,
+)
+from penstock.values.token_tensors import ROUTED_EXPERTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +236,7 @@ class Sample:
             not, `RolloutCredit.annotated` does.
         token_rewards: float32, shape (n,): the verifier's for each token, 0.0 where it gave none. None = it gave none
             for any. A turn that several samples have, has them in each: multiply by the mask to count each once.
+        tensors: those of its calls, joined, with positions in `input_ids`; their rows only if they were asked for.
     """
 
     sample_id: str
@@ -245,9 +257,49 @@ class Sample:
     branch_call_id: str = ""
     advantages: NDArray[np.float32] | None = None
     token_rewards: NDArray[np.float32] | None = None
+    tensors: tuple[TokenTensor, ...] = ()
 
     def __len__(self) -> int:
         return len(self.input_ids)
+
+    def routed_experts(self, fill: int | None = None) -> NDArray[Any] | None:
+        """Returns the experts of each token but the last, which was not computed: (n - 1, layers, experts per token).
+
+        Args:
+            fill: the id for tokens whose routing was not captured; None = that is an error. A negative one makes the
+                type signed.
+
+        Returns:
+            None: no call asked for them, or its engine had none.
+
+        Raises:
+            InvalidArgument: `TENSOR_LEFT_OUT`, the trajectory was read without `tensors=True`; `TENSOR_GAP`, tokens
+                have no row; `TENSOR_SHAPE`, calls have rows of several shapes.
+        """
+        found = sorted((one for one in self.tensors if one.name == ROUTED_EXPERTS), key=lambda one: one.start)
+        if not found:
+            return None
+        if len({one.shape[1:] for one in found}) > 1:
+            raise InvalidArgument(f"{self.sample_id} has routed experts of several models", reason="TENSOR_SHAPE")
+        covered = np.zeros(len(self) - 1, np.bool_)
+        dtype = np.result_type(*(one.dtype for one in found), *([] if fill is None or fill >= 0 else [np.int8]))
+        experts = np.full((len(self) - 1, *found[0].shape[1:]), fill or 0, dtype)
+        for one in found:
+            if one.rows is None:
+                raise InvalidArgument(
+                    f"{self.sample_id} was read without its routed experts: read it with tensors=True",
+                    reason="TENSOR_LEFT_OUT",
+                )
+            experts[one.start : one.end] = one.rows
+            covered[one.start : one.end] = True
+        if fill is None and not covered.all():
+            first = int(np.flatnonzero(~covered)[0])
+            raise InvalidArgument(
+                f"{int((~covered).sum())} tokens of {self.sample_id} have no routed experts, the first at {first}: "
+                "pass `fill`, or leave the sample out",
+                reason="TENSOR_GAP",
+            )
+        return experts
 
     @property
     def turn_rewards(self) -> NDArray[np.float64]:

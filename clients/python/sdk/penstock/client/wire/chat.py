@@ -139,6 +139,25 @@ def float_bytes(array: NDArray[np.float32] | None) -> bytes:
     return b"" if array is None else array.astype("<f4", copy=False).tobytes()
 
 
+def tensor_from(message: completion_pb2.TokenTensor) -> chat.TokenTensor:
+    """Converts a tensor of tokens, its rows to a read-only view; without them if they were left out."""
+    shape = tuple(message.shape)
+    rows = None
+    if message.data:
+        rows = np.frombuffer(message.data, np.dtype(message.dtype).newbyteorder("<")).reshape(shape)
+    return chat.TokenTensor(message.name, message.dtype, message.start, shape, rows, message.sha256)
+
+
+def tensor_to(value: chat.TokenTensor) -> completion_pb2.TokenTensor:
+    """Converts a tensor of tokens, with its rows if it has them."""
+    message = completion_pb2.TokenTensor(
+        name=value.name, dtype=value.dtype, start=value.start, shape=value.shape, sha256=value.sha256
+    )
+    if value.rows is not None:
+        message.data = value.rows.astype(np.dtype(value.dtype).newbyteorder("<"), copy=False).tobytes()
+    return message
+
+
 def sampling_to(value: chat.Sampling | None) -> chat_pb2.Sampling | None:
     """Converts sampling; None becomes unset."""
     return None if value is None else _sampling_to(value)
@@ -212,6 +231,7 @@ def completion_to(value: chat.Completion) -> completion_pb2.Completion:
         message.timings.CopyFrom(_timings_to(value.timings))
     if value.usage is not None:
         message.usage.CopyFrom(_usage_to(value.usage))
+    message.tensors.extend(map(tensor_to, value.tensors))
     return message
 
 
@@ -265,6 +285,7 @@ def completion_from(message: completion_pb2.Completion) -> chat.Completion:
         top_logprobs=top_logprobs(span) if span.top_count else None,
         top_count=span.top_count,
         top_sha256=span.top_sha256,
+        tensors=tuple(map(tensor_from, message.tensors)),
     )
 
 

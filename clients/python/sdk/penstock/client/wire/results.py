@@ -19,6 +19,8 @@ from penstock.client.wire.chat import (
     logprobs,
     read_number,
     recorded_to,
+    tensor_from,
+    tensor_to,
     time,
     token_ids,
     top_ids,
@@ -192,6 +194,7 @@ sample: Final = reader(
         "top_token_ids": top_ids,
         "top_logprobs": top_logprobs,
         "token_rewards": lambda message: logprobs(message.token_rewards) if message.token_rewards else None,
+        "tensors": lambda message: tuple(map(tensor_from, message.tensors)),
     },
 )
 """Converts a sample."""
@@ -251,6 +254,7 @@ writer(
         "top_logprobs": lambda value: float_bytes(value.top_logprobs),
         "token_rewards": lambda value: float_bytes(value.token_rewards),
         "logprobs_mode": lambda value: read_number(completion_pb2.LogprobsMode, value.logprobs_mode, "LOGPROBS_MODE_"),
+        "tensors": lambda value: map(tensor_to, value.tensors),
         "count": len,
         "top_count": lambda value: max(
             (array.shape[1] for array in (value.top_token_ids, value.top_logprobs) if array is not None), default=0

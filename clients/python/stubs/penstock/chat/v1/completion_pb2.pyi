@@ -146,7 +146,8 @@ class TokenTensor(_message.Message):
       it. A row has the shape [layers, experts per token]. It has logical expert ids, from 0 within a layer, before load
       balancing and without shared experts; mixture-of-experts layers only, in model order, without prediction (MTP) layers.
     - "sampling_mask": the ids of the tokens that top-k, top-p and min-p left to choose from, int32, ascending. Row i is of the
-      choice of token i: sampled tokens only. Its rows differ in length; the length -1 = not captured, without data.
+      choice of token i: sampled tokens only. Its rows differ in length; the length -1 = not captured, without data. No service
+      has it yet.
 
     Several tensors with one name are allowed, for example to keep each below the limit of a message. Their rows do not overlap.
     Tokens in none of them were not captured.

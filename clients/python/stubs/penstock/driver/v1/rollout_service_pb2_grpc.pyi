@@ -686,6 +686,7 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         them; or, with RetryInfo, other requests are being checked).
         """
 
+    @_abc_1.abstractmethod
     def GetTensor(
         self,
         request: _rollout_service_pb2.GetTensorRequest,

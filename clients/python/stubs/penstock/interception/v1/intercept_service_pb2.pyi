@@ -1854,7 +1854,7 @@ class GetCallResponse(_message.Message):
     """The whole prompt, little-endian int32."""
     @_builtins.property
     def call(self) -> _trajectory_pb2.Call:
-        """With its tokens, and the rows of their alternatives."""
+        """With its tokens, the rows of their alternatives, and the data of its tensors (at most 32 MiB)."""
 
     def __init__(
         self,

@@ -1924,7 +1924,7 @@ export const GetCallRequestSchema: GenMessage<GetCallRequest> = /*@__PURE__*/
  */
 export type GetCallResponse = Message<"penstock.interception.v1.GetCallResponse"> & {
   /**
-   * With its tokens, and the rows of their alternatives.
+   * With its tokens, the rows of their alternatives, and the data of its tensors (at most 32 MiB).
    *
    * @generated from field: penstock.trajectory.v1.Call call = 1;
    */
