@@ -1,0 +1,212 @@
+"""An SGLang server under control: its weights and their version, its pauses, its adapters.
+
+Invariants:
+
+- The server's name of its weights is the number of the policy version in force.
+- Weights change only while the server stands still by its mode `retract`, which first processes the tokens of the step
+  under way: only then are its reports of versions exact. What was in flight is computed again from its token ids.
+- `path` and `version` always describe the weights in force. A server that came back with others gets these again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import structlog
+
+from penstock_chassis.aio.tasks import TaskOwner
+from penstock_chassis.errors import InvalidArgument, PenstockError, Violation
+from penstock_inference.engines.adapters import AdapterTable, LoadedAdapter, adapter_invalid
+from penstock_inference.engines.admission import Admission
+from penstock_inference.engines.base import PauseMode
+from penstock_inference.engines.openai.wire import Endpoint
+from penstock_inference.engines.sglang.in_flight import SglangFlight
+from penstock_inference.engines.sglang.probe import Facts
+
+_log = structlog.get_logger("penstock.inference")
+
+
+class Server:
+    """The server's state, as this service set it.
+
+    Args:
+        endpoint: its address.
+        version: of the weights that it serves at the start; None takes the server's name of them, or 0.
+        label: of that version.
+        adapters: those in force.
+        limits: how many requests run at once, and how many more may wait.
+        lost: is called with an error after which the server's state is unknown.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        version: int | None,
+        label: str,
+        adapters: AdapterTable,
+        limits: tuple[int, int],
+        lost: Callable[[PenstockError], None],
+    ) -> None:
+        self.endpoint = endpoint
+        self.version = version
+        self.label = label
+        self.adapters = adapters
+        self.admission = Admission(*limits, self._version_of)
+        self.flights: set[SglangFlight] = set()
+        self.path = ""
+        """The weights in force, as the server finds them; empty before it was reached."""
+        self.base_known = True
+        """Whether the weights at the start are those of the model directory, as far as anyone says."""
+        self._lost = lost
+        self._frozen_for: set[str] = set()
+        self._drops = TaskOwner(unlogged=(PenstockError,))
+
+    async def aclose(self) -> None:
+        """Ends what is under way. Idempotent."""
+        await self._drops.aclose()
+
+    async def take_over(self, facts: Facts) -> None:
+        """Give the server that was reached the weights, adapters and pause that are in force here.
+
+        Raises PenstockError.
+        """
+        if not self.path:
+            named = facts.weight_version
+            known = named.isascii() and named.isdecimal() and len(named) < 19
+            if self.version is None:
+                self.version = int(named) if known else 0
+                self.base_known = not self.version
+            self.path = facts.model_path
+            if named != str(self.version):
+                await self._name(self.version)
+            return
+        if facts.weight_version != str(self.version):
+            if facts.model_path == self.path:
+                await self._name(self.version or 0)
+            else:
+                _log.warning("the server has other weights, and gets those in force", version=self.version)
+                await self._load(self.path, self.version or 0)
+        for adapter in self.adapters:
+            with suppress(InvalidArgument):  # it has it
+                await self.add_adapter(adapter)
+        await self._settle()
+
+    def _version_of(self, adapter: str) -> int:
+        return self.adapters.get(adapter).info.policy_version if adapter else self.version or 0
+
+    # Standing still --------------------------------------------------------------------------------------------------
+
+    async def freeze(self, reason: str) -> None:
+        """Stop the server between two steps, until `thaw` was called for every reason. If it fails, it continues."""
+        is_new = reason not in self._frozen_for
+        self._frozen_for.add(reason)
+        try:
+            await self._ask(self._settle)
+        except BaseException:
+            if is_new:
+                with suppress(PenstockError):  # the caller gets the first error
+                    await self.thaw(reason)
+            raise
+
+    async def thaw(self, reason: str) -> None:
+        """Let the server continue, unless another reason keeps it frozen."""
+        self._frozen_for.discard(reason)
+        await self._ask(self._settle)
+
+    async def idle(self) -> None:
+        """Wait until nothing runs, or until a pause has frozen what runs."""
+        while self.admission.running and "pause" not in self._frozen_for:
+            await self.admission.idle()
+
+    @asynccontextmanager
+    async def stopped(self, mode: PauseMode, abort: Callable[[], object]) -> AsyncIterator[None]:
+        """While the context is open, the server stands still and nothing is admitted. `abort` aborts what runs."""
+        self.admission.hold()
+        try:
+            if mode is PauseMode.ABORT:
+                abort()
+            if mode is not PauseMode.KEEP:
+                await self.idle()
+            await self.freeze("update")
+            try:
+                yield
+            finally:
+                await self.thaw("update")
+        finally:
+            self.admission.release()
+
+    async def _settle(self) -> None:
+        if self._frozen_for:
+            await self.endpoint.post("/pause_generation", {"mode": "retract"})
+        else:
+            await self.endpoint.post("/continue_generation", {"torch_empty_cache": False})
+
+    # Weights ---------------------------------------------------------------------------------------------------------
+
+    async def load(self, path: str, version: int, label: str) -> None:
+        """Put weights in force; call it while the server is stopped.
+
+        Raises InvalidArgument (WEIGHTS_INVALID) if the server refuses them: then those before stay in force.
+        """
+        for flight in self.flights:
+            if not flight.pinned:
+                flight.weights_change(version)
+        try:
+            await self._ask(lambda: self._load(path, version))
+        except InvalidArgument as error:
+            # The server restores what it had from the path that has just failed.
+            await self._ask(lambda: self._load(self.path, self.version or 0))
+            text = error.violations[0].description if error.violations else "are refused"
+            raise InvalidArgument(
+                f"SGLang refuses the weights: {text}", reason="WEIGHTS_INVALID", violations=[Violation("path", text)]
+            ) from error
+        self.path, self.version, self.label = path, version, label
+        self.base_known = True
+        for flight in self.flights:
+            if not flight.pinned and not flight.token_ids:
+                flight.version = version
+        with suppress(PenstockError):  # each version's prefixes have a salt of their own: this only frees memory
+            await self.endpoint.command("/flush_cache", {})
+        self.admission.look()
+
+    async def _load(self, path: str, version: int) -> None:
+        await self.endpoint.post(
+            "/update_weights_from_disk",
+            {
+                "model_path": path,
+                "weight_version": str(version),
+                "abort_all_requests": False,
+                "flush_cache": False,
+            },
+        )
+
+    async def _name(self, version: int) -> None:
+        await self.endpoint.post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+
+    # Adapters --------------------------------------------------------------------------------------------------------
+
+    async def add_adapter(self, adapter: LoadedAdapter) -> None:
+        """Have the server load it. Raises InvalidArgument (ADAPTER_INVALID)."""
+        body = {"lora_name": adapter.versioned_name, "lora_path": str(adapter.directory), "pinned": False}
+        try:
+            await self.endpoint.post("/load_lora_adapter", body)
+        except InvalidArgument as error:
+            text = error.violations[0].description if error.violations else "is refused"
+            raise adapter_invalid(f"cannot be loaded: {text}") from error
+
+    def drop_if_unused(self, adapter: LoadedAdapter) -> None:
+        """Have the server unload a replaced version of an adapter, once it is unused."""
+        if adapter.replaced and not adapter.users:
+            name = {"lora_name": adapter.versioned_name}
+            self._drops.start(self.endpoint.post("/unload_lora_adapter", name), "sglang-drop-adapter")
+
+    async def _ask(self, call: Callable[[], Awaitable[Any]]) -> None:
+        try:
+            await call()
+        except InvalidArgument:
+            raise
+        except PenstockError as error:
+            self._lost(error)
+            raise
