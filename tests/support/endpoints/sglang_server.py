@@ -131,6 +131,11 @@ class Sequence:
     echoed: bool = False
     """It was aborted while it waited, in which case less is reported."""
 
+    @property
+    def over(self) -> bool:
+        """Whether it has ended."""
+        return self.finish is not None
+
 
 Fault = Callable[[web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]
 
@@ -319,10 +324,10 @@ class SglangServer:
                 await self.permits.acquire()
             async with self.moved:
                 await self.moved.wait_for(lambda: not self.paused or sequence.finish is not None)
-            if sequence.finish is None:
+            if not sequence.over:
                 self._sample(sequence, self.number)
             due = len(sequence.ids) == 1 or len(sequence.ids) - sent >= (params.stream_interval or 1)
-            if response is not None and sequence.finish is None and due:
+            if response is not None and due and not sequence.over:
                 await send(response, self._event(sequence, sent))
                 sent = len(sequence.ids)
             await asyncio.sleep(0)

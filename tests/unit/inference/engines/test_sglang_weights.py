@@ -93,6 +93,13 @@ async def push(
     await engine.commit_update(mode)
 
 
+async def sampled(server: SglangServer, tokens: int) -> None:
+    """Waits until the one request there has so many tokens."""
+    await eventually(
+        lambda: [len(each.ids) for each in server.sequences.values()] == [tokens], f"{tokens} tokens are sampled"
+    )
+
+
 def versions(done: Done) -> list[int]:
     return [span.policy_version for span in done.version_spans for _ in range(span.start, span.end)]
 
@@ -114,7 +121,7 @@ async def test_spans_are_exact_when_weights_change_in_flight(opened: Open, incre
         sequence = next(iter(server.sequences.values()))
         for version, until in ((1, 3), (2, 7)):
             server.permit(until - len(sequence.ids))
-            await eventually(lambda until=until: len(sequence.ids) == until, "tokens are sampled")
+            await sampled(server, until)
             await push(engine, version)
         server.permit(2)
         await running
@@ -135,12 +142,14 @@ async def test_the_server_s_pause_in_place_would_mislabel_a_token(opened: Open) 
         engine = await opened(server)
         running = asyncio.create_task(finished(engine, request(max_tokens=6)))
         server.permit(2)
-        await eventually(lambda: server.sequences and len(next(iter(server.sequences.values())).ids) == 2, "two tokens")
+        await sampled(server, 2)
         sequence = next(iter(server.sequences.values()))
         post = engine._endpoint.post
         await post("/pause_generation", {"mode": "in_place"})
         directory = engine._options.model_dir
-        await post("/update_weights_from_disk", {"model_path": str(directory), "weight_version": "1"})
+        await post(
+            "/update_weights_from_disk", {"model_path": str(directory), "weight_version": "1", "flush_cache": False}
+        )
         labels = server._spans(sequence)
         assert sequence.weights == [0, 0, 0] and labels[-1]["version"] == "1" and labels[-1]["start"] == 2
         running.cancel()
@@ -162,7 +171,7 @@ async def test_a_push_waits_or_aborts_as_it_is_asked_to(opened: Open) -> None:
         assert versions(await late) == [1] * 4
         running = asyncio.create_task(finished(engine, request(max_tokens=40)))
         server.permit(2)
-        await eventually(lambda: server.sequences and len(next(iter(server.sequences.values())).ids) == 2, "two tokens")
+        await sampled(server, 2)
         await push(engine, 2, PauseMode.ABORT)
         done = await running
         assert done.finish_reason is FinishReason.ABORT and versions(done) == [1] * done.token_ids.size
@@ -195,7 +204,7 @@ async def test_an_abort_after_a_change_without_an_end_keeps_only_tokens_of_known
         engine = await opened(server)
         running = asyncio.create_task(finished(engine, request(max_tokens=9)))
         server.permit(1)
-        await eventually(lambda: engine._server.flights and next(iter(engine._server.flights)).token_ids, "one token")
+        await eventually(lambda: [len(each.token_ids) for each in engine._server.flights] == [1], "one token")
         sequence = next(iter(server.sequences.values()))
         await push(engine, 1)
         server.permit(3)
@@ -212,23 +221,26 @@ async def test_an_abort_after_a_change_without_an_end_keeps_only_tokens_of_known
 
 
 @pytest.mark.requirement("R49")
-async def test_frozen_generations_continue_at_the_resume(opened: Open) -> None:
+@pytest.mark.parametrize("incremental", [False, True])
+async def test_frozen_generations_continue_at_the_resume(opened: Open, incremental: bool) -> None:
     """KEEP samples nothing; an abort meanwhile has its end. An update in a pause leaves the server paused."""
-    async with sglang_server(held=True) as server:
+    async with sglang_server(held=True, incremental=incremental) as server:
         engine = await opened(server)
         running = asyncio.create_task(finished(engine, request()))
-        aborted = asyncio.create_task(finished(engine, request("a", max_tokens=30)))
+        aborted = asyncio.create_task(finished(engine, request("a", max_tokens=15)))
+        await eventually(lambda: len(server.sequences) == 2, "both run there")
         server.permit(2)
-        await eventually(lambda: sum(len(each.ids) for each in server.sequences.values()) == 2, "two tokens")
+        await eventually(lambda: [len(each.token_ids) for each in engine._server.flights] == [1, 1], "a token of each")
         await engine.pause(PauseMode.KEEP)
         server.permit(20)
         assert engine.info().paused and server.paused == "retract"
         assert await engine.abort(request_ids=["a"]) == 1
-        assert (await aborted).finish_reason is FinishReason.ABORT
+        ended = await aborted
+        assert (ended.finish_reason, versions(ended)) == (FinishReason.ABORT, [0])
         await push(engine, 1)
         assert server.paused == "retract" and sum(len(each.ids) for each in server.sequences.values()) <= 2
         await engine.resume()
-        assert set(versions(await running)) <= {0, 1} and versions(await running)[-1] == 1
+        assert versions(await running) == [0, 1, 1, 1]
         assert engine.stats().paused is False
 
 
@@ -239,7 +251,7 @@ async def test_a_retracted_request_with_penalties_is_no_completion(opened: Open)
         engine = await opened(server)
         running = asyncio.create_task(finished(engine, request(max_tokens=3, presence_penalty=1.0)))
         server.permit(1)
-        await eventually(lambda: server.sequences and next(iter(server.sequences.values())).ids, "one token")
+        await sampled(server, 1)
         await push(engine, 1)
         server.permit(2)
         with pytest.raises(Unavailable) as caught:
@@ -268,9 +280,13 @@ async def test_a_partial_push_loads_the_whole_model(opened: Open, model_dir: Pat
 @pytest.mark.requirement("R49")
 def test_a_layout_has_exactly_the_tensors_in_force(model_dir: Path, tmp_path: Path) -> None:
     """Byte for byte, whatever their types."""
-    mixed = {"a": np.arange(5, dtype=np.float16), "b": np.ones((2, 3), np.float64), "c": np.zeros(0, np.float32)}
+    mixed: dict[str, np.ndarray[Any, Any]] = {
+        "a": np.arange(5, dtype=np.float16),
+        "b": np.ones((2, 3), np.float64),
+        "c": np.zeros(0, np.float32),
+    }
     save_file(mixed, model_dir / "model.safetensors")
-    newer = {"b": np.full((2, 3), 4.0)}
+    newer: dict[str, Any] = {"b": np.full((2, 3), 4.0)}
     save_file(newer, tmp_path / "newer.safetensors")
     checkpoint = Checkpoint.read(model_dir)
     assert lay_out(checkpoint, tmp_path / "unused") == model_dir.resolve()

@@ -73,7 +73,7 @@ class UpstreamMonitor(Generic[_Facts]):
             self._learn(await self._probe())
         except (Unavailable, ResourceExhausted) as error:
             _log.warning("the upstream is not usable yet", base_url=self._endpoint.base_url, reason=error.reason)
-            self._lose(error)
+            self.lose(error)
         self._task = asyncio.create_task(self._keep_looking())
 
     async def aclose(self) -> None:
@@ -90,7 +90,12 @@ class UpstreamMonitor(Generic[_Facts]):
     def failed(self, error: PenstockError) -> None:
         """Report an error; some mean that the endpoint may have changed."""
         if error.reason in _LOST:
-            self._lose(error)
+            self.lose(error)
+
+    def lose(self, error: PenstockError) -> None:
+        """Report an error after which the endpoint must be probed, whatever its reason."""
+        self._trouble = error
+        self._lost.set()
 
     def _learn(self, facts: _Facts) -> None:
         before, self._facts, self._trouble = self._facts, facts, None
@@ -104,10 +109,6 @@ class UpstreamMonitor(Generic[_Facts]):
             _log.warning("the upstream changed", base_url=self._endpoint.base_url, gives=summary)
         if facts.shortfall:
             _log.warning("this upstream's completions are for evaluation only", why=facts.shortfall)
-
-    def _lose(self, error: PenstockError) -> None:
-        self._trouble = error
-        self._lost.set()
 
     async def _keep_looking(self) -> None:
         """Whenever the endpoint is lost, probe it until it answers."""

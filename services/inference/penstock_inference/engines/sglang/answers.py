@@ -60,20 +60,17 @@ def read_chunk(event: Any, held: Sequence[int], vocab_size: int, asked: Asked) -
     if prompt != asked.prompt_tokens:
         raise FailedPrecondition("The upstream changed or cut the prompt.", reason="UPSTREAM_PROMPT_CHANGED")
     total = _count(meta, "completion_tokens", None)
-    new = _new_tokens(event.get("output_ids"), held, total, vocab_size, aborted=reason == "abort")
-    cut = slice(len(held), None)
-    logprobs: list[float] = []
-    if asked.logprobs and new:
-        rows = _rows(meta, asked.logprobs, total, len(new), cut)
-        logprobs = checked_logprobs([_logprob_of(row, token) for row, token in zip(rows, new, strict=True)], len(new))
-    top: list[tuple[list[int], list[float]]] = []
-    if asked.top_logprobs and new:
-        tables = _rows(meta, "output_top_logprobs", total, len(new), cut)
-        top = [read_table(table, vocab_size) for table in tables]
+    try:
+        new, logprobs, top = _tokens(event, meta, held, total, vocab_size, asked)
+    except FailedPrecondition:
+        if reason != "abort":
+            raise
+        # What was aborted while it waited repeats tokens, and may lack logprobs: what came before is all there is.
+        new, logprobs, top = [], [], []
     return Chunk(
         Read(new, logprobs, top, reason, matched, None),
-        _count(meta, "cached_tokens", 0),
-        _spans(meta.get("weight_versions"), total) if reason is not None else None,
+        min(_count(meta, "cached_tokens", 0), asked.prompt_tokens),
+        None if reason is None else _spans(meta.get("weight_versions"), total, len(held) + len(new)),
         _count(meta, "num_retractions", 0),
     )
 
@@ -144,7 +141,24 @@ def _given_up(finish: Mapping[str, Any], asked: Asked) -> PenstockError:
     return Unavailable(f"The upstream gave the request up: {text}", reason="UPSTREAM_FAILED", retry_after_s=RETRY_S)
 
 
-def _new_tokens(ids: Any, held: Sequence[int], total: int, vocab_size: int, *, aborted: bool) -> list[int]:
+def _tokens(
+    event: Any, meta: Mapping[str, Any], held: Sequence[int], total: int, vocab_size: int, asked: Asked
+) -> tuple[list[int], list[float], list[tuple[list[int], list[float]]]]:
+    """The new tokens, their logprobs and their alternatives."""
+    new = _new_tokens(event.get("output_ids"), held, total, vocab_size)
+    cut = slice(len(held), None)
+    logprobs: list[float] = []
+    if asked.logprobs and new:
+        rows = _rows(meta, asked.logprobs, total, len(new), cut)
+        logprobs = checked_logprobs([_logprob_of(row, token) for row, token in zip(rows, new, strict=True)], len(new))
+    top: list[tuple[list[int], list[float]]] = []
+    if asked.top_logprobs and new:
+        tables = _rows(meta, "output_top_logprobs", total, len(new), cut)
+        top = [read_table(table, vocab_size) for table in tables]
+    return new, logprobs, top
+
+
+def _new_tokens(ids: Any, held: Sequence[int], total: int, vocab_size: int) -> list[int]:
     if not isinstance(ids, list):
         raise broken("output_ids is no list")
     if len(ids) == total:
@@ -153,8 +167,6 @@ def _new_tokens(ids: Any, held: Sequence[int], total: int, vocab_size: int, *, a
         new = ids[len(held) :]
     elif len(held) + len(ids) == total:
         new = ids
-    elif aborted and total == len(held):  # it repeats the last token then
-        new = []
     else:
         raise broken(f"{len(ids)} tokens after {len(held)}, where it counts {total}")
     for token in new:
@@ -189,7 +201,8 @@ def _count(meta: Mapping[str, Any], name: str, default: int | None) -> int:
     return value
 
 
-def _spans(spans: Any, total: int) -> tuple[tuple[str, int, int], ...] | None:
+def _spans(spans: Any, total: int, kept: int) -> tuple[tuple[str, int, int], ...] | None:
+    """The spans of the first `kept` of all tokens."""
     if spans is None:
         return None
     found: list[tuple[str, int, int]] = []
@@ -201,8 +214,8 @@ def _spans(spans: Any, total: int) -> tuple[tuple[str, int, int], ...] | None:
         if not isinstance(version, str) or start != end or type(stop) is not int or not end <= stop <= total:
             raise broken("weight_versions that are no spans of its tokens")
         end = stop
-        if stop > start:
-            found.append((version, start, stop))
+        if start < min(stop, kept):
+            found.append((version, start, min(stop, kept)))
     if end != total:
         raise broken("weight_versions that do not cover its tokens")
     return tuple(found)

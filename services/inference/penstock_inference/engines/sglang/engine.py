@@ -45,7 +45,7 @@ from penstock_inference.engines.optional_features import AdapterInfo, AdapterSou
 from penstock_inference.engines.sglang.answers import read_scores, read_top_scores
 from penstock_inference.engines.sglang.in_flight import SglangFlight
 from penstock_inference.engines.sglang.options import SglangOptions
-from penstock_inference.engines.sglang.probe import Facts, Wanted, probe
+from penstock_inference.engines.sglang.probe import Facts, Wanted, identify, probe
 from penstock_inference.engines.sglang.requests import (
     asked_for,
     check_request,
@@ -56,6 +56,8 @@ from penstock_inference.engines.sglang.requests import (
 from penstock_inference.engines.sglang.server import Server
 from penstock_inference.engines.sglang.weight_updates import Updates
 
+MAX_ADAPTER_RANK = 1 << 16
+"""Where the server states none."""
 ABORT_S = 5.0
 """Seconds to wait for the end of a generation that was aborted there; then its connection is closed."""
 
@@ -82,7 +84,7 @@ class SglangEngine:
         self._adapters = AdapterTable(chosen.max_adapters, 0)
         limits = (options.max_concurrency, options.max_waiting)
         self._server = Server(
-            endpoint, chosen.policy_version, chosen.policy_label, self._adapters, limits, self._lookout.failed
+            endpoint, chosen.policy_version, chosen.policy_label, self._adapters, limits, self._lookout.lose
         )
         self._admission = self._server.admission
         self._directory = tempfile.TemporaryDirectory(prefix="weights-", dir=options.work_dir)
@@ -463,11 +465,13 @@ class SglangEngine:
     async def _probe(self) -> Facts:
         """Probe the server, and give it what is in force here."""
         wanted = Wanted(self._vocab_size, self._model.tokenizer, self._chosen.stated_mode)
+        if self._chosen.control:
+            await self._server.take_over(await identify(self._endpoint))
         facts = await probe(self._endpoint, wanted)
         check_context(self._context(facts))
         if self._chosen.control:
-            self._adapters.max_rank = facts.max_adapter_rank
-            await self._server.take_over(facts)
+            self._adapters.max_rank = facts.max_adapter_rank or MAX_ADAPTER_RANK
+            await self._server.settle()
         return facts
 
     def _found(self) -> Facts:

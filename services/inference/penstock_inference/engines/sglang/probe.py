@@ -37,10 +37,6 @@ class Facts:
     """SGLang and its version, as far as it reports it."""
     logprobs_mode: LogprobsMode
     max_context_tokens: int | None
-    model_path: str
-    """Where the server found the weights that it serves."""
-    weight_version: str
-    """Its name of these weights."""
     version_spans: bool
     """It reports which weights sampled which tokens."""
     filtered_tokens: int
@@ -58,12 +54,31 @@ class Facts:
 
 
 @dataclass(frozen=True, slots=True)
+class Identity:
+    """Which weights the server serves."""
+
+    model_path: str
+    """Where it found them."""
+    weight_version: str
+    """Its name of them."""
+
+
+@dataclass(frozen=True, slots=True)
 class Wanted:
     """What is known before the probe."""
 
     vocab_size: int
     tokenizer: Tokenizer | None
     stated_mode: LogprobsMode | None
+
+
+async def identify(endpoint: Endpoint) -> Identity:
+    """Ask the server which weights it serves; it samples nothing. Raises the errors of `probe`."""
+    model = await _first_of(endpoint, "/model_info", "/get_model_info")
+    path, named = model.get("model_path"), model.get("weight_version")
+    if not isinstance(path, str) or not path or model.get("is_generation") is False:
+        raise endpoint.invalid("it has no /model_info of a model that generates")
+    return Identity(path, named if isinstance(named, str) else "")
 
 
 async def probe(endpoint: Endpoint, wanted: Wanted) -> Facts:
@@ -87,10 +102,7 @@ class _Probe:
         self._wanted = wanted
 
     async def run(self) -> Facts:
-        model = await self._first_of("/model_info", "/get_model_info")
-        if not model or model.get("is_generation") is False:
-            raise self._endpoint.invalid("it has no /model_info of a model that generates")
-        server = await self._first_of("/server_info", "/get_server_info")
+        server = await _first_of(self._endpoint, "/server_info", "/get_server_info")
         if (await self._meta(self._prompt(0))) is None:
             raise self._endpoint.invalid("its /generate takes no input_ids")
         has_text = server.get("skip_tokenizer_init") is not True
@@ -98,14 +110,11 @@ class _Probe:
             await self._same_tokenizer()
         meta = await self._meta(self._prompt(0)) or {}
         mode, why = await self._mode()
-        version, named = server.get("version"), model.get("weight_version")
-        rank, path = server.get("max_lora_rank"), model.get("model_path")
+        version, rank = server.get("version"), server.get("max_lora_rank")
         return Facts(
             server=f"SGLang {version}" if isinstance(version, str) else "SGLang",
             logprobs_mode=mode,
             max_context_tokens=await self._context(server),
-            model_path=path if isinstance(path, str) else "",
-            weight_version=named if isinstance(named, str) else "",
             version_spans=isinstance(meta.get("weight_versions"), list),
             filtered_tokens=await self._filtered(server) if mode is LogprobsMode.PROCESSED else 0,
             seed=server.get("enable_deterministic_inference") is True,
@@ -214,17 +223,18 @@ class _Probe:
             raise broken("an answer that is no object")
         return answer
 
-    async def _first_of(self, *paths: str) -> Mapping[str, Any]:
-        """The object at the first path that there is; empty without one."""
-        for path in paths:
-            try:
-                answer = await self._endpoint.get(path)
-            except PenstockError as error:
-                if error.metadata.get(STATUS) not in _NOT_THERE:
-                    raise
-            else:
-                return answer if isinstance(answer, dict) else {}
-        return {}
+
+async def _first_of(endpoint: Endpoint, *paths: str) -> Mapping[str, Any]:
+    """The object at the first path that there is; empty without one."""
+    for path in paths:
+        try:
+            answer = await endpoint.get(path)
+        except PenstockError as error:
+            if error.metadata.get(STATUS) not in _NOT_THERE:
+                raise
+        else:
+            return answer if isinstance(answer, dict) else {}
+    return {}
 
 
 def mode_of(plain: Mapping[int, float], warm: Mapping[int, float]) -> LogprobsMode | None:

@@ -25,7 +25,8 @@ FILTERS = ("top_p", "top_k", "min_p")
 def sampling_fields(facts: Facts) -> tuple[str, ...]:
     """The fields that take effect there.
 
-    Not `repetition_penalty`, which counts the completion alone there, and not the prompt.
+    Not `repetition_penalty`, which counts the completion alone there, and not the prompt. Not the other penalties where
+    the logprobs are the model's own: there they include penalties.
     """
     absent = {"repetition_penalty"}
     if not facts.seed:
@@ -34,6 +35,8 @@ def sampling_fields(facts: Facts) -> tuple[str, ...]:
         absent |= {"stop", "min_tokens"}
     if facts.logprobs_mode is LogprobsMode.NONE:
         absent.add("top_logprobs")
+    if facts.logprobs_mode is LogprobsMode.RAW:
+        absent |= {"presence_penalty", "frequency_penalty"}
     if facts.logprobs_mode is LogprobsMode.PROCESSED and not facts.filtered_tokens:
         absent |= set(FILTERS)
     return tuple(name for name in SAMPLING_FIELDS if name not in absent)

@@ -17,13 +17,13 @@ from typing import Any
 import structlog
 
 from penstock_chassis.aio.tasks import TaskOwner
-from penstock_chassis.errors import InvalidArgument, PenstockError, Violation
+from penstock_chassis.errors import Internal, InvalidArgument, PenstockError, Violation
 from penstock_inference.engines.adapters import AdapterTable, LoadedAdapter, adapter_invalid
 from penstock_inference.engines.admission import Admission
 from penstock_inference.engines.base import PauseMode
 from penstock_inference.engines.openai.wire import Endpoint
 from penstock_inference.engines.sglang.in_flight import SglangFlight
-from penstock_inference.engines.sglang.probe import Facts
+from penstock_inference.engines.sglang.probe import Identity
 
 _log = structlog.get_logger("penstock.inference")
 
@@ -60,6 +60,8 @@ class Server:
         self.base_known = True
         """Whether the weights at the start are those of the model directory, as far as anyone says."""
         self._lost = lost
+        self._doubtful = False
+        """A load began and did not end, so the server may have any weights."""
         self._frozen_for: set[str] = set()
         self._drops = TaskOwner(unlogged=(PenstockError,))
 
@@ -67,31 +69,37 @@ class Server:
         """Ends what is under way. Idempotent."""
         await self._drops.aclose()
 
-    async def take_over(self, facts: Facts) -> None:
-        """Give the server that was reached the weights, adapters and pause that are in force here.
+    async def take_over(self, there: Identity) -> None:
+        """Give the server that was reached the weights and adapters that are in force here, and let it continue.
 
         Raises PenstockError.
         """
         if not self.path:
-            named = facts.weight_version
+            named = there.weight_version
             known = named.isascii() and named.isdecimal() and len(named) < 19
             if self.version is None:
                 self.version = int(named) if known else 0
                 self.base_known = not self.version
-            self.path = facts.model_path
-            if named != str(self.version):
-                await self._name(self.version)
-            return
-        if facts.weight_version != str(self.version):
-            if facts.model_path == self.path:
-                await self._name(self.version or 0)
-            else:
-                _log.warning("the server has other weights, and gets those in force", version=self.version)
-                await self._load(self.path, self.version or 0)
+            self.path = there.model_path
+        if self._doubtful or there.model_path != self.path:
+            _log.warning("the server gets the weights in force again", version=self.version)
+            await self._load(self.path, self.version or 0)
+        elif there.weight_version != str(self.version):
+            await self._name(self.version or 0)
         for adapter in self.adapters:
             with suppress(InvalidArgument):  # it has it
                 await self.add_adapter(adapter)
-        await self._settle()
+        await self._continue()
+
+    async def settle(self) -> None:
+        """Stop or continue the server, as the reasons to freeze it require. Raises PenstockError."""
+        if self._frozen_for:
+            await self.endpoint.post("/pause_generation", {"mode": "retract"})
+        else:
+            await self._continue()
+
+    async def _continue(self) -> None:
+        await self.endpoint.post("/continue_generation", {"torch_empty_cache": False})
 
     def _version_of(self, adapter: str) -> int:
         return self.adapters.get(adapter).info.policy_version if adapter else self.version or 0
@@ -103,7 +111,7 @@ class Server:
         is_new = reason not in self._frozen_for
         self._frozen_for.add(reason)
         try:
-            await self._ask(self._settle)
+            await self._ask(self.settle)
         except BaseException:
             if is_new:
                 with suppress(PenstockError):  # the caller gets the first error
@@ -113,7 +121,7 @@ class Server:
     async def thaw(self, reason: str) -> None:
         """Let the server continue, unless another reason keeps it frozen."""
         self._frozen_for.discard(reason)
-        await self._ask(self._settle)
+        await self._ask(self.settle)
 
     async def idle(self) -> None:
         """Wait until nothing runs, or until a pause has frozen what runs."""
@@ -133,22 +141,18 @@ class Server:
             try:
                 yield
             finally:
-                await self.thaw("update")
+                with suppress(PenstockError):  # it counts as lost then, and continues when it is found
+                    await self.thaw("update")
         finally:
             self.admission.release()
-
-    async def _settle(self) -> None:
-        if self._frozen_for:
-            await self.endpoint.post("/pause_generation", {"mode": "retract"})
-        else:
-            await self.endpoint.post("/continue_generation", {"torch_empty_cache": False})
 
     # Weights ---------------------------------------------------------------------------------------------------------
 
     async def load(self, path: str, version: int, label: str) -> None:
         """Put weights in force; call it while the server is stopped.
 
-        Raises InvalidArgument (WEIGHTS_INVALID) if the server refuses them: then those before stay in force.
+        Raises InvalidArgument (WEIGHTS_INVALID) if the server refuses them: then those before stay in force. Internal
+        (WEIGHTS_NOT_LOADED) if it refuses these too: then it counts as lost, and is not used before it has them again.
         """
         for flight in self.flights:
             if not flight.pinned:
@@ -156,8 +160,7 @@ class Server:
         try:
             await self._ask(lambda: self._load(path, version))
         except InvalidArgument as error:
-            # The server restores what it had from the path that has just failed.
-            await self._ask(lambda: self._load(self.path, self.version or 0))
+            await self._load_back()
             text = error.violations[0].description if error.violations else "are refused"
             raise InvalidArgument(
                 f"SGLang refuses the weights: {text}", reason="WEIGHTS_INVALID", violations=[Violation("path", text)]
@@ -171,7 +174,20 @@ class Server:
             await self.endpoint.command("/flush_cache", {})
         self.admission.look()
 
+    async def _load_back(self) -> None:
+        """Have the server load the weights in force again: its own way back is from the path that has just failed."""
+        try:
+            await self._ask(lambda: self._load(self.path, self.version or 0))
+        except InvalidArgument as error:
+            lost = Internal(
+                f"SGLang does not take the weights of version {self.version} back: restart it",
+                reason="WEIGHTS_NOT_LOADED",
+            )
+            self._lost(lost)
+            raise lost from error
+
     async def _load(self, path: str, version: int) -> None:
+        self._doubtful = True
         await self.endpoint.post(
             "/update_weights_from_disk",
             {
@@ -181,6 +197,7 @@ class Server:
                 "flush_cache": False,
             },
         )
+        self._doubtful = False
 
     async def _name(self, version: int) -> None:
         await self.endpoint.post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})

@@ -21,7 +21,8 @@ def lay_out(checkpoint: Checkpoint, directory: Path) -> Path:
     parents = {file.parent for file in plan}
     if len(parents) == 1 and all(whole.values()):
         there = parents.pop()
-        if {file.resolve() for file in there.glob("*.safetensors")} == plan.keys():
+        # Beside `directory` other files will come and go.
+        if there != directory.parent and {file.resolve() for file in there.glob("*.safetensors")} == plan.keys():
             return there
     directory.mkdir()
     for n, (file, names) in enumerate(sorted(plan.items()), 1):
