@@ -1,7 +1,7 @@
 """Parses SGLang's answers: untrusted JSON to token ids, logprobs and spans, each of them checked and none made up.
 
 An event of a stream has all tokens so far, or only those since the last event, as the server was started
-(`--incremental-streaming-output`); the count that it states tells the two apart.
+(`--incremental-streaming-output`); the count that it states shows which.
 """
 
 from __future__ import annotations
