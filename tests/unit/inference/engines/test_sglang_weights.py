@@ -108,13 +108,13 @@ def versions(done: Done) -> list[int]:
 @pytest.mark.parametrize("incremental", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_spans_are_exact_when_weights_change_in_flight(opened: Open, incremental: bool, stream: bool) -> None:
-    """Twice in one completion; each token and delta has the version of the weights that sampled it."""
-    async with sglang_server(held=True, incremental=incremental) as server:
+    """Twice in one completion, also of tokens that were sampled and not sent yet when the weights changed."""
+    async with sglang_server(held=True, incremental=incremental, script={8: STOP}) as server:
         engine = await opened(server)
         sent: list[Any] = []
 
         async def collect() -> None:
-            sent.extend([event async for event in engine.generate(request(stream=stream, max_tokens=9))])
+            sent.extend([event async for event in engine.generate(request(stream=stream, max_tokens=160))])
 
         running = asyncio.create_task(collect())
         await eventually(lambda: len(server.sequences) == 1, "it runs there")
@@ -389,6 +389,10 @@ async def test_a_completion_keeps_the_adapter_version_with_which_it_began(opened
             assert caught.value.reason == reason
         await engine.unload_adapter("style")
         await eventually(lambda: not server.adapters, "it is unloaded")
+        server.adapters["style@6"] = "of an attempt that was given up"
+        await engine.load_adapter(source(tmp_path, 6))
+        assert server.adapters["style@6"].endswith("adapter-6-8-True")
+        await engine.unload_adapter("style")
         with pytest.raises(InvalidArgument) as unknown:
             await finished(engine, replace(request(), adapter="style"))
         assert unknown.value.reason == "ADAPTER_UNKNOWN"

@@ -103,12 +103,12 @@ class _Probe:
 
     async def run(self) -> Facts:
         server = await _first_of(self._endpoint, "/server_info", "/get_server_info")
-        if (await self._meta(self._prompt(0))) is None:
+        meta = await self._meta(self._prompt(0))
+        if meta is None:
             raise self._endpoint.invalid("its /generate takes no input_ids")
         has_text = server.get("skip_tokenizer_init") is not True
         if has_text:
             await self._same_tokenizer()
-        meta = await self._meta(self._prompt(0)) or {}
         mode, why = await self._mode()
         version, rank = server.get("version"), server.get("max_lora_rank")
         return Facts(

@@ -25,6 +25,9 @@ from penstock_inference.engines.openai.wire import Endpoint
 from penstock_inference.engines.sglang.in_flight import SglangFlight
 from penstock_inference.engines.sglang.probe import Identity
 
+ALREADY_LOADED = "already loaded"
+"""In the server's refusal of an adapter's name that it has."""
+
 _log = structlog.get_logger("penstock.inference")
 
 
@@ -88,7 +91,7 @@ class Server:
             await self._name(self.version or 0)
         for adapter in self.adapters:
             with suppress(InvalidArgument):  # it has it
-                await self.add_adapter(adapter)
+                await self._load_adapter(adapter)
         await self._continue()
 
     async def settle(self) -> None:
@@ -167,9 +170,6 @@ class Server:
             ) from error
         self.path, self.version, self.label = path, version, label
         self.base_known = True
-        for flight in self.flights:
-            if not flight.pinned and not flight.token_ids:
-                flight.version = version
         with suppress(PenstockError):  # each version's prefixes have a salt of their own: this only frees memory
             await self.endpoint.command("/flush_cache", {})
         self.admission.look()
@@ -206,18 +206,27 @@ class Server:
 
     async def add_adapter(self, adapter: LoadedAdapter) -> None:
         """Have the server load it. Raises InvalidArgument (ADAPTER_INVALID)."""
-        body = {"lora_name": adapter.versioned_name, "lora_path": str(adapter.directory), "pinned": False}
         try:
-            await self.endpoint.post("/load_lora_adapter", body)
+            await self._load_adapter(adapter)
         except InvalidArgument as error:
             text = error.violations[0].description if error.violations else "is refused"
-            raise adapter_invalid(f"cannot be loaded: {text}") from error
+            if ALREADY_LOADED not in text:
+                raise adapter_invalid(f"cannot be loaded: {text}") from error
+            # Of an attempt that was given up, perhaps with other files.
+            await self._drop(adapter)
+            await self._load_adapter(adapter)
 
     def drop_if_unused(self, adapter: LoadedAdapter) -> None:
         """Have the server unload a replaced version of an adapter, once it is unused."""
         if adapter.replaced and not adapter.users:
-            name = {"lora_name": adapter.versioned_name}
-            self._drops.start(self.endpoint.post("/unload_lora_adapter", name), "sglang-drop-adapter")
+            self._drops.start(self._drop(adapter), "sglang-drop-adapter")
+
+    async def _load_adapter(self, adapter: LoadedAdapter) -> None:
+        body = {"lora_name": adapter.versioned_name, "lora_path": str(adapter.directory), "pinned": False}
+        await self.endpoint.post("/load_lora_adapter", body)
+
+    async def _drop(self, adapter: LoadedAdapter) -> None:
+        await self.endpoint.post("/unload_lora_adapter", {"lora_name": adapter.versioned_name})
 
     async def _ask(self, call: Callable[[], Awaitable[Any]]) -> None:
         try:
