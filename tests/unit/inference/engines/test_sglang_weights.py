@@ -244,6 +244,36 @@ async def test_frozen_generations_continue_at_the_resume(opened: Open, increment
         assert engine.stats().paused is False
 
 
+@pytest.mark.requirement("R22", "R87")
+@pytest.mark.parametrize("spans", [False, True])
+async def test_an_update_does_not_wait_for_what_a_pause_froze(opened: Open, spans: bool) -> None:
+    """It would for ever. Without the server's spans nobody could say what sampled the rest: that is refused."""
+    async with sglang_server(held=True, spans=spans) as server:
+        engine = await opened(server)
+        running = asyncio.create_task(finished(engine, request()))
+        server.permit(1)
+        await sampled(server, 1)
+        await engine.pause(PauseMode.KEEP)
+        if spans:
+            await push(engine, 1, PauseMode.WAIT)
+        else:
+            with pytest.raises(FailedPrecondition) as caught:
+                await push(engine, 1, PauseMode.WAIT)
+            assert caught.value.reason == "GENERATIONS_IN_FLIGHT" and server.number == 0
+        await engine.resume()
+        server.permit(3)
+        assert versions(await running) == [0, *[int(spans)] * 3]
+        running = asyncio.create_task(finished(engine, request("next")))
+        server.permit(1)
+        await sampled(server, 1)
+        await engine.pause(PauseMode.KEEP)
+        await push(engine, 2, PauseMode.ABORT)
+        done = await running
+        assert done.finish_reason is FinishReason.ABORT and set(versions(done)) <= {int(spans)}
+        assert engine.info().paused and engine.info().policy_version == 2
+        await engine.resume()
+
+
 @pytest.mark.requirement("R63")
 async def test_a_retracted_request_with_penalties_is_no_completion(opened: Open) -> None:
     """SGLang forgets which tokens it has counted: what follows would be of another distribution than asked for."""

@@ -17,7 +17,7 @@ from typing import Any
 import structlog
 
 from penstock_chassis.aio.tasks import TaskOwner
-from penstock_chassis.errors import Internal, InvalidArgument, PenstockError, Violation
+from penstock_chassis.errors import FailedPrecondition, Internal, InvalidArgument, PenstockError, Violation
 from penstock_inference.engines.adapters import AdapterTable, LoadedAdapter, adapter_invalid
 from penstock_inference.engines.admission import Admission
 from penstock_inference.engines.base import PauseMode
@@ -138,7 +138,9 @@ class Server:
         try:
             if mode is PauseMode.ABORT:
                 abort()
-            if mode is not PauseMode.KEEP:
+                for flight in list(self.flights):
+                    await flight.ended.wait()
+            elif mode is PauseMode.WAIT:
                 await self.idle()
             await self.freeze("update")
             try:
@@ -154,12 +156,18 @@ class Server:
     async def load(self, path: str, version: int, label: str) -> None:
         """Put weights in force; call it while the server is stopped.
 
-        Raises InvalidArgument (WEIGHTS_INVALID) if the server refuses them: then those before stay in force. Internal
-        (WEIGHTS_NOT_LOADED) if it refuses these too: then it counts as lost, and is not used before it has them again.
+        Raises FailedPrecondition (GENERATIONS_IN_FLIGHT); InvalidArgument (WEIGHTS_INVALID) if the server refuses them:
+        then those before stay in force; Internal (WEIGHTS_NOT_LOADED) if it refuses these too: then it counts as lost.
         """
-        for flight in self.flights:
-            if not flight.pinned:
-                flight.weights_change(version)
+        running = [flight for flight in self.flights if not flight.ended.is_set() and not flight.request.adapter]
+        if any(flight.pinned for flight in running):
+            raise FailedPrecondition(
+                "generations are frozen by a pause, and this server does not report which weights sampled their tokens:"
+                " resume, or abort them, first",
+                reason="GENERATIONS_IN_FLIGHT",
+            )
+        for flight in running:
+            flight.weights_change(version)
         try:
             await self._ask(lambda: self._load(path, version))
         except InvalidArgument as error:
