@@ -15,6 +15,7 @@ import pytest
 from aiohttp import web
 from safetensors.numpy import load_file, save_file
 from tests.support.endpoints.sglang_server import STOP, VOCAB, SglangServer, sglang_server
+from tests.support.endpoints.sglang_server import started as begun
 from tests.support.endpoints.token_endpoint import unused_port
 from tests.support.waiting import eventually
 
@@ -367,11 +368,42 @@ async def test_a_server_that_starts_anew_gets_the_weights_and_adapters_in_force(
         assert versions(await finished(engine, request())) == [1] * 4
 
 
+@pytest.mark.requirement("R27", "R49", "R87")
+async def test_a_server_lost_in_a_load_gets_those_in_force_again(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it had them loaded is unknown; what runs there continues only afterwards, under the old ones."""
+    async with sglang_server(held=True) as server:
+        engine = await opened(server)
+        running = asyncio.create_task(finished(engine, request()))
+        server.permit(1)
+        await sampled(server, 1)
+        load = server._post_update_weights_from_disk
+
+        async def breaks(http: web.Request, raw: dict[str, Any]) -> web.StreamResponse:
+            monkeypatch.undo()
+            await load(http, raw)
+            await begun(http)
+            assert http.transport is not None
+            http.transport.abort()
+            raise ConnectionError
+
+        monkeypatch.setattr(server, "_post_update_weights_from_disk", breaks)
+        with pytest.raises(Unavailable) as caught:
+            await push(engine, 1)
+        assert caught.value.retry_after_s
+        await eventually(lambda: not engine._lookout.lost, "it is found")
+        assert (server.number, server.weight_version, server.paused) == (0, "0", "")
+        assert engine.info().policy_version == 0
+        server.permit(3)
+        assert versions(await running) == [0] * 4
+        await push(engine, 1)
+        assert server.number == 1
+
+
 @pytest.mark.requirement("R49")
 async def test_a_service_that_starts_anew_takes_the_servers_version(opened: Open) -> None:
     """The server kept its weights, but their files are not known: no partial push can be completed."""
     async with sglang_server(weight_version="12") as server:
-        engine = await opened(server)
+        engine = await opened(server, policy_version="3")
         assert engine.info().policy_version == 12
         with pytest.raises(FailedPrecondition) as caught:
             await engine.begin_update(13, "", UpdateFormat.DELTA)

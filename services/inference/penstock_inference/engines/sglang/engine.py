@@ -466,7 +466,7 @@ class SglangEngine:
         """Probe the server, and give it what is in force here."""
         wanted = Wanted(self._vocab_size, self._model.tokenizer, self._chosen.stated_mode)
         if self._chosen.control:
-            await self._server.take_over(await identify(self._endpoint))
+            await self._server.take_over(lambda: identify(self._endpoint))
         facts = await probe(self._endpoint, wanted)
         check_context(self._context(facts))
         if self._chosen.control:

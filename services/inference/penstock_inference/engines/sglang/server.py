@@ -10,6 +10,7 @@ Invariants:
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -28,6 +29,8 @@ from penstock_inference.engines.sglang.probe import Identity
 ALREADY_LOADED = "already loaded"
 """In the server's refusal of an adapter's name that it has."""
 
+_RETRACT = {"mode": "retract"}
+
 _log = structlog.get_logger("penstock.inference")
 
 
@@ -36,7 +39,7 @@ class Server:
 
     Args:
         endpoint: its address.
-        version: of the weights that it serves at the start; None takes the server's name of them, or 0.
+        version: of the weights that it serves at the start, if their name there is no number; None is 0.
         label: of that version.
         adapters: those in force.
         limits: how many requests run at once, and how many more may wait.
@@ -66,38 +69,50 @@ class Server:
         self._doubtful = False
         """A load began and did not end, so the server may have any weights."""
         self._frozen_for: set[str] = set()
+        self._changing = asyncio.Lock()
+        """Held while weights change, and while a server that came back gets those in force."""
         self._drops = TaskOwner(unlogged=(PenstockError,))
 
     async def aclose(self) -> None:
         """Ends what is under way. Idempotent."""
         await self._drops.aclose()
 
-    async def take_over(self, there: Identity) -> None:
+    async def take_over(self, there: Callable[[], Awaitable[Identity]]) -> None:
         """Give the server that was reached the weights and adapters that are in force here, and let it continue.
 
-        Raises PenstockError.
+        `there` asks it which weights it serves. Raises PenstockError.
         """
-        if not self.path:
-            named = there.weight_version
-            known = named.isascii() and named.isdecimal() and len(named) < 19
-            if self.version is None:
-                self.version = int(named) if known else 0
-                self.base_known = not self.version
-            self.path = there.model_path
-        if self._doubtful or there.model_path != self.path:
-            _log.warning("the server gets the weights in force again", version=self.version)
-            await self._load(self.path, self.version or 0)
-        elif there.weight_version != str(self.version):
-            await self._name(self.version or 0)
-        for adapter in self.adapters:
-            with suppress(InvalidArgument):  # it has it
-                await self._load_adapter(adapter)
-        await self._continue()
+        async with self._changing:
+            found = await there()
+            if not self.path:
+                self._adopt(found)
+            if self._doubtful or found.model_path != self.path:
+                _log.warning("the server gets the weights in force again", version=self.version)
+                await self.endpoint.post("/pause_generation", _RETRACT)
+                await self._load(self.path, self.version or 0)
+            elif found.weight_version != str(self.version):
+                await self._name(self.version or 0)
+            for adapter in self.adapters:
+                with suppress(InvalidArgument):  # it has it
+                    await self._load_adapter(adapter)
+            await self._continue()
+
+    def _adopt(self, found: Identity) -> None:
+        """Take the server's weights and their number, if they have one: a service before gave it to them."""
+        named = found.weight_version
+        if named.isascii() and named.isdecimal() and len(named) < 19:
+            if self.version not in (None, int(named)):
+                _log.warning("the server's number of its weights outweighs the option policy_version", version=named)
+            self.version = int(named)
+            self.base_known = not self.version
+        elif self.version is None:
+            self.version = 0
+        self.path = found.model_path
 
     async def settle(self) -> None:
         """Stop or continue the server, as the reasons to freeze it require. Raises PenstockError."""
         if self._frozen_for:
-            await self.endpoint.post("/pause_generation", {"mode": "retract"})
+            await self.endpoint.post("/pause_generation", _RETRACT)
         else:
             await self._continue()
 
@@ -142,12 +157,13 @@ class Server:
                     await flight.ended.wait()
             elif mode is PauseMode.WAIT:
                 await self.idle()
-            await self.freeze("update")
-            try:
-                yield
-            finally:
-                with suppress(PenstockError):  # it counts as lost then, and continues when it is found
-                    await self.thaw("update")
+            async with self._changing:
+                await self.freeze("update")
+                try:
+                    yield
+                finally:
+                    with suppress(PenstockError):  # it counts as lost then, and continues when it is found
+                        await self.thaw("update")
         finally:
             self.admission.release()
 
