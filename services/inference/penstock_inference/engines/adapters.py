@@ -34,10 +34,11 @@ class LoadedAdapter:
 
 @dataclass(slots=True)
 class AdapterTable:
-    """Adapters by name, at most `limit` at once."""
+    """Adapters by name, at most `limit` at once. `rank_setting` names what sets `max_rank`, for messages."""
 
     limit: int
     max_rank: int
+    rank_setting: str = "max_adapter_rank"
     _in_force: dict[str, LoadedAdapter] = field(default_factory=dict)
     _numbers: int = 0
 
@@ -73,7 +74,7 @@ class AdapterTable:
             )
         rank = _rank(source.directory / "adapter_config.json")
         if rank > self.max_rank:
-            raise adapter_invalid(f"has rank {rank}; at most {self.max_rank} (max_adapter_rank)")
+            raise adapter_invalid(f"has rank {rank}; at most {self.max_rank} ({self.rank_setting})")
         self._numbers += 1
         return LoadedAdapter(AdapterInfo(source.name, source.policy_version, rank), self._numbers, source.directory)
 

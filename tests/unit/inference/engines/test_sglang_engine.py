@@ -57,6 +57,7 @@ from penstock_inference.engines.response_format import ResponseFormat
 from penstock_inference.engines.sglang import open_engine
 from penstock_inference.engines.sglang.answers import Asked, read_chunk
 from penstock_inference.engines.sglang.engine import SglangEngine
+from penstock_inference.engines.sglang.in_flight import SglangFlight
 from penstock_inference.engines.sglang.probe import mode_of
 
 PROMPT = np.array([5, 6, 7], np.int32)
@@ -491,6 +492,20 @@ async def test_an_abort_that_the_server_does_not_take_closes_the_connection(
         done = await anext(events)
     assert isinstance(done, Done) and (done.finish_reason, done.token_ids.tolist()) == (FinishReason.ABORT, [0])
     await asyncio.wait_for(server.left.wait(), 60)
+
+
+@pytest.mark.requirement("R23")
+async def test_an_abort_of_what_waits_for_its_grammar_is_no_refusal() -> None:
+    """The server ends it with the status of a bad request, which it is for a request that nobody aborted."""
+    asked = Asked(PROMPT.size, "output_token_logprobs", 0, frozenset(), "sampling")
+    refused = event(finish_reason={"type": "abort", "message": "Aborted by AbortReq.", "status_code": 400})
+    flight = SglangFlight(request(), VOCAB, True, 0, frozenset(), 0.0, asked=asked, pinned=False)
+    with pytest.raises(InvalidArgument):
+        flight.take(refused)
+    flight.aborting = True
+    flight.take(refused)
+    flight.end()
+    assert flight.done().finish_reason is FinishReason.ABORT and flight.done().token_ids.size == 0
 
 
 @pytest.mark.requirement("R23")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock_chassis.errors import FailedPrecondition, Unavailable
-from penstock_inference.engines.base import Delta, VersionSpan
+from penstock_chassis.errors import FailedPrecondition, InvalidArgument, Unavailable
+from penstock_inference.engines.base import Delta, FinishReason, VersionSpan
 from penstock_inference.engines.openai.answers import broken
 from penstock_inference.engines.openai.in_flight import Flight
 from penstock_inference.engines.openai.wire import RETRY_S
@@ -33,7 +33,14 @@ class SglangFlight(Flight):
 
     def take(self, event: Any) -> None:
         """Process one event of the stream. Raises PenstockError for an invalid one."""
-        chunk = read_chunk(event, self.token_ids, self.vocab_size, self.asked)
+        try:
+            chunk = read_chunk(event, self.token_ids, self.vocab_size, self.asked)
+        except InvalidArgument:
+            if not self.aborting:
+                raise
+            # What is aborted while its grammar is compiled ends as if it were refused.
+            self.finish = FinishReason.ABORT
+            return
         self.cached = chunk.cached_tokens
         sampling = self.request.sampling
         if chunk.retractions and (sampling.presence_penalty or sampling.frequency_penalty):
