@@ -12,7 +12,7 @@ from penstock_chassis.membership import members
 from penstock_chassis.settings import ServiceSettings
 from penstock_inference.engines.base import EngineOptions
 
-WITHOUT_WEIGHTS = frozenset({"none", "openai", "scripted"})
+WITHOUT_WEIGHTS = frozenset({"none", "openai", "scripted", "sglang"})
 """Engines that load no weight files, from which a restarted replica could recover."""
 
 
@@ -29,7 +29,7 @@ class InferenceSettings(ServiceSettings):
     model_name: str = Field("", description="the model's name for agents; empty = the directory's name")
     engine: str = Field(
         "numpy",
-        description="engine: numpy, vllm, openai, scripted, none (a tokenizer alone, for trainers that answer"
+        description="engine: numpy, vllm, sglang, openai, scripted, none (a tokenizer alone, for trainers that answer"
         " themselves), or one that another package registers",
     )
     engine_options: dict[str, str] = Field(
@@ -72,7 +72,7 @@ class InferenceSettings(ServiceSettings):
         None, description="directory under which adapters may be named by path; unset = none"
     )
     upstream_api_key: SecretStr | None = Field(
-        None, description="key of the endpoint of the engine openai; sent to its base_url only"
+        None, description="key of the endpoint of the engines openai and sglang; sent to its base_url only"
     )
     max_update_bytes: int = Field(512 << 20, ge=1 << 10, description="largest weight push, in bytes")
     pool_members: str = Field(

@@ -210,7 +210,7 @@ async def test_model_that_does_not_start_stops_the_service_without_leftovers(tmp
 
 
 @pytest.mark.requirement("R63")
-@pytest.mark.parametrize("engine", ["openai", "scripted"])
+@pytest.mark.parametrize("engine", ["openai", "scripted", "sglang"])
 def test_an_engine_without_weights_has_no_replicas(tmp_path: Path, engine: str) -> None:
     """Refused by the setting at fault, before anything starts."""
     arguments = ["--anonymous", "--model-dir", str(tmp_path), "--engine", engine, "--replicas"]

@@ -56,7 +56,7 @@ class Checkpoint:
         """Read a model directory. Raises FailedPrecondition (MODEL_UNREADABLE)."""
         try:
             tied = bool(json.loads((model_dir / "config.json").read_text("utf-8")).get("tie_word_embeddings"))
-            headers = {path: _header(path) for path in sorted(model_dir.glob("*.safetensors"))}
+            headers = {path: tensor_entries(path) for path in sorted(model_dir.glob("*.safetensors"))}
         except (OSError, ValueError, InvalidArgument) as error:
             raise FailedPrecondition(f"cannot read the model: {error}", reason="MODEL_UNREADABLE") from error
         shapes = {name: tensor.shape for tensors in headers.values() for name, tensor in tensors.items()}
@@ -76,7 +76,7 @@ class Checkpoint:
         found: dict[str, Path] = {}
         unknown, misshapen, infinite = [], [], []
         for path in files:
-            for name, tensor in _header(path).items():
+            for name, tensor in tensor_entries(path).items():
                 if name not in self.shapes:
                     if not (name == "lm_head.weight" and self.tied) and not name.endswith("rotary_emb.inv_freq"):
                         unknown.append(Violation(name, "is not a tensor of this model"))
@@ -151,7 +151,9 @@ def files_of(path: Path) -> list[Path]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Tensor:
+class TensorEntry:
+    """Where a tensor is in a safetensors file."""
+
     dtype: str
     shape: Shape
     start: int
@@ -159,8 +161,8 @@ class _Tensor:
     size: int
 
 
-def _header(path: Path) -> dict[str, _Tensor]:
-    """Every tensor of a file. Raises InvalidArgument (WEIGHTS_INVALID) when it is not a safetensors file."""
+def tensor_entries(path: Path) -> dict[str, TensorEntry]:
+    """Every tensor of a safetensors file, by name. Raises InvalidArgument (WEIGHTS_INVALID) when it is none."""
     try:
         # The library's reader checks the format: offsets, sizes, overlaps.
         with safe_open(path, framework="np"):
@@ -174,11 +176,11 @@ def _header(path: Path) -> dict[str, _Tensor]:
     tensors = {}
     for name, entry in entries.items():
         start, end = entry["data_offsets"]
-        tensors[name] = _Tensor(entry["dtype"], tuple(entry["shape"]), 8 + length + start, end - start)
+        tensors[name] = TensorEntry(entry["dtype"], tuple(entry["shape"]), 8 + length + start, end - start)
     return tensors
 
 
-def _finite(path: Path, tensor: _Tensor) -> bool:
+def _finite(path: Path, tensor: TensorEntry) -> bool:
     if tensor.dtype not in _EXPONENTS or not tensor.size:
         return True
     dtype, mask = _EXPONENTS[tensor.dtype]

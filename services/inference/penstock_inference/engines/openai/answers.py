@@ -57,7 +57,7 @@ def read_choice(choice: Mapping[str, Any], vocab_size: int) -> Read:
     finish, stop = choice.get("finish_reason"), choice.get("stop_reason")
     return Read(
         token_ids=ids,
-        logprobs=_values(logprobs.get("token_logprobs") or [], len(ids)),
+        logprobs=checked_logprobs(logprobs.get("token_logprobs") or [], len(ids)),
         top=_alternatives(logprobs.get("top_logprobs") or [], len(ids), vocab_size),
         finish_reason=finish if isinstance(finish, str) else None,
         stop_reason=stop if isinstance(stop, int | str) else None,
@@ -72,7 +72,7 @@ def read_scores(answer: Any, token_ids: TokenIds) -> Logprobs:
         values = [row[str(token)]["logprob"] for row, token in zip(rows, token_ids[1:].tolist(), strict=True)]
     except (KeyError, IndexError, TypeError, ValueError):
         raise broken("prompt_logprobs are not those of the prompt") from None
-    return np.array(_values(values, token_ids.size - 1), np.float32)
+    return np.array(checked_logprobs(values, token_ids.size - 1), np.float32)
 
 
 def read_top_scores(answer: Any, count: int, vocab_size: int) -> TopLogprobs:
@@ -99,7 +99,8 @@ def token_id(text: object) -> int | None:
     return int(digits) if digits.isascii() and digits.isdigit() and len(digits) < 10 else None
 
 
-def _values(values: Any, count: int) -> list[float]:
+def checked_logprobs(values: Any, count: int) -> list[float]:
+    """The logprobs of `count` sampled tokens; empty if there are none. Raises the errors of `read_choice`."""
     if not values or not count:
         return []
     if not isinstance(values, list):
@@ -107,11 +108,7 @@ def _values(values: Any, count: int) -> list[float]:
     if len(values) != count:
         raise broken(f"{len(values)} logprobs for {count} tokens")
     if not all(type(value) in (int, float) and math.isfinite(value) and value > LEAST_LOGPROB for value in values):
-        raise Internal(
-            "a sampled token has no finite logprob at the upstream: its weights have diverged, or it does not sample"
-            " from what it reports",
-            reason="LOGITS_NOT_FINITE",
-        )
+        raise not_finite()
     if max(values) > 1e-3:
         raise broken(f"a logprob of {max(values):.3g}, which is above 0")
     # A logarithm of 1 may be a rounding error above 0.
@@ -133,6 +130,15 @@ def _table(item: Mapping[str, Any], vocab_size: int) -> tuple[list[int], list[fl
         raise broken("alternatives that name no tokens of the vocabulary")
     pairs.sort(key=lambda pair: -pair[1])
     return [token for token, _ in pairs], [min(value, 0.0) for _, value in pairs]
+
+
+def not_finite() -> Internal:
+    """The error for a sampled token without a finite logprob."""
+    return Internal(
+        "a sampled token has no finite logprob at the upstream: its weights have diverged, or it does not sample"
+        " from what it reports",
+        reason="LOGITS_NOT_FINITE",
+    )
 
 
 def broken(text: str) -> FailedPrecondition:

@@ -9,18 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import aclosing, contextmanager, suppress
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from typing import Any
 
 import numpy as np
-import structlog
 
 from penstock_chassis.errors import (
-    AlreadyExists,
-    FailedPrecondition,
-    InvalidArgument,
     PenstockError,
     Violation,
 )
@@ -31,35 +26,30 @@ from penstock_inference.engines.base import (
     EngineInfo,
     EngineOptions,
     EngineStats,
-    FinishReason,
     GenerateEvent,
     GenerateRequest,
     LogprobsMode,
     PauseMode,
     Scores,
-    Started,
     Tensors,
     TokenIds,
     UpdateFormat,
     UpdatePhases,
 )
 from penstock_inference.engines.checks import check_prompt, check_sampling, check_score, closed, raise_violations
-from penstock_inference.engines.openai.answers import broken, read_scores, read_top_scores
+from penstock_inference.engines.openai.answers import read_scores, read_top_scores
+from penstock_inference.engines.openai.calls import Calls, check_fixed_version
 from penstock_inference.engines.openai.chat import CHAT_FIELDS, ask, chat_body
 from penstock_inference.engines.openai.in_flight import Flight
 from penstock_inference.engines.openai.model import Model
-from penstock_inference.engines.openai.options import OpenAiOptions
-from penstock_inference.engines.openai.probe import Facts, Level, Wanted
+from penstock_inference.engines.openai.options import OpenAiOptions, check_context
+from penstock_inference.engines.openai.probe import Facts, Level, Wanted, probe
 from penstock_inference.engines.openai.upstream_monitor import UpstreamMonitor
 from penstock_inference.engines.openai.wire import Endpoint
 from penstock_inference.engines.optional_features import ChatAnswer, ChatRequest, missing_capability
 
-DELTA_INTERVAL_S = 0.05
-"""Minimum interval between deltas of a stream: a message per token would cost more than the token."""
 STREAM_INTERVAL = 32
 """Tokens per event when the caller does not stream: the stream only shows that the endpoint is alive."""
-
-_log = structlog.get_logger("penstock.inference")
 
 
 class OpenAiEngine:
@@ -76,15 +66,11 @@ class OpenAiEngine:
         self._options = options
         self._chosen = chosen
         self._model = model
-        wanted = Wanted(chosen.model, options.model_name, model.vocab_size, model.tokenizer, chosen.stated_mode)
-        self._lookout = UpstreamMonitor(endpoint, wanted, self._check_facts)
+        self._lookout = UpstreamMonitor(endpoint, self._probe)
+        self._calls = Calls(self._lookout.failed)
         self._stops = frozenset(model.stop_token_ids)
         self._version = chosen.policy_version
         self._admission = Admission(options.max_concurrency, options.max_waiting, lambda _: self._version or 0)
-        self._request_ids: set[str] = set()
-        self._running: dict[str, tuple[GenerateRequest, Callable[[], bool]]] = {}
-        """By request id: a function that aborts it."""
-        self._counts: Counter[str] = Counter()
         self._paused = False
         self._closed = False
 
@@ -139,9 +125,9 @@ class OpenAiEngine:
         )
 
     def stats(self) -> EngineStats:
-        counts = self._counts
+        counts = self._calls.counts
         return EngineStats(
-            running=len(self._running),
+            running=len(self._calls.running),
             waiting=self._admission.waiting,
             slots=self._options.max_concurrency,
             policy_version=self._version or 0,
@@ -163,9 +149,9 @@ class OpenAiEngine:
         violations = check_sampling(s, vocab)
         violations += check_prompt(request.prompt_token_ids, s.max_tokens, vocab, self._context(facts))
         raise_violations(violations)
-        self._check_version(request)
+        check_fixed_version(request, self._version)
         queued_at = time.monotonic()
-        with self._named(request.request_id):
+        with self._calls.named(request.request_id):
             let_in = await self._admission.enter(request)
             flight = Flight(
                 request,
@@ -178,10 +164,15 @@ class OpenAiEngine:
             try:
                 if not let_in:
                     flight.abort()
-                    self._counts["aborted"] += 1
+                    self._calls.counts["aborted"] += 1
                     yield flight.done()
                     return
-                async with aclosing(self._fly(flight, facts)) as events:
+
+                def end(follower: asyncio.Task[None]) -> bool:
+                    follower.cancel()
+                    return flight.abort()
+
+                async with aclosing(self._calls.fly(flight, lambda: self._follow(flight, facts), end)) as events:
                     async for event in events:
                         yield event
             finally:
@@ -198,23 +189,23 @@ class OpenAiEngine:
         place = GenerateRequest(request.request_id, np.empty(0, np.int32), request.sampling, request.session_id)
         queued_at = time.monotonic()
         body = chat_body(request, facts.model)
-        with self._named(request.request_id):
+        with self._calls.named(request.request_id):
             if not await self._admission.enter(place):
                 return self._count(ChatAnswer.aborted(time.monotonic() - queued_at))
             task = asyncio.create_task(ask(self._endpoint, body, queued_at, request.session_id))
-            self._running[request.request_id] = (place, task.cancel)
+            self._calls.running[request.request_id] = (place, task.cancel)
             try:
                 await asyncio.wait((task,))
                 if task.cancelled():
                     return self._count(ChatAnswer.aborted(time.monotonic() - queued_at))
                 return self._count(task.result())
             except PenstockError as error:
-                self._failed(error)
+                self._calls.failure(error)
                 raise
             finally:
                 task.cancel()
                 await asyncio.wait((task,))
-                del self._running[request.request_id]
+                del self._calls.running[request.request_id]
                 self._admission.leave()
 
     async def score(
@@ -234,7 +225,7 @@ class OpenAiEngine:
         try:
             answer = await self._endpoint.post("/completions", body)
         except PenstockError as error:
-            self._failed(error)
+            self._calls.failure(error)
             raise
         return Scores(
             read_scores(answer, token_ids),
@@ -251,8 +242,7 @@ class OpenAiEngine:
         def chosen(request: GenerateRequest) -> bool:
             return everything or request.request_id in ids or (bool(session_id) and request.session_id == session_id)
 
-        ended = self._admission.abort(chosen)
-        return ended + sum(end() for request, end in list(self._running.values()) if chosen(request))
+        return self._admission.abort(chosen) + self._calls.abort(chosen)
 
     async def pause(self, mode: PauseMode) -> None:
         """Send no more requests. KEEP is refused: generations on a foreign server cannot be frozen."""
@@ -299,58 +289,12 @@ class OpenAiEngine:
 
     # Generating ------------------------------------------------------------------------------------------------------
 
-    async def _fly(self, flight: Flight, facts: Facts) -> AsyncGenerator[GenerateEvent, None]:
-        """One request from admission to its end."""
-        request = flight.request
-        follower = asyncio.create_task(self._follow(flight, facts))
-
-        def end() -> bool:
-            follower.cancel()
-            return flight.abort()
-
-        self._running[request.request_id] = (request, end)
-        try:
-            started = False
-            while not flight.ended.is_set():
-                await flight.moved.wait()
-                flight.moved.clear()
-                if request.stream and flight.error is None and flight.token_ids:
-                    if not started:
-                        yield Started(self._version, flight.cached)
-                        started = True
-                    if (delta := flight.delta()) is not None:
-                        yield delta
-                    with suppress(TimeoutError):
-                        async with asyncio.timeout(DELTA_INTERVAL_S):
-                            await flight.ended.wait()
-            if flight.error is not None:
-                self._failed(flight.error)
-                raise flight.error
-            if request.stream and (delta := flight.delta()) is not None:
-                yield delta
-            self._counts["aborted" if flight.finish is FinishReason.ABORT else "finished"] += 1
-            yield flight.done()
-        finally:
-            follower.cancel()
-            await asyncio.wait((follower,))
-            del self._running[request.request_id]
-            self._counts["prompt"] += request.prompt_token_ids.size - flight.cached
-            self._counts["cached"] += flight.cached
-            self._counts["sampled"] += len(flight.token_ids)
-
     async def _follow(self, flight: Flight, facts: Facts) -> None:
         """Read the endpoint's events. Cancellation closes the connection, which aborts the generation."""
-        try:
-            body, session_id = self._body(flight, facts), flight.request.session_id
-            async with aclosing(self._endpoint.events("/completions", body, session_id)) as events:
-                async for event in events:
-                    flight.take(event)
-            flight.end()
-        except PenstockError as error:
-            flight.fail(error)
-        except Exception as error:  # noqa: BLE001 - raised to the caller, and logged
-            _log.exception("reading a completion failed")
-            flight.fail(broken(f"it cannot be read ({type(error).__name__})"))
+        body, session_id = self._body(flight, facts), flight.request.session_id
+        async with aclosing(self._endpoint.events("/completions", body, session_id)) as events:
+            async for event in events:
+                flight.take(event)
 
     def _body(self, flight: Flight, facts: Facts) -> dict[str, Any]:
         s = flight.request.sampling
@@ -384,32 +328,6 @@ class OpenAiEngine:
             body["stream_interval"] = STREAM_INTERVAL
         return body
 
-    def _check_version(self, request: GenerateRequest) -> None:
-        """Check the required version. It is the operator's constant: no other will come."""
-        exact, least = request.exact_policy_version, request.min_policy_version
-        if exact is None and least is None:
-            return
-        if self._version is None or exact not in (None, self._version) or (least or 0) > self._version:
-            known = "unknown" if self._version is None else str(self._version)
-            raise FailedPrecondition(
-                f"The policy version of the upstream's weights is {known}, and another was requested: set the option "
-                "policy_version.",
-                reason="POLICY_VERSION_UNAVAILABLE",
-                metadata={"policy_version": known},
-            )
-
-    @contextmanager
-    def _named(self, request_id: str) -> Iterator[None]:
-        if self._closed:
-            raise closed()
-        if request_id in self._request_ids:
-            raise AlreadyExists(f"request {request_id} is in flight", reason="REQUEST_IN_FLIGHT")
-        self._request_ids.add(request_id)
-        try:
-            yield
-        finally:
-            self._request_ids.discard(request_id)
-
     def _context(self, facts: Facts) -> int:
         """The smallest limit of the endpoint, the operator and the model's configuration; 0 if there is none."""
         limits = (facts.max_context_tokens or self._model.max_context, self._options.max_context_tokens)
@@ -421,21 +339,17 @@ class OpenAiEngine:
             raise closed()
         return self._lookout.facts()
 
-    def _check_facts(self, facts: Facts) -> None:
-        """Raises InvalidArgument (ENGINE_OPTIONS_INVALID) when the context length is unknown."""
-        if facts.level is Level.TOKENS and not self._context(facts):
-            raise InvalidArgument(
-                "Neither the upstream nor config.json states the length of the context: set max_context_tokens.",
-                reason="ENGINE_OPTIONS_INVALID",
-                violations=[Violation("max_context_tokens", "is needed for this upstream")],
-            )
-
-    def _failed(self, error: PenstockError) -> None:
-        self._counts["failed"] += 1
-        self._lookout.failed(error)
+    async def _probe(self) -> Facts:
+        """Probe the endpoint. Raises InvalidArgument (ENGINE_OPTIONS_INVALID) when the context length is unknown."""
+        chosen, model = self._chosen, self._model
+        wanted = Wanted(chosen.model, self._options.model_name, model.vocab_size, model.tokenizer, chosen.stated_mode)
+        facts = await probe(self._endpoint, wanted)
+        if facts.level is Level.TOKENS:
+            check_context(self._context(facts))
+        return facts
 
     def _count(self, answer: ChatAnswer) -> ChatAnswer:
-        self._counts["finished" if answer.message is not None else "aborted"] += 1
-        self._counts["prompt"] += answer.usage.prompt_tokens
-        self._counts["sampled"] += answer.usage.completion_tokens
+        self._calls.counts["finished" if answer.message is not None else "aborted"] += 1
+        self._calls.counts["prompt"] += answer.usage.prompt_tokens
+        self._calls.counts["sampled"] += answer.usage.completion_tokens
         return answer

@@ -61,7 +61,7 @@ class Flight:
         cached = details.get("cached_tokens")
         self.cached = cached if isinstance(cached, int) and cached >= 0 else self.cached
         if choices:
-            self._append(read_choice(choices[0], self.vocab_size))
+            self.append(read_choice(choices[0], self.vocab_size))
 
     def end(self) -> None:
         """End the stream. Raises Unavailable if the completion is incomplete, FailedPrecondition if it is empty."""
@@ -88,14 +88,14 @@ class Flight:
             self.moved.set()
             self.ended.set()
 
-    def delta(self) -> Delta | None:
-        """The tokens that no delta has carried."""
-        piece = slice(self.sent, len(self.token_ids))
-        if piece.start == piece.stop:
-            return None
-        self.sent = piece.stop
-        ids, logprobs, top = self._arrays(piece)
-        return Delta(ids, logprobs, self.version, top)
+    def deltas(self) -> list[Delta]:
+        """The tokens that no delta has carried and whose version is known, one delta per version."""
+        return self._send_until(len(self.token_ids), self.version)
+
+    def spans(self) -> tuple[VersionSpan, ...]:
+        """The version of every token; none if it is unknown."""
+        known = self.version is not None and self.token_ids
+        return (VersionSpan(self.version or 0, 0, len(self.token_ids)),) if known else ()
 
     def done(self) -> Done:
         now = time.monotonic()
@@ -110,7 +110,7 @@ class Flight:
             finish_reason=finish,
             token_ids=ids,
             logprobs=logprobs,
-            version_spans=() if self.version is None or not ids.size else (VersionSpan(self.version, 0, ids.size),),
+            version_spans=self.spans(),
             stop_token_id=last if by_token else None,
             prompt_tokens=self.request.prompt_token_ids.size,
             cached_tokens=self.cached,
@@ -120,7 +120,17 @@ class Flight:
             stop_text=stop if stopped and isinstance(stop, str) and stop in self.request.sampling.stop else None,
         )
 
-    def _append(self, read: Read) -> None:
+    def _send_until(self, end: int, version: int | None) -> list[Delta]:
+        """A delta of the tokens before `end` that were not sent, if any."""
+        piece = slice(self.sent, end)
+        if piece.start >= piece.stop:
+            return []
+        self.sent = end
+        ids, logprobs, top = self._arrays(piece)
+        return [Delta(ids, logprobs, version, top)]
+
+    def append(self, read: Read) -> None:
+        """Add what was read. Raises PenstockError if it cannot follow what came before."""
         count = len(read.token_ids)
         prompt = read.prompt_token_ids
         if prompt is not None and not np.array_equal(prompt, self.request.prompt_token_ids):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator
@@ -17,20 +17,20 @@ from penstock_chassis.membership.session_header import checked_name
 from penstock_chassis.settings import refuse_blank
 from penstock_chassis.validation import violations_of
 from penstock_inference.engines.base import EngineOptions, LogprobsMode
-from penstock_inference.engines.openai.wire import Endpoint
+from penstock_inference.engines.openai.wire import OPENAI_API, Endpoint
 
 MAX_KEY_BYTES = 16 << 10
 
 
-class OpenAiOptions(BaseModel):
-    """Options of the engine `openai`."""
+class EndpointOptions(BaseModel):
+    """Options of every engine that calls an endpoint."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
+    api: ClassVar[tuple[str, str]] = OPENAI_API
+
     base_url: str
     """Such as http://127.0.0.1:8000/v1."""
-    model: str = ""
-    """The model's name there; empty selects the only served model, or the one with our model's name."""
     api_key_file: Path | None = None
     """A file with the endpoint's key and nothing else."""
     ca_file: Path | None = None
@@ -64,7 +64,7 @@ class OpenAiOptions(BaseModel):
         return value.rstrip("/")
 
     @classmethod
-    def parse(cls, options: EngineOptions) -> OpenAiOptions:
+    def parse(cls, options: EngineOptions) -> Self:
         """Raises InvalidArgument (ENGINE_OPTIONS_INVALID) naming every option at fault."""
         try:
             chosen = cls.model_validate(dict(options.extra))
@@ -102,6 +102,7 @@ class OpenAiOptions(BaseModel):
                 idle_s=self.idle_timeout_s,
                 ca_file=self.ca_file,
                 session_header_name=self.session_header,
+                api=self.api,
             )
         except OSError as error:
             what = error.strerror or type(error).__name__
@@ -111,6 +112,23 @@ class OpenAiOptions(BaseModel):
     def stated_mode(self) -> LogprobsMode | None:
         """The operator's logprobs mode; None measures it."""
         return None if self.logprobs == "auto" else LogprobsMode(self.logprobs)
+
+
+class OpenAiOptions(EndpointOptions):
+    """Options of the engine `openai`."""
+
+    model: str = ""
+    """The model's name there; empty selects the only served model, or the one with our model's name."""
+
+
+def check_context(tokens: int) -> None:
+    """Raises InvalidArgument (ENGINE_OPTIONS_INVALID) when the context length is unknown (0)."""
+    if not tokens:
+        raise InvalidArgument(
+            "Neither the upstream nor config.json states the length of the context: set max_context_tokens.",
+            reason="ENGINE_OPTIONS_INVALID",
+            violations=[Violation("max_context_tokens", "is needed for this upstream")],
+        )
 
 
 def _invalid(violations: Iterable[Violation]) -> InvalidArgument:

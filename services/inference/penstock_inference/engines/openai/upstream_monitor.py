@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from typing import Generic, Protocol, TypeVar
 
 import structlog
 
 from penstock_chassis.aio.retry import Backoff, Delays
 from penstock_chassis.errors import PenstockError, ResourceExhausted, Unavailable
+from penstock_inference.engines.base import LogprobsMode
 from penstock_inference.engines.openai.answers import broken
-from penstock_inference.engines.openai.probe import Facts, Wanted, probe
+from penstock_inference.engines.openai.probe import Level
 from penstock_inference.engines.openai.wire import RETRY_S, Endpoint
 
 DELAYS = Delays(0.25, 15.0)
@@ -20,20 +22,42 @@ _LOST = frozenset({"UPSTREAM_UNREACHABLE", "UPSTREAM_CUT_OFF", "UPSTREAM_MODEL_U
 _log = structlog.get_logger("penstock.inference")
 
 
-class UpstreamMonitor:
+class ProbedFacts(Protocol):
+    """What every probe finds out."""
+
+    @property
+    def level(self) -> Level:
+        """Which data of a completion the endpoint returns."""
+
+    @property
+    def server(self) -> str:
+        """The server and its version, as far as it reports them."""
+
+    @property
+    def logprobs_mode(self) -> LogprobsMode:
+        """The distribution of its logprobs."""
+
+    @property
+    def shortfall(self) -> str:
+        """Why its completions are for evaluation only; empty where they are not."""
+
+
+_Facts = TypeVar("_Facts", bound=ProbedFacts)
+
+
+class UpstreamMonitor(Generic[_Facts]):
     """Monitors one endpoint.
 
     Args:
         endpoint: the endpoint.
-        wanted: what is known about it before.
-        check: raises a PenstockError for unusable facts.
+        probe: finds out its facts. Raises Unavailable while it is unreachable, other errors for what only a person can
+            fix, such as unusable facts.
     """
 
-    def __init__(self, endpoint: Endpoint, wanted: Wanted, check: Callable[[Facts], None]) -> None:
+    def __init__(self, endpoint: Endpoint, probe: Callable[[], Awaitable[_Facts]]) -> None:
         self._endpoint = endpoint
-        self._wanted = wanted
-        self._check = check
-        self._facts: Facts | None = None
+        self._probe = probe
+        self._facts: _Facts | None = None
         self._trouble: PenstockError | None = None
         self._lost = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -46,10 +70,10 @@ class UpstreamMonitor:
     async def open(self) -> None:
         """Probe once, then monitor. An unreachable endpoint is probed again; any other error is raised."""
         try:
-            self._learn(await probe(self._endpoint, self._wanted))
+            self._learn(await self._probe())
         except (Unavailable, ResourceExhausted) as error:
             _log.warning("the upstream is not usable yet", base_url=self._endpoint.base_url, reason=error.reason)
-            self._lose(error)
+            self.lose(error)
         self._task = asyncio.create_task(self._keep_looking())
 
     async def aclose(self) -> None:
@@ -57,7 +81,7 @@ class UpstreamMonitor:
             self._task.cancel()
             await asyncio.wait((self._task,))
 
-    def facts(self) -> Facts:
+    def facts(self) -> _Facts:
         """The facts about the endpoint. If there are none, raises the reason."""
         if self._facts is None or self.lost:
             raise _again(self._trouble)
@@ -66,10 +90,14 @@ class UpstreamMonitor:
     def failed(self, error: PenstockError) -> None:
         """Report an error; some mean that the endpoint may have changed."""
         if error.reason in _LOST:
-            self._lose(error)
+            self.lose(error)
 
-    def _learn(self, facts: Facts) -> None:
-        self._check(facts)
+    def lose(self, error: PenstockError) -> None:
+        """Report an error after which the endpoint must be probed, whatever its reason."""
+        self._trouble = error
+        self._lost.set()
+
+    def _learn(self, facts: _Facts) -> None:
         before, self._facts, self._trouble = self._facts, facts, None
         self._lost.clear()
         if facts == before:
@@ -82,10 +110,6 @@ class UpstreamMonitor:
         if facts.shortfall:
             _log.warning("this upstream's completions are for evaluation only", why=facts.shortfall)
 
-    def _lose(self, error: PenstockError) -> None:
-        self._trouble = error
-        self._lost.set()
-
     async def _keep_looking(self) -> None:
         """Whenever the endpoint is lost, probe it until it answers."""
         while True:
@@ -93,7 +117,7 @@ class UpstreamMonitor:
             backoff = Backoff(DELAYS)
             while self.lost:
                 try:
-                    self._learn(await probe(self._endpoint, self._wanted))
+                    self._learn(await self._probe())
                 except PenstockError as error:
                     self._trouble = error
                 except Exception as error:  # noqa: BLE001 - no error may end the probing

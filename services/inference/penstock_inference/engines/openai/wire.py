@@ -39,6 +39,8 @@ RETRY_S = 1.0
 # Shorter than servers' keep-alive (uvicorn: 5 s), so that few connections die just as they are used.
 KEEPALIVE_S = 4.0
 STATUS = "http_status"
+OPENAI_API = ("an OpenAI-compatible API", "Check base_url (it usually ends in /v1) and its server.")
+"""The API of an endpoint, for messages, and what to check where its answer is not of that API."""
 _FIELDS = {
     "prompt": "prompt_token_ids",
     "input_tokens": "prompt_token_ids",
@@ -60,6 +62,7 @@ class Endpoint:
         idle_s: an answer is aborted after this many seconds of silence.
         ca_file: a private CA.
         session_header_name: of the header that carries the session's id of a request; empty sends none.
+        api: the API that it should have, as `OPENAI_API`.
     """
 
     def __init__(
@@ -72,8 +75,10 @@ class Endpoint:
         idle_s: float,
         ca_file: Path | None = None,
         session_header_name: str = "",
+        api: tuple[str, str] = OPENAI_API,
     ) -> None:
         self.base_url = base_url
+        self._api, self._advice = api
         self._session_header = session_header_name
         self._key = api_key
         context = True if ca_file is None else ssl.create_default_context(cafile=ca_file)
@@ -100,6 +105,11 @@ class Endpoint:
         async with self._answer("POST", f"{self.base_url}{path}", body, session_id) as answer:
             return await self._whole(answer)
 
+    async def command(self, path: str, body: Mapping[str, Any]) -> None:
+        """Post a command whose answer has no content that matters. Raises PenstockError."""
+        async with self._answer("POST", f"{self.base_url}{path}", body) as answer:
+            await self._read(answer, MAX_ERROR_BYTES)
+
     async def events(self, path: str, body: Mapping[str, Any], session_id: str = "") -> AsyncGenerator[Any, None]:
         """Yield the JSON values of a stream, in order, until the endpoint's end mark.
 
@@ -111,7 +121,7 @@ class Endpoint:
                 yield await self._whole(answer)
                 return
             if answer.content_type != "text/event-stream":
-                raise self.invalid(f"a stream was requested, but the answer is {_shown(answer.content_type)}")
+                raise self.invalid(f"a stream was requested, but the answer is {shown(answer.content_type)}")
             async for line in _lines(answer):
                 if not line.startswith(b"data:"):
                     continue
@@ -127,8 +137,7 @@ class Endpoint:
     def invalid(self, text: str, known: Mapping[str, str] | None = None) -> FailedPrecondition:
         """The error for an invalid answer."""
         return FailedPrecondition(
-            f"The upstream's answer is not that of an OpenAI-compatible API: {text}. Check base_url (it usually "
-            "ends in /v1) and its server.",
+            f"The upstream's answer is not that of {self._api}: {text}. {self._advice}",
             reason="UPSTREAM_ANSWER_INVALID",
             metadata=known,
         )
@@ -296,7 +305,9 @@ async def _lines(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
 
 def _error_message(value: Any, key: str | None) -> tuple[str, str]:
     """The error message in the forms that servers use, safe to show, without the key; and the parameter it names."""
-    error = value.get("error", value.get("message")) if isinstance(value, dict) else None
+    error = None
+    if isinstance(value, dict):
+        error = value.get("error", value.get("message", value.get("error_message")))
     param = ""
     if isinstance(error, dict):
         given = error.get("param")
@@ -305,10 +316,10 @@ def _error_message(value: Any, key: str | None) -> tuple[str, str]:
     if not isinstance(error, str):
         return "", param
     # Before shortening, which could leave an unrecognizable part of the key.
-    return _shown(error.replace(key, "[key]") if key else error), param
+    return shown(error.replace(key, "[key]") if key else error), param
 
 
-def _shown(text: str) -> str:
+def shown(text: str) -> str:
     """Foreign text made safe: one line, printable, not long."""
     line = " ".join("".join(c if c.isprintable() else " " for c in text[: 4 * MAX_SHOWN]).split())
     return line if len(line) <= MAX_SHOWN else line[: MAX_SHOWN - 3] + "..."

@@ -1,114 +1,14 @@
-"""LoRA adapters in force, and the versions that vLLM still needs.
-
-For vLLM each version is a separate adapter (another name, another number), so a completion in flight keeps the version
-with which it began while new ones use the next. A replaced version is dropped after its last user.
-"""
+"""LoRA adapters as vLLM takes them."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from vllm.lora.request import LoRARequest
 
-from penstock_chassis.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, Violation
-from penstock_inference.engines.optional_features import AdapterInfo, AdapterSource
-from penstock_inference.namespaces import parted
+from penstock_inference.engines.adapters import LoadedAdapter
 
 
-@dataclass(slots=True, eq=False)
-class LoadedAdapter:
-    """One version of one adapter, as vLLM knows it."""
-
-    info: AdapterInfo
-    number: int
-    directory: Path
-    users: int = 0
-    replaced: bool = False
-
-    def request(self) -> Any:
-        """vLLM's argument for each generation."""
-        return LoRARequest(f"{self.info.name}@{self.info.policy_version}", self.number, str(self.directory))
-
-
-@dataclass(slots=True)
-class AdapterTable:
-    """Adapters by name, at most `limit` at once."""
-
-    limit: int
-    max_rank: int
-    _in_force: dict[str, LoadedAdapter] = field(default_factory=dict)
-    _numbers: int = 0
-
-    def __iter__(self) -> Iterator[LoadedAdapter]:
-        return iter(sorted(self._in_force.values(), key=lambda adapter: adapter.info.name))
-
-    def get(self, name: str) -> LoadedAdapter:
-        """Raises InvalidArgument for an unknown name."""
-        if name not in self._in_force:
-            namespace, shown = parted(name)
-            known = ", ".join(sorted(one for of, one in map(parted, self._in_force) if of == namespace)) or "none"
-            raise InvalidArgument(
-                f"there is no adapter {shown!r}; loaded: {known}",
-                reason="ADAPTER_UNKNOWN",
-                violations=[Violation("adapter", f"is not loaded; loaded: {known}")],
-            )
-        return self._in_force[name]
-
-    def prepare(self, source: AdapterSource) -> LoadedAdapter:
-        """Make a new version, not yet in force. Raises the errors of `optional.Adapters.load_adapter`."""
-        older = self._in_force.get(source.name)
-        if older is not None and source.policy_version <= older.info.policy_version:
-            raise FailedPrecondition(
-                f"version {source.policy_version} of adapter {parted(source.name)[1]!r} is not newer than "
-                f"{older.info.policy_version}, which is in force",
-                reason="POLICY_VERSION_NOT_NEWER",
-                metadata={"policy_version": str(older.info.policy_version)},
-            )
-        if older is None and len(self._in_force) >= self.limit:
-            raise ResourceExhausted(
-                f"{self.limit} adapters are loaded, which is the maximum (max_adapters): unload one",
-                reason="ADAPTER_LIMIT",
-            )
-        rank = _rank(source.directory / "adapter_config.json")
-        if rank > self.max_rank:
-            raise adapter_invalid(f"has rank {rank}; at most {self.max_rank} (max_adapter_rank)")
-        self._numbers += 1
-        return LoadedAdapter(AdapterInfo(source.name, source.policy_version, rank), self._numbers, source.directory)
-
-    def put(self, adapter: LoadedAdapter) -> LoadedAdapter | None:
-        """Put it in force; return the version that it replaced."""
-        older = self._in_force.get(adapter.info.name)
-        self._in_force[adapter.info.name] = adapter
-        if older is not None:
-            older.replaced = True
-        return older
-
-    def remove(self, name: str) -> LoadedAdapter | None:
-        adapter = self._in_force.pop(name, None)
-        if adapter is not None:
-            adapter.replaced = True
-        return adapter
-
-
-def adapter_invalid(text: str) -> InvalidArgument:
-    """The error for an adapter that does not fit."""
-    return InvalidArgument(
-        f"the adapter {text}", reason="ADAPTER_INVALID", violations=[Violation("adapter_config_json", text)]
-    )
-
-
-def _rank(path: Path) -> int:
-    try:
-        config = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise adapter_invalid("has no adapter_config.json, or it is not JSON") from error
-    rank = config.get("r") if isinstance(config, dict) else None
-    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
-        raise adapter_invalid("has no rank (r), a whole number of at least 1")
-    if config.get("peft_type", "LORA") != "LORA":
-        raise adapter_invalid(f"has the type {config['peft_type']!r}; only LORA is supported")
-    return rank
+def lora_request(adapter: LoadedAdapter) -> Any:
+    """vLLM's argument for each generation with the adapter."""
+    return LoRARequest(adapter.versioned_name, adapter.number, str(adapter.directory))

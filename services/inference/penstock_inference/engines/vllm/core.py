@@ -22,10 +22,11 @@ import structlog
 
 from penstock_chassis.aio.tasks import TaskOwner
 from penstock_chassis.errors import FailedPrecondition, Internal, PenstockError
+from penstock_inference.engines.adapters import AdapterTable, LoadedAdapter
 from penstock_inference.engines.admission import Admission
 from penstock_inference.engines.base import EngineOptions, FinishReason, GenerateRequest, PauseMode
 from penstock_inference.engines.checkpoint import Checkpoint, Spool
-from penstock_inference.engines.vllm.adapters import AdapterTable, LoadedAdapter
+from penstock_inference.engines.vllm.adapters import lora_request
 from penstock_inference.engines.vllm.features import Features
 from penstock_inference.engines.vllm.in_flight import Flight
 from penstock_inference.engines.vllm.options import VllmOptions, engine_arguments
@@ -223,7 +224,7 @@ class Core:
 
     async def add_adapter(self, adapter: LoadedAdapter) -> None:
         """Have vLLM load it; raises vLLM's errors."""
-        await self.ask(lambda llm: llm.add_lora(adapter.request()))
+        await self.ask(lambda llm: llm.add_lora(lora_request(adapter)))
 
     def came_to_an_end(self, flight: Flight) -> None:
         """Remove a flight that is over or abandoned."""
@@ -285,7 +286,7 @@ class Core:
             if self.checkpoint is not self._original:
                 await self._load(runtime, self.checkpoint)
             for adapter in self.adapters:
-                await runtime.ask(runtime.llm.add_lora(adapter.request()))
+                await runtime.ask(runtime.llm.add_lora(lora_request(adapter)))
             frozen = bool(self._frozen_for)
             if frozen:
                 await runtime.ask(runtime.llm.pause_generation(mode="keep", clear_cache=False))

@@ -20,6 +20,7 @@ import structlog
 from penstock.values.token_tensors import ROUTED_EXPERTS
 from penstock_chassis.aio.tasks import TaskOwner
 from penstock_chassis.errors import FailedPrecondition, PenstockError, Violation
+from penstock_inference.engines.adapters import adapter_invalid
 from penstock_inference.engines.base import (
     SAMPLING_FIELDS,
     Capabilities,
@@ -41,7 +42,6 @@ from penstock_inference.engines.checks import closed, raise_violations
 from penstock_inference.engines.continuation import unbroken
 from penstock_inference.engines.optional_features import AdapterInfo, AdapterSource
 from penstock_inference.engines.stops import load_tokenizer
-from penstock_inference.engines.vllm.adapters import adapter_invalid
 from penstock_inference.engines.vllm.core import Core
 from penstock_inference.engines.vllm.features import Features
 from penstock_inference.engines.vllm.generation import Generations

@@ -21,6 +21,7 @@ from penstock_chassis.errors import (
 )
 from penstock_chassis.validation import invalid
 from penstock_codec.decoding import Detokenizer
+from penstock_inference.engines.adapters import LoadedAdapter
 from penstock_inference.engines.base import (
     FinishReason,
     GenerateEvent,
@@ -35,7 +36,7 @@ from penstock_inference.engines.base import (
 from penstock_inference.engines.checks import check_prompt, check_sampling, check_score, raise_violations
 from penstock_inference.engines.response_format import FIELD as FORMAT_FIELD
 from penstock_inference.engines.stops import StopTexts
-from penstock_inference.engines.vllm.adapters import LoadedAdapter
+from penstock_inference.engines.vllm.adapters import lora_request
 from penstock_inference.engines.vllm.core import Core
 from penstock_inference.engines.vllm.in_flight import Flight, alternatives, stacked
 from penstock_inference.engines.vllm.params import sampling_params, score_params
@@ -240,7 +241,7 @@ class Generations:
         salt = f"v{self._core.version}" if adapter is None else f"v{self._core.version}:{adapter.number}"
         prompt = _prompt(request.prompt_token_ids.tolist(), cache_salt=salt)
         return await llm.add_request(
-            request.request_id, prompt, params, lora_request=None if adapter is None else adapter.request()
+            request.request_id, prompt, params, lora_request=None if adapter is None else lora_request(adapter)
         )
 
     def _params(self, flight: Flight) -> Any:

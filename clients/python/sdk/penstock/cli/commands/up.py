@@ -59,10 +59,12 @@ def up(
         typer.Option(metavar="NAME=VARIABLE", help="Environment variable with the key of the upstream NAME."),
     ] = None,
     engine_option: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=VALUE", help="Option of the engine, such as base_url of openai.")
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", help="Option of the engine, such as base_url of sglang."),
     ] = None,
     engine_key_env: Annotated[
-        str | None, typer.Option(metavar="VARIABLE", help="Environment variable with the key of openai's endpoint.")
+        str | None,
+        typer.Option(metavar="VARIABLE", help="Environment variable with the key of the endpoint."),
     ] = None,
     settings: Annotated[
         list[str] | None,

@@ -99,7 +99,9 @@ ModelDir = Annotated[Path | None, typer.Option(help="Directory with config.json,
 
 Engine = Annotated[
     str,
-    typer.Option(help="Engine of the inference service: numpy, vllm, openai, scripted, or none (only a tokenizer)."),
+    typer.Option(
+        help="Engine of the inference service: numpy, vllm, sglang, openai, scripted, or none (only a tokenizer)."
+    ),
 ]
 
 
