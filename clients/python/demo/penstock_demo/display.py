@@ -13,6 +13,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from penstock.client import PenstockError
+
 WIDTH, HEIGHT = 64, 10  # of the curve, in characters; each is 2 x 4 dots of Braille
 TARGET = 0.9
 ROWS = 8
@@ -43,6 +45,21 @@ def recent(history: Sequence[Metrics], window: int = 10) -> float:
     """Mean success over the last `window` steps (or as many as there are)."""
     last = history[-window:]
     return sum(metrics["success"] for metrics in last) / max(len(last), 1)
+
+
+def reasons(error: Exception) -> str:
+    """Returns what the services' errors say, one after the other. Raises the error if it is, or has, another kind.
+
+    `except*` would do it, but before Python 3.11.4 a program that exits in such a block shows a traceback.
+    """
+    if isinstance(error, PenstockError):
+        return str(error)
+    if not isinstance(error, ExceptionGroup):
+        raise error
+    known, others = error.split(PenstockError)
+    if known is None or others is not None:
+        raise error
+    return "; ".join(reasons(one) for one in known.exceptions)
 
 
 class Display:

@@ -25,7 +25,7 @@ from penstock.client import Penstock, PenstockError, ToScore, connect
 from penstock.client.transport.endpoints import ServiceName
 from penstock.local.stack import LocalStack
 from penstock_demo import model
-from penstock_demo.display import Display, Metrics
+from penstock_demo.display import Display, Metrics, reasons
 from penstock_demo.learner import Learner, Row
 from penstock_demo.rollouts import Collect, Collected, start_group
 from penstock_demo.tasks import CopyTask, build_codec
@@ -108,9 +108,9 @@ def main() -> None:
     with Display(f"Penstock: distillation on real rollouts, seed {given.seed}") as display:
         try:
             history = asyncio.run(distill(given.seed, given.steps, given.teacher, run, display))
-        except* PenstockError as errors:
-            sys.exit(f"training stopped: {'; '.join(map(str, errors.exceptions))}")
-        except* KeyboardInterrupt:
+        except (PenstockError, ExceptionGroup) as error:
+            sys.exit(f"training stopped: {reasons(error)}")
+        except KeyboardInterrupt:
             sys.exit("interrupted: the services are stopped")
     rollouts = sum(step["rollouts"] for step in history)
     print(

@@ -40,7 +40,7 @@ from penstock.client import (
 from penstock.local.stack import LocalStack
 from penstock_codec import Codec
 from penstock_demo import model
-from penstock_demo.display import Display, Figures, Metrics, recent, save_picture
+from penstock_demo.display import Display, Figures, Metrics, reasons, recent, save_picture
 from penstock_demo.learner import Learner, Row
 from penstock_demo.rollouts import Collect, by_rollout, reward_of
 from penstock_demo.tasks import TASKS, Corpus, build_codec
@@ -239,9 +239,9 @@ def main() -> None:
             learner = warm_start(codec, given.seed, run, display)
             course = Course(given.seed, given.steps, COLLECT[given.credit])
             history = asyncio.run(train(learner, codec, course, run, start, display))
-        except* PenstockError as errors:
-            sys.exit(f"training stopped: {'; '.join(map(str, errors.exceptions))}")
-        except* KeyboardInterrupt:
+        except (PenstockError, ExceptionGroup) as error:
+            sys.exit(f"training stopped: {reasons(error)}")
+        except KeyboardInterrupt:
             sys.exit("interrupted: the services are stopped")
     save_picture(history, run / "reward.png", f"A 0.13 M parameter model learns to use a shell (seed {given.seed})")
     last, penstock = history[-1], from_here(Path(sys.executable).with_name("penstock"))

@@ -14,7 +14,7 @@ from typing import Final, overload
 from penstock.analysis.credit_plan import By, Point, partings, plan, surprise
 from penstock.analysis.credit_values import RolloutCredit, TurnCredit, Value, counted_reward, credited, turns_of
 from penstock.client.connection import Penstock
-from penstock.client.errors import FailedPrecondition, PenstockError
+from penstock.client.errors import FailedPrecondition, first_of
 from penstock.client.rollouts.handles import GroupHandle
 from penstock.client.types.results import RolloutResult
 from penstock.client.types.trajectories import Trajectory
@@ -180,11 +180,9 @@ async def _branched(
         async with asyncio.TaskGroup() as tasks:
             for point in points:
                 tasks.create_task(branch(point))
-    except* PenstockError as errors:
-        first: BaseException = errors
-        while isinstance(first, BaseExceptionGroup):
-            first = first.exceptions[0]
-        raise first from None
+    # Not by `except*`, which before Python 3.11.4 raises a group whatever its block raises.
+    except ExceptionGroup as errors:
+        raise first_of(errors) from None
     return values
 
 
