@@ -86,7 +86,24 @@ class Pinned:
         return self.packages[0] if self.source is None else f"{self.source.repository} at {self.source.commit[:7]}"
 
 
+ART: Final = (
+    "openpipe-art==0.5.23",
+    "anthropic==0.109.2",
+    "distro==1.9.0",
+    "jiter==0.19.0",
+    "nest-asyncio==1.6.0",
+    "openai==2.54.0",
+    "polars==2.1.0",
+    "polars-runtime-32==2.1.0",
+    "python-dotenv==1.2.4",
+    "setproctitle==1.3.8",
+    "sniffio==1.3.1",
+    "tblib==3.2.2",
+)
+
+
 TRAINERS: Final[dict[str, Pinned]] = {
+    "art": Pinned(ART),
     "verl": Pinned(("verl==0.9.1", *RAY, *OMEGACONF, *TENSORDICT, "codetiming==1.4.0", "pylatexenc==2.11")),
     "skyrl": Pinned(
         (
@@ -124,8 +141,8 @@ def installed(name: str, cache: Path, base: Path, repository: str | None = None)
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache, prefix=f"{name}-") as temporary:
         made = Path(temporary) / "packages"
-        pip = [str(base), "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(made)]
-        subprocess.run([*pip, *pinned.packages], check=True)
+        pip = [str(base), "-m", "pip", "install", "--quiet", "--no-deps", "--ignore-requires-python"]
+        subprocess.run([*pip, "--target", str(made), *pinned.packages], check=True)
         if pinned.source is not None:
             _add_source(pinned.source, repository, Path(temporary) / "source", made)
         # Wheels bring packages of these names, which would hide ours.
