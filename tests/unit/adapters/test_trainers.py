@@ -17,6 +17,7 @@ from penstock.adapters.trainers import (
     Place,
     Selection,
     art,
+    nemo_gym,
     openrlhf,
     prime_rl,
     select,
@@ -394,6 +395,47 @@ def test_arts_choices_rebuild_each_sequence_and_what_was_dropped_is_an_exception
                 found += masked(row.sample.sample_id, choice["token_ids"], [True] * (end - start), logprobs)
         assert next(choices, None) is None
     assert sorted(found) == sorted(trained_tokens(selection))
+
+
+@pytest.mark.requirement("R84")
+@of_any_groups
+def test_nemo_gyms_output_items_continue_each_other(results: list[Trajectory | RolloutResult]) -> None:
+    """As NeMo-RL walks them: each prompt begins with all that the items before have, and adds what is not trained."""
+    selection = select(results)
+    found = []
+    for row in selection.rows:
+        made = nemo_gym.verify_response(row, params={"temperature": 1.0})
+        assert made["reward"] == row.reward and made["responses_create_params"] == {"input": [], "temperature": 1.0}
+        seen: list[int] = []
+        mask: list[bool] = []
+        logprobs: list[float] = []
+        for item in made["response"]["output"]:
+            if not item.get("generation_token_ids"):
+                continue
+            prompt, generated = item["prompt_token_ids"], item["generation_token_ids"]
+            assert prompt[: len(seen)] == seen and len(generated) == len(item["generation_log_probs"])
+            mask += [False] * (len(prompt) - len(seen)) + [True] * len(generated)
+            logprobs += [0.0] * (len(prompt) - len(seen)) + item["generation_log_probs"]
+            seen = prompt + generated
+        assert seen == row.sample.input_ids[: len(seen)].tolist()
+        found += masked(row.sample.sample_id, seen, mask, logprobs)
+    assert found == trained_tokens(selection)
+
+
+@pytest.mark.requirement("R84")
+def test_nemo_gyms_turns_have_their_ids_on_the_last_item_and_untrained_ones_have_none() -> None:
+    """As NeMo-Gym's own converter: a turn may be a message and a function call."""
+    (row,) = select([trajectory("r", [sample("s", [(3, 2, False), (1, 2, True)])])]).rows
+    untrained, trained = (turn.call_id for turn in row.sample.turns)
+    items = {
+        untrained: [{"type": "message", "id": "a"}],
+        trained: [{"type": "message", "id": "b"}, {"type": "function_call", "id": "c"}],
+    }
+    first, second, third = nemo_gym.output_items(row, items)
+    assert [first, second] == [{"type": "message", "id": "a"}, {"type": "message", "id": "b"}]
+    assert (third["id"], third["prompt_token_ids"]) == ("c", row.sample.input_ids[:6].tolist())
+    assert third["generation_token_ids"] == row.sample.input_ids[6:].tolist()
+    assert items[trained][1] == {"type": "function_call", "id": "c"}
 
 
 @pytest.mark.requirement("R74", "R84")
