@@ -41,6 +41,7 @@ from nemo_gym.server_utils import (  # noqa: E402
 )
 from nemo_rl.data.llm_message_utils import batched_message_log_to_flat_message  # noqa: E402
 from nemo_rl.environments.nemo_gym import NemoGym  # noqa: E402
+from nemo_rl.experience.failures import http_status_is_infra  # noqa: E402
 from nemo_rl.models.generation.openai_server_utils import replace_prefix_tokens  # noqa: E402
 from responses_api_models.vllm_model.app import VLLMModel  # noqa: E402
 
@@ -133,7 +134,7 @@ async def run(driven: Driven, folder: Path) -> tuple[list[str], list[str]]:
             rows = [row(task_id) for task_id in TASK_IDS for _ in range(PER_TASK)]
             made = await collected(client, rows)
             lines, wrong = await judged(driven, engine, made)
-            wrong += await _failures_hidden(client, engine)
+            wrong += await _failures(client, engine)
     finally:
         await get_global_aiohttp_client().close()
     return lines, wrong
@@ -172,15 +173,16 @@ async def judged(driven: Driven, engine: Engine, made: list[tuple[Any, Any]]) ->
     return lines, wrong
 
 
-async def _failures_hidden(client: ServerClient, engine: Engine) -> list[str]:
+async def _failures(client: ServerClient, engine: Engine) -> list[str]:
     """A failure has no reward: NeMo-Gym writes it beside the results."""
     wrong = []
     engine.drifts = True
-    for task_id, reason in ((TASK_IDS[0], "another prompt"), ("pear", "no task")):
+    for task_id, reason in ((TASK_IDS[0], "PROMPT_DIFFERS"), ("pear", "TASK_UNKNOWN")):
         ((_, result),) = await collected(client, [row(task_id)], route_failures_to_sidecar=True)
         if "response" in result or not any(name.startswith("_ng_failure") for name in result):
             wrong.append(f"a failure became {result}")
-        if reason not in json.dumps(result):
+        status = result["_ng_failure_http_status"]
+        if reason not in json.dumps(result) or status != 400 or http_status_is_infra(status):
             wrong.append(f"a failure has not its reason, {reason!r}: {result}")
     return wrong
 

@@ -91,15 +91,18 @@ class PenstockAgent(SimpleResponsesAPIAgent):  # type: ignore[misc]
     async def run(self, request: Request, body: PenstockRunRequest) -> PenstockVerifyResponse:
         """Returns the rollout's sequence with most trained tokens, in the output items of the response.
 
-        Raises:
-            InvalidArgument: `TASK_UNKNOWN`; `NO_TOKEN_IDS`: the model server returns none; `PROMPT_DIFFERS`: it made
-                another prompt; `IMAGES`: an agent shows the model some; `VIEW_TRUNCATED`: a conversation is too large.
-            RolloutFailed: as `AgentRollouts.row`. NeMo-Gym then answers 500: the failure is no reward of zero.
+        A failure is no reward of zero, but the answer's status. 400, for NeMo-RL the fault of the row, which it hardly
+        tries again: `TASK_UNKNOWN`; `NO_TOKEN_IDS`: the model server returns none; `PROMPT_DIFFERS`: it made another
+        prompt; `IMAGES`: an agent shows the model some; `VIEW_TRUNCATED`: a conversation is too large. 500, for NeMo-RL
+        a fault of the machines: RolloutFailed, as `AgentRollouts.place`, and all others.
         """
         row_of_data = body.model_extra or {}
         task_id = row_of_data.get("task_id") or (row_of_data.get("verifier_metadata") or {}).get("task_id")
         engine = _ModelServer(self, body)
-        row = await self._rollouts.row(task_id, engine.sample)
+        try:
+            row = await self._rollouts.row(task_id, engine.sample)
+        except InvalidArgument as error:
+            raise HTTPException(400, f"{error.reason}: {error}") from error
         params = body.responses_create_params.model_dump(mode="json", exclude_unset=True)
         answer = nemo_gym.verify_response(row, params=params, items=engine.items, model=engine.model)
         return PenstockVerifyResponse(**{**row_of_data, **answer})
