@@ -9,6 +9,7 @@ import importlib.util
 import json
 import re
 import socket
+import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -58,6 +59,8 @@ class Engine:
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(driven.model)
         self.drifts = False
         """Whether it renders another prompt than it should."""
+        self.room = sys.maxsize
+        """The longest prompt in tokens."""
 
     def app(self) -> web.Application:
         """Its routes."""
@@ -70,6 +73,9 @@ class Engine:
         asked = await request.json()
         assert asked["logprobs"] and asked["return_tokens_as_token_ids"] and asked["temperature"] == 1.0
         prompt = self.prompt(asked["messages"], asked.get("tools"))
+        if len(prompt) > self.room:
+            text = f"This model's maximum context length is {self.room} tokens."
+            return web.json_response({"object": "error", "message": text, "code": 400}, status=400)
         ids, logprobs = self.driven.engine.answer(prompt)
         text = CODEC.decode(ids[:-1])
         calls = [
@@ -174,9 +180,13 @@ async def judged(driven: Driven, engine: Engine, made: list[tuple[Any, Any]]) ->
 
 
 async def _failures(client: ServerClient, engine: Engine) -> list[str]:
-    """A failure has no reward: NeMo-Gym writes it beside the results."""
+    """An outgrown context is graded. A failure has no reward: NeMo-Gym writes it beside the results."""
     wrong = []
-    engine.drifts = True
+    engine.room = 300
+    ((_, result),) = await collected(client, [row(TASK_IDS[0])])
+    if (result["reward"], result["turns"]) != (0.0, 1) or not result["response"]["output"][-1]["generation_token_ids"]:
+        wrong.append(f"an outgrown context became {result}")
+    engine.room, engine.drifts = sys.maxsize, True
     for task_id, reason in ((TASK_IDS[0], "PROMPT_DIFFERS"), ("pear", "TASK_UNKNOWN")):
         ((_, result),) = await collected(client, [row(task_id)], route_failures_to_sidecar=True)
         if "response" in result or not any(name.startswith("_ng_failure") for name in result):
