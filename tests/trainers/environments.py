@@ -86,7 +86,53 @@ class Pinned:
         return self.packages[0] if self.source is None else f"{self.source.repository} at {self.source.commit[:7]}"
 
 
+ART: Final = (
+    "openpipe-art==0.5.23",
+    "anthropic==0.109.2",
+    "distro==1.9.0",
+    "jiter==0.19.0",
+    "nest-asyncio==1.6.0",
+    "openai==2.54.0",
+    "polars==2.1.0",
+    "polars-runtime-32==2.1.0",
+    "python-dotenv==1.2.4",
+    "setproctitle==1.3.8",
+    "sniffio==1.3.1",
+    "tblib==3.2.2",
+)
+
+
+NEMO_GYM: Final = (
+    "nemo-gym==0.7.0",
+    "anthropic==0.109.2",
+    "antlr4-python3-runtime==4.9.3",
+    "asttokens==3.0.2",
+    "datasets==5.2.0",
+    "devtools==0.13.0",
+    "dill==0.4.1",
+    "distro==1.9.0",
+    "executing==2.3.0",
+    "httptools==0.9.0",
+    "hydra-core==1.3.8",
+    "itsdangerous==2.2.0",
+    "jiter==0.19.0",
+    "multiprocess==0.70.19",
+    "omegaconf==2.4.0",
+    "openai==2.44.0",
+    "pandas==3.1.1",
+    "pydot==4.0.1",
+    "sniffio==1.3.1",
+    "torchdata==0.11.0",
+    "tqdm==4.70.1",
+    "uvloop==0.23.0",
+    "xxhash==4.1.0",
+    "yappi==1.7.6",
+    *RAY,
+)
+
+
 TRAINERS: Final[dict[str, Pinned]] = {
+    "art": Pinned(ART),
     "verl": Pinned(("verl==0.9.1", *RAY, *OMEGACONF, *TENSORDICT, "codetiming==1.4.0", "pylatexenc==2.11")),
     "skyrl": Pinned(
         (
@@ -98,6 +144,10 @@ TRAINERS: Final[dict[str, Pinned]] = {
     "slime": Pinned(
         (*RAY, "pylatexenc==2.11"),
         Source("https://github.com/THUDM/slime", "624b824a898ab0ec1fcb4d373004c7f3852bf515", ("slime",)),
+    ),
+    "nemo_gym": Pinned(
+        NEMO_GYM,
+        Source("https://github.com/NVIDIA-NeMo/RL", "7ea279abfbeb698b092856d0dab61e7cf39bc909", ("nemo_rl",)),
     ),
     "prime_rl": Pinned(
         PRIME_RL,
@@ -124,8 +174,8 @@ def installed(name: str, cache: Path, base: Path, repository: str | None = None)
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache, prefix=f"{name}-") as temporary:
         made = Path(temporary) / "packages"
-        pip = [str(base), "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(made)]
-        subprocess.run([*pip, *pinned.packages], check=True)
+        pip = [str(base), "-m", "pip", "install", "--quiet", "--no-deps", "--ignore-requires-python"]
+        subprocess.run([*pip, "--target", str(made), *pinned.packages], check=True)
         if pinned.source is not None:
             _add_source(pinned.source, repository, Path(temporary) / "source", made)
         # Wheels bring packages of these names, which would hide ours.

@@ -2,37 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
 import sys
 from argparse import Namespace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 from unittest.mock import MagicMock
 
 import numpy as np
 from aiohttp import web
+from tests.trainers.absent import absent
 from tests.trainers.driven import EXAMPLES, PER_TASK, TASK_IDS, VERSION, Driven, Learned
 
-
-class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """slime's manager imports SGLang, which needs a GPU, and a logger: their modules are empty here, and not called."""
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        """See Python."""
-        is_it = name.partition(".")[0] in ("sglang", "sglang_router", "wandb")
-        return importlib.machinery.ModuleSpec(name, self, is_package=True) if is_it else None
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        """See Python."""
-        return MagicMock(__spec__=spec, __path__=[], __name__=spec.name)
-
-    def exec_module(self, module: ModuleType) -> None:
-        """See Python."""
-
-
-sys.meta_path.insert(0, Absent())
+# slime's manager imports SGLang, which needs a GPU, and a logger.
+absent("sglang", "sglang_router", "wandb")
 
 from slime.ray.rollout import RolloutManager  # noqa: E402
 from slime.rollout.sglang_rollout import GenerateState, generate_rollout_async  # noqa: E402

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import yaml
 from tests.support.policy import in_shell, in_turn, prompt_text, sampled
 from tests.support.services.stack import Running, running
 
-from penstock.adapters.trainers.plugins.rollouts import AgentRollouts
+from penstock.adapters.trainers.plugins.rollouts import AgentRollouts, CannotAnswer
 from penstock.client import Completion, InvalidArgument, ModelCall
 from penstock.client.errors import RolloutFailed
 from penstock.client.transport.endpoints import write_connection
@@ -87,6 +88,23 @@ async def test_error_of_a_trainers_engine_is_raised_as_it_is_and_cancels_the_rol
     with pytest.raises(LookupError, match="no server is left"):
         await rollouts.row("graded", engine)
     assert await causes(stack, rollouts) == ["cancelled"]
+
+
+async def test_call_that_an_engine_cannot_answer_is_the_agents_error_and_not_the_rollouts_end(
+    stack: Running, rollouts: AgentRollouts
+) -> None:
+    """An outgrown context is the policy's doing: what was sampled before is graded and learned from."""
+    seen: list[int] = []
+
+    async def engine(call: ModelCall) -> Completion:
+        seen.append(len(call.messages))
+        if call.index:
+            raise CannotAnswer("4097 tokens of 4096")
+        return Completion.of_tokens(*sampled(WORKS(prompt_text(call))), policy_version=VERSION)
+
+    row = await replace(rollouts, messages=True).row("graded", engine)
+    assert (row.reward, len(row.sample.turns)) == (1.0, 1)
+    assert len(seen) >= 2 and all(seen)
 
 
 async def test_cancelled_trainer_leaves_no_rollout(stack: Running, rollouts: AgentRollouts) -> None:

@@ -16,6 +16,8 @@ from penstock.adapters.trainers import (
     DropReason,
     Place,
     Selection,
+    art,
+    nemo_gym,
     openrlhf,
     prime_rl,
     select,
@@ -24,6 +26,7 @@ from penstock.adapters.trainers import (
     trl,
     verl,
 )
+from penstock.adapters.trainers.selection import trained_runs
 from penstock.client import InvalidArgument
 from penstock.client.types.chat import LogprobsMode
 from penstock.client.types.results import FailureCause, RolloutResult
@@ -361,6 +364,78 @@ def test_slime_keeps_the_places_of_a_group(results: list[Trajectory | RolloutRes
         mean = np.mean([one["reward"] for one in by_rollout.values()])
         assert mean == pytest.approx(np.mean(kept) if kept else 0.0)
         assert all((one["status"] == "aborted") == one["remove_sample"] for one in group)
+
+
+@pytest.mark.requirement("R74", "R84", "R85")
+@of_any_groups
+def test_arts_choices_rebuild_each_sequence_and_what_was_dropped_is_an_exception(
+    results: list[Trajectory | RolloutResult],
+) -> None:
+    """As ART assembles them: a choice continues the sequence that its prompt begins with, or begins another."""
+    selection = select(results)
+    made = art.trajectory_groups(selection)
+    places = [
+        place for group in made for place in selection.places if place.group == group["metadata"]["penstock_group"]
+    ]
+    trajectories = [one for group in made for one in group["trajectories"]]
+    failures = [one["message"] for group in made for one in group["exceptions"]]
+    assert [one["metadata"]["penstock_rollout_id"] for one in trajectories] == [p.rollout_id for p in places if p.rows]
+    assert failures == [str(place.dropped) for place in places if place.dropped]
+    found = []
+    for place, one in zip((place for place in places if place.rows), trajectories, strict=True):
+        assert one["reward"] == place.rows[0].reward and one["metrics"]["sequences"] == len(place.rows)
+        choices = iter(one["messages_and_choices"])
+        for row in place.rows:
+            for start, end in trained_runs(row.sample.loss_mask):
+                choice, ids = next(choices), row.sample.input_ids.tolist()
+                assert (choice["prompt_token_ids"], choice["token_ids"]) == (ids[:start], ids[start:end])
+                entries = choice["logprobs"]["content"]
+                assert [entry["token"] for entry in entries] == [f"token_id:{token}" for token in choice["token_ids"]]
+                logprobs = [entry["logprob"] for entry in entries]
+                found += masked(row.sample.sample_id, choice["token_ids"], [True] * (end - start), logprobs)
+        assert next(choices, None) is None
+    assert sorted(found) == sorted(trained_tokens(selection))
+
+
+@pytest.mark.requirement("R84")
+@of_any_groups
+def test_nemo_gyms_output_items_continue_each_other(results: list[Trajectory | RolloutResult]) -> None:
+    """As NeMo-RL walks them: each prompt begins with all that the items before have, and adds what is not trained."""
+    selection = select(results)
+    found = []
+    for row in selection.rows:
+        made = nemo_gym.verify_response(row, params={"temperature": 1.0})
+        assert made["reward"] == row.reward and made["responses_create_params"] == {"input": [], "temperature": 1.0}
+        seen: list[int] = []
+        mask: list[bool] = []
+        logprobs: list[float] = []
+        for item in made["response"]["output"]:
+            if not item.get("generation_token_ids"):
+                continue
+            prompt, generated = item["prompt_token_ids"], item["generation_token_ids"]
+            assert prompt[: len(seen)] == seen and len(generated) == len(item["generation_log_probs"])
+            mask += [False] * (len(prompt) - len(seen)) + [True] * len(generated)
+            logprobs += [0.0] * (len(prompt) - len(seen)) + item["generation_log_probs"]
+            seen = prompt + generated
+        assert seen == row.sample.input_ids[: len(seen)].tolist()
+        found += masked(row.sample.sample_id, seen, mask, logprobs)
+    assert found == trained_tokens(selection)
+
+
+@pytest.mark.requirement("R84")
+def test_nemo_gyms_turns_have_their_ids_on_the_last_item_and_untrained_ones_have_none() -> None:
+    """As NeMo-Gym's own converter: a turn may be a message and a function call."""
+    (row,) = select([trajectory("r", [sample("s", [(3, 2, False), (1, 2, True)])])]).rows
+    untrained, trained = (turn.call_id for turn in row.sample.turns)
+    items = {
+        untrained: [{"type": "message", "id": "a"}],
+        trained: [{"type": "message", "id": "b"}, {"type": "function_call", "id": "c"}],
+    }
+    first, second, third = nemo_gym.output_items(row, items)
+    assert [first, second] == [{"type": "message", "id": "a"}, {"type": "message", "id": "b"}]
+    assert (third["id"], third["prompt_token_ids"]) == ("c", row.sample.input_ids[:6].tolist())
+    assert third["generation_token_ids"] == row.sample.input_ids[6:].tolist()
+    assert items[trained][1] == {"type": "function_call", "id": "c"}
 
 
 @pytest.mark.requirement("R74", "R84")

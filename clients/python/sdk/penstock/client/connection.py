@@ -208,8 +208,10 @@ class Penstock:
             create, tasks, size=n, pacing=pacing, concurrency=concurrency, policy_version=policy_version, top=top
         )
 
-    def _intercept(self, selector: Selector, *, credits: int, policy_version: int | None) -> InterceptSession:
-        return self.intercept(selector, credits=credits, policy_version=policy_version)
+    def _intercept(
+        self, selector: Selector, *, credits: int, policy_version: int | None, messages: bool
+    ) -> InterceptSession:
+        return self.intercept(selector, credits=credits, policy_version=policy_version, messages=messages)
 
 
 def _no_service(service: ServiceName) -> ConfigurationError:

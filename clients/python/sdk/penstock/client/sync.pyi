@@ -1277,8 +1277,13 @@ class RolloutHandle:
             NotFound: `GRADE_UNKNOWN`.
             FailedPrecondition: `ROLLOUT_RUNNING`; `TRAJECTORY_ABSENT`: it ended before the gate was opened.
         """
-    def calls(self, *, credits: int = 64, policy_version: int | None = None) -> Generator[ModelCall]:
-        """Yields the model calls of this rollout until it has ended. Calls wait at the gate, so none is missed."""
+    def calls(
+        self, *, credits: int = 64, policy_version: int | None = None, messages: bool = False
+    ) -> Generator[ModelCall]:
+        """Yields the model calls of this rollout until it has ended. Calls wait at the gate, so none is missed.
+
+        With `messages`, calls carry messages and tools beside tokens.
+        """
     def branch(
         self,
         call: str | int,
@@ -1352,9 +1357,12 @@ class GroupHandle:
         Those that count are `info.result_rollout_ids`. Trajectories have samples only, unless `samples_only` is False;
         `top`: with alternatives, `tensors`: with the rows of tensors, as in `RolloutHandle.trajectory`.
         """
-    def calls(self, *, credits: int = 64, policy_version: int | None = None) -> Generator[ModelCall]:
+    def calls(
+        self, *, credits: int = 64, policy_version: int | None = None, messages: bool = False
+    ) -> Generator[ModelCall]:
         """Yields the model calls of all its rollouts until all have ended. Calls wait at the gate, so none is missed.
 
+        With `messages`, calls carry messages and tools beside tokens.
         For pauses, announcements and a session that spans groups use `ps.intercept`.
         """
     def cancel(self, reason: str = "") -> None:

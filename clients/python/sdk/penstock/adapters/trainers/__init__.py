@@ -2,7 +2,7 @@
 
     selection = select(await group.results())
     for dropped in selection.dropped: print(dropped)            # nothing is left out in silence
-    samples = slime.samples(selection)                          # or trl, verl, skyrl, prime_rl, openrlhf
+    samples = slime.samples(selection)                          # or trl, verl, skyrl, ...
 
 docs/guides/trainers.md describes how each treats branches, masks, versions and truncation.
 """

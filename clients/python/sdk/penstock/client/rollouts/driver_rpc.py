@@ -38,7 +38,9 @@ _UNANSWERED: Final = (Unavailable, DeadlineExceeded)
 class Intercept(Protocol):
     """Opens a session for a handle: `Penstock.intercept`."""
 
-    def __call__(self, selector: Selector, *, credits: int, policy_version: int | None) -> InterceptSession:
+    def __call__(
+        self, selector: Selector, *, credits: int, policy_version: int | None, messages: bool
+    ) -> InterceptSession:
         """Opens a session for the calls of `selector`."""
 
 
@@ -184,10 +186,17 @@ class Driver:
         return results.RolloutResult(info, info.outcome or results.Outcome(), trajectory)
 
     async def calls_until(
-        self, selector: Selector, ended: Callable[[], Awaitable[object]], credits: int, policy_version: int | None
+        self,
+        selector: Selector,
+        ended: Callable[[], Awaitable[object]],
+        credits: int,
+        policy_version: int | None,
+        messages: bool,
     ) -> AsyncGenerator[ModelCall, None]:
         """Yields the calls of a session that lasts until `ended` returns."""
-        async with self._intercept(selector, credits=credits, policy_version=policy_version) as session:
+        async with self._intercept(
+            selector, credits=credits, policy_version=policy_version, messages=messages
+        ) as session:
             watch = asyncio.ensure_future(ended())
             watch.add_done_callback(lambda _: session.finish())
             try:

@@ -114,10 +114,15 @@ class RolloutHandle:
             self.rollout_id, samples_only=samples_only, bodies=bodies, top=top, tensors=tensors, grade=grade
         )
 
-    async def calls(self, *, credits: int = 64, policy_version: int | None = None) -> AsyncGenerator[ModelCall, None]:
-        """Yields the model calls of this rollout until it has ended. Calls wait at the gate, so none is missed."""
+    async def calls(
+        self, *, credits: int = 64, policy_version: int | None = None, messages: bool = False
+    ) -> AsyncGenerator[ModelCall, None]:
+        """Yields the model calls of this rollout until it has ended. Calls wait at the gate, so none is missed.
+
+        With `messages`, calls carry messages and tools beside tokens.
+        """
         selector = Selector(rollout_ids=(self.rollout_id,))
-        async for call in self._driver.calls_until(selector, self.result, credits, policy_version):
+        async for call in self._driver.calls_until(selector, self.result, credits, policy_version, messages):
             yield call
 
     async def branch(
@@ -286,13 +291,16 @@ class GroupHandle:
                 by_id[result.rollout_id] = result
         return sorted(by_id.values(), key=lambda result: result.rollout.index)
 
-    async def calls(self, *, credits: int = 64, policy_version: int | None = None) -> AsyncGenerator[ModelCall, None]:
+    async def calls(
+        self, *, credits: int = 64, policy_version: int | None = None, messages: bool = False
+    ) -> AsyncGenerator[ModelCall, None]:
         """Yields the model calls of all its rollouts until all have ended. Calls wait at the gate, so none is missed.
 
+        With `messages`, calls carry messages and tools beside tokens.
         For pauses, announcements and a session that spans groups use `ps.intercept`.
         """
         selector = Selector(group_id=self.group_id)
-        async for call in self._driver.calls_until(selector, self.wait, credits, policy_version):
+        async for call in self._driver.calls_until(selector, self.wait, credits, policy_version, messages):
             yield call
 
     async def cancel(self, reason: str = "") -> None:

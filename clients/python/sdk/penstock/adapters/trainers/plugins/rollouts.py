@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, cast
 
-from penstock.adapters.trainers.selection import Row, select
+from penstock.adapters.trainers.selection import Place, Row, select
 from penstock.client.connection import Penstock, connect
 from penstock.client.errors import CallEnded, FailedPrecondition, InvalidArgument, RolloutFailed
 from penstock.client.intercept.calls import ModelCall
@@ -25,7 +25,14 @@ from penstock.client.types.results import RolloutResult
 MAX_TRIES: Final = 16
 
 Sample = Callable[[ModelCall], Awaitable[Completion]]
-"""The trainer's engine: answers one call by its `prompt_token_ids`. It is cancelled when the call needs no answer."""
+"""The trainer's engine: answers one call by its `prompt_token_ids`. It is cancelled when the call needs no answer.
+
+It raises CannotAnswer where the agent is to get an error and the rollout goes on; any other error ends the rollout.
+"""
+
+
+class CannotAnswer(Exception):
+    """The engine cannot answer this call, for a reason that lies in the conversation: it has outgrown the context."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +45,7 @@ class AgentRollouts:
         connection: a connection file; None = the services that `connect()` finds.
         tries: how many rollouts are run, 1 to 16, until one can be learned from.
         options: of each rollout; see `RolloutOptions`.
+        messages: whether calls carry messages and tools beside tokens, for an engine that wants them.
     """
 
     tasks: dict[str, Task] = field(repr=False)
@@ -45,6 +53,7 @@ class AgentRollouts:
     connection: Path | None = None
     tries: int = 3
     options: RolloutOptions = field(default_factory=RolloutOptions)
+    messages: bool = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.tries <= MAX_TRIES:
@@ -90,7 +99,7 @@ class AgentRollouts:
                 lambda: ps.rollouts.create(task, self.agent, **self.options), "the trainer stopped"
             )
             try:
-                await _answer_all(handle, sample)
+                await _answer_all(handle, sample, messages=self.messages)
                 ended = await handle.result()
             except BaseException:
                 await abandon(handle, "the trainer stopped")
@@ -103,8 +112,8 @@ class AgentRollouts:
                 return ended
             return RolloutResult(ended.rollout, ended.outcome, trajectory)
 
-    async def row(self, task_id: object, sample: Sample) -> Row:
-        """Returns the sequence of a rollout with most trained tokens, for a trainer that takes one of each.
+    async def place(self, task_id: object, sample: Sample, *, one_sequence: bool = False) -> Place:
+        """Returns the sequences of a rollout, at least one; with `one_sequence` that with most trained tokens.
 
         A rollout that nothing can be learned from is no reward of zero: another one is run, `tries` in all.
 
@@ -113,13 +122,18 @@ class AgentRollouts:
             Exception: as `run`.
         """
         for left in reversed(range(self.tries)):
-            (place,) = select([await self.run(task_id, sample)], one_sequence=True).places
+            (place,) = select([await self.run(task_id, sample)], one_sequence=one_sequence).places
             if place.rows:
-                return place.rows[0]
+                return place
             if not left and place.dropped is not None:
                 dropped = place.dropped
                 raise RolloutFailed(f"After {self.tries} tries: {dropped}", reason="NOTHING_TO_LEARN")
         raise AssertionError("unreachable: there is a try")
+
+    async def row(self, task_id: object, sample: Sample) -> Row:
+        """Returns the sequence of `place` with most trained tokens, for a trainer that takes one of each rollout."""
+        (row,) = (await self.place(task_id, sample, one_sequence=True)).rows
+        return row
 
 
 @asynccontextmanager
@@ -135,9 +149,9 @@ async def together() -> AsyncIterator[asyncio.TaskGroup]:
         raise error from None
 
 
-async def _answer_all(handle: RolloutHandle, sample: Sample) -> None:
+async def _answer_all(handle: RolloutHandle, sample: Sample, *, messages: bool) -> None:
     async with together() as answering:
-        async for call in handle.calls():
+        async for call in handle.calls(messages=messages):
             answering.create_task(_answer(call, sample))
 
 
@@ -149,7 +163,12 @@ async def _answer(call: ModelCall, sample: Sample) -> None:
         await asyncio.wait([sampling, ending], return_when=asyncio.FIRST_COMPLETED)
         if sampling.done():
             with suppress(CallEnded):
-                await call.deliver(sampling.result())
+                try:
+                    completion = sampling.result()
+                except CannotAnswer as error:
+                    await call.fail("CONTEXT_EXCEEDED", str(error))
+                else:
+                    await call.deliver(completion)
     finally:
         for task in (sampling, ending):
             task.cancel()
