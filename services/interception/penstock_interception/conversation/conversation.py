@@ -148,7 +148,7 @@ class Conversation:
                 tokens = None  # without their prompt they make no sample: stored as text
             else:
                 plan = self._observed(plan, completion.prompt_ids)
-        sampled = _sampled(completion, tokens, message, finish, injected)
+        sampled = _sampled(completion, tokens, message, finish, injected, call.policy_id)
         try:
             record = self.graph.prepare(call.id, plan, sampled)
         except InvalidArgument as error:
@@ -232,7 +232,12 @@ def _compile(patterns: Iterable[str]) -> tuple[LinePattern, ...]:
 
 
 def _sampled(
-    completion: Completion, tokens: Tokens | None, message: Message, finish: FinishReason, injected: bool
+    completion: Completion,
+    tokens: Tokens | None,
+    message: Message,
+    finish: FinishReason,
+    injected: bool,
+    policy_id: str,
 ) -> Sampled:
     return Sampled(
         message=message,
@@ -246,6 +251,7 @@ def _sampled(
         engine_version=completion.engine_version,
         injected=injected,
         top=tokens.top if tokens is not None else None,
+        policy_id=policy_id,
     )
 
 

@@ -3,7 +3,7 @@
 A record holds everything needed to rebuild the call's node; replaying a rollout's records in order rebuilds the same
 graph. The layout is a magic number, a length-prefixed JSON header, then the arrays as little-endian int32 and float32.
 The chain's head after a call is sha256 over the previous head and the call: prompt ids, sampled ids, logprobs,
-alternatives, versions, and the sampling that was used.
+alternatives, policy and versions, and the sampling that was used.
 """
 
 from __future__ import annotations
@@ -108,6 +108,8 @@ class GraphRecord:
         if sampled.top is not None:
             header["top"] = sampled.top.count
             arrays += [sampled.top.token_ids, sampled.top.logprobs]
+        if sampled.policy_id:
+            header["policy_id"] = sampled.policy_id
         text = _header(header, sampled.sampling_used)
         return b"".join(
             [_HEAD.pack(MAGIC, len(text)), text, *(little_endian(array) for array in arrays if array is not None)]
@@ -159,6 +161,7 @@ class GraphRecord:
             injected=header["injected"],
             usable=header["usable"],
             top=top,
+            policy_id=header.get("policy_id", ""),  # absent where the rollout has one model
         )
         key: dict[str, Any] = {k: bytes.fromhex(v) if isinstance(v, str) else v for k, v in header["key"].items()}
         return cls(
@@ -194,9 +197,10 @@ def chain_step(head: bytes, call_id: str, prompt_sha256: bytes, sampled: Sampled
     mode = "null" if sampled.logprobs_mode is None else f'"{sampled.logprobs_mode.value}"'
     sampling = "null" if sampled.sampling_used is None else _CHAIN.encode(_sampling_to_json(sampled.sampling_used))
     top = "" if sampled.top is None else f'"top_sha256":"{sampled.top.sha256.hex()}",'
+    policy = f'"policy_id":{encode_basestring_ascii(sampled.policy_id)},' if sampled.policy_id else ""
     facts = (
         f'{{"call_id":{encode_basestring_ascii(call_id)},"logprobs_mode":{mode},'
-        f'"sampling_used":{sampling},{top}"versions":[{versions}]}}'
+        f'{policy}"sampling_used":{sampling},{top}"versions":[{versions}]}}'
     )
     state = hashlib.sha256(head + prompt_sha256)
     for array in (sampled.token_ids, sampled.logprobs):

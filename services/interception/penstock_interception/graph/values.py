@@ -125,6 +125,8 @@ class Sampled:
     injected: bool = False
     usable: bool = True
     top: TopLogprobs | None = None
+    policy_id: str = ""
+    """The policy that sampled it, of which `versions` are; "" = the rollout's only one."""
 
     @property
     def count(self) -> int:
@@ -238,6 +240,7 @@ class TurnSpan:
     start: int
     end: int
     untrained: str = ""
+    policy_id: str = ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -247,7 +250,8 @@ class Sample:
     The mask is 1 exactly on sampled tokens to train; there the logprob is finite and <= 0, elsewhere 0.0. Tokens shared
     by several samples are masked 1 in only one of them. `weight` is the sample's share of the rollout's trained tokens.
     `logprobs_mode` is None if trained turns have different modes; `modes_mixed` is then set. `top` has a row for each
-    token whose mask is 1, in order; None if no trained turn has alternatives, or they were not requested.
+    token whose mask is 1, in order; None if no trained turn has alternatives, or they were not requested. Trained
+    tokens are of one policy, `policy_id`, and `weight` is the share of its trained tokens; "" = the only policy.
     """
 
     sample_id: str
@@ -264,6 +268,7 @@ class Sample:
     truncated: bool
     modes_mixed: bool = False
     top: TopLogprobs | None = None
+    policy_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -138,6 +138,8 @@ def _next(head: bytes, row: Row) -> bytes:
     }
     if row.get("completion_top_sha256"):
         facts["top_sha256"] = row["completion_top_sha256"]
+    if row.get("policy_id"):
+        facts["policy_id"] = row["policy_id"]
     state = hashlib.sha256(head)
     for name, kind in (("prompt_token_ids", "<i4"), ("completion_token_ids", "<i4"), ("completion_logprobs", "<f4")):
         values = row[name]
