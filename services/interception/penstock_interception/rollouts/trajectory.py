@@ -147,7 +147,7 @@ def _findings(rollout: Rollout, classes: dict[str, CallClass], samples: tuple[Sa
     yield from _replayed(rollout)
     for call in rollout.calls:
         side = classes.get(call.id, CallClass.MAIN) in _SIDE
-        yield from _findings_of(call, side or not is_trained(rollout.spec, call.model, call.policy_id))
+        yield from _findings_of(call, side, is_trained(rollout.spec, call.model, call.policy_id))
     if samples is not None and not any(sample.loss_mask.any() for sample in samples):
         yield Finding(Severity.FATAL, "NOTHING_TO_TRAIN", "No token of any sample can be trained.")
     if samples is not None and rollout.state is RolloutState.CLOSED:
@@ -267,8 +267,8 @@ def _by_budget(turn: TurnSpan, bounded: set[str]) -> TurnSpan:
     return replace(turn, untrained=_BUDGET) if turn.untrained == _TRUNCATED and turn.call_id in bounded else turn
 
 
-def _findings_of(call: Call, side: bool) -> Iterator[Finding]:
-    weight = Severity.INFO if side or is_given(call) else Severity.WARNING
+def _findings_of(call: Call, side: bool, trained: bool) -> Iterator[Finding]:
+    weight = Severity.INFO if side or is_given(call) or not trained else Severity.WARNING
     if call.state is not CallState.DELIVERED:
         if call.state.terminal:
             text = f"Call {call.index} ended without an answer."
@@ -279,7 +279,7 @@ def _findings_of(call: Call, side: bool) -> Iterator[Finding]:
         yield Finding(weight, "TOKENS_MISSING", f"Call {call.index} has no token ids.", call.id)
     elif level is CaptureLevel.TOKENS:
         yield Finding(weight, "LOGPROBS_MISSING", f"Call {call.index} has no logprobs.", call.id)
-    if tokens is not None and tokens.logprobs_mode is LogprobsMode.SCRIPTED:
+    if trained and tokens is not None and tokens.logprobs_mode is LogprobsMode.SCRIPTED:
         yield Finding(Severity.FATAL, "LOGPROBS_SCRIPTED", "A test script wrote these logprobs.", call.id)
     if tokens is not None and not tokens.versions:
         yield Finding(Severity.INFO, "VERSIONS_MISSING", f"Call {call.index} has no policy version.", call.id)
