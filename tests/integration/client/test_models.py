@@ -78,7 +78,8 @@ async def test_each_wrong_field_of_the_models_is_named_before_anything_starts(ps
     models = [
         RolloutModel(policy_id="no spaces"),
         RolloutModel(policy_id="p", calls=CallRule(from_turn=3, until_turn=3)),
-        RolloutModel(policy_id="p", name="x", source=Upstream(name="cloud"), policy=PolicyConstraint(min_version=-1)),
+        RolloutModel(policy_id="p", name="x", source=Upstream(name="cloud")),
+        RolloutModel(policy_id="p", name="z", policy=PolicyConstraint(min_version=-1)),
         RolloutModel(policy_id="p", delegated=True, name="y", calls=CallRule()),
     ]
     with pytest.raises(InvalidArgument) as refused:
@@ -88,9 +89,9 @@ async def test_each_wrong_field_of_the_models_is_named_before_anything_starts(ps
         "spec.models[0].policy_id",
         "spec.models[1].calls",
         "spec.models[1].calls.until_turn",
-        "spec.models[2].policy.min_version",
         "spec.models[2].trained",
-        "spec.models[3].calls",
-        "spec.models[3].calls",
-        "spec.models[3].delegated",
+        "spec.models[3].policy.min_version",
+        "spec.models[4].calls",
+        "spec.models[4].calls",
+        "spec.models[4].delegated",
     ]

@@ -47,7 +47,6 @@ def test_models_that_hold_the_rules_are_taken(given: tuple[dict[str, Any], ...])
     ("given", "field"),
     [
         ((LAST, LAST), "[0].calls"),
-        ((LAST, teacher()), "[1].calls"),
         (({"policy_id": ""},), "[0].policy_id"),
         (({"policy_id": "a b"},), "[0].policy_id"),
         (({"policy_id": "x" * 129},), "[0].policy_id"),
@@ -63,6 +62,7 @@ def test_models_that_hold_the_rules_are_taken(given: tuple[dict[str, Any], ...])
         ((teacher(source={"upstream": {}}), LAST), "[0].source.upstream.endpoint"),
         ((teacher(source={"upstream": {"caller": {"base_url": "http://x"}}}), LAST), "[0].source.upstream.caller"),
         (({**LAST, "source": {"upstream": {"name": "cloud"}}},), "[0].trained"),
+        ((teacher(source={"upstream": {"name": "cloud"}}, policy={"min_version": 1}), LAST), "[0].policy"),
         ((teacher(source=TOKENIZER), LAST), "[0].delegated"),
         ((teacher(source={**INFERENCE, "tool_call_parser": "hermes"}), LAST), "[0].source.tool_call_parser"),
         (({**LAST, "trained": False},), ""),

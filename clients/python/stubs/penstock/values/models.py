@@ -107,6 +107,8 @@ def _source(
             yield f"{here}.source.upstream.endpoint", "is required: the name of an endpoint"
         if is_trained(model):
             yield f"{here}.trained", "must be false: the answers of an upstream are text"
+        if model.policy.ListFields():
+            yield f"{here}.policy", "must be unset: the answers of an upstream have no versions"
     if kind == "tokenizer" and not is_gate:
         yield f"{here}.source.tokenizer", "needs gate mode: a tokenizer answers no calls"
     for name in ("tool_call_parser", "control_tokens"):
