@@ -300,6 +300,33 @@ async def test_staleness_is_counted_by_policy(service: Service) -> None:
     await asked
 
 
+@pytest.mark.requirement("R133", "R31")
+async def test_what_trainers_announce_is_bounded_and_checked(service: Service) -> None:
+    """Of all sessions of a selector together; a session that is refused is not there afterwards."""
+    trainer = await service.trainer(
+        policies=[pb.PolicyAnnounced(policy_id=f"p{n}") for n in range(64)], policy_version=1
+    )
+    await trainer.send(policy=pb.PolicyAnnounced(policy_id="p0", policy_version=2))
+    wrong: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"policies": [pb.PolicyAnnounced(policy_id="one more")]}, "policies[0].policy_id"),
+        ({"policies": [pb.PolicyAnnounced(policy_version=1)]}, "policies[0].policy_id"),
+        ({"policies": [pb.PolicyAnnounced(policy_id="p64")]}, "policies"),
+        ({"policies": [pb.PolicyAnnounced(policy_id="p0")] * 65}, "policies"),
+        ({"selector": pb.CallSelector(policy_ids=["a b"])}, "selector.policy_ids[0]"),
+        ({"selector": pb.CallSelector(policy_ids=["a"] * 65)}, "selector.policy_ids"),
+    )
+    for fields, place in wrong:
+        hello = pb.Hello(credits=pb.Credits(calls=1), **fields)
+        stream = service.intercept.Intercept(iter([pb.InterceptRequest(hello=hello)]))
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await stream.read()
+        assert [one.field for one in error_from_rpc(refused.value).violations] == [place]
+    assert service.interceptor.registry.session_count() == 1
+    await trainer.send(policy=pb.PolicyAnnounced(policy_id="p64", policy_version=2))
+    await trainer.over.wait()
+    assert trainer.error is not None and trainer.error.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
 @pytest.mark.requirement("R133")
 async def test_a_session_of_some_policies_gets_their_calls_alone(service: Service) -> None:
     """A call waits for a session of its policy, whatever credit others have, also where it asked before they came."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import Counter
-from collections.abc import Container, Hashable, Mapping
+from collections.abc import Container, Hashable, Iterable, Mapping
 
 from penstock.values.models import MOST
 from penstock_chassis.errors import ResourceExhausted
@@ -218,13 +218,14 @@ class Leasing:
 
         The calls of the session that it resumes stay leased and move to this one's `session.held`.
 
-        Raises ResourceExhausted: SESSION_LIMIT.
+        Raises ResourceExhausted: SESSION_LIMIT; InvalidArgument FIELD_INVALID: too many policies.
         """
         if resumed is None and self._registry.session_count() >= self._limits.max_sessions:
             raise ResourceExhausted(
                 "Too many sessions are connected: try again later.", reason="SESSION_LIMIT", retry_after_s=5.0
             )
         queue = self._queue_of(asked.selector)
+        _check_room(queue, asked.versions)
         session = Session(
             secrets.token_hex(16), queue, asked.identity, self.granted(asked.credit), asked.view, asked.sent_prompts
         )
@@ -247,8 +248,7 @@ class Leasing:
         An empty `policy_id` is the only trained policy of each rollout. Raises InvalidArgument FIELD_INVALID.
         """
         queue = session.queue
-        if policy_id not in queue.newest and len(queue.newest) > MAX_POLICIES:
-            raise invalid_field("policy.policy_id", f"at most {MAX_POLICIES} policies are announced for a selector")
+        _check_room(queue, [policy_id])
         queue.newest[policy_id] = max(policy_version, queue.newest.get(policy_id, 0))
         for rollout in queue.rollouts.values():
             self._announce_for(rollout, {policy_id: policy_version})
@@ -474,6 +474,12 @@ class Leasing:
         if not queue.sessions:
             self._deadlines.set((DeadlineKind.QUEUE, queue.selector), self._clock.steady() + QUEUE_LINGER_S)
         return to_source
+
+
+def _check_room(queue: SelectorQueue, policy_ids: Iterable[str]) -> None:
+    """Checks that versions of at most `MAX_POLICIES` policies, and one without a policy, are kept for a selector."""
+    if len({*queue.newest, *policy_ids} - {""}) > MAX_POLICIES:
+        raise invalid_field("policies", f"versions of at most {MAX_POLICIES} policies are announced for a selector")
 
 
 def _run_of(rollout: Rollout) -> Hashable:
