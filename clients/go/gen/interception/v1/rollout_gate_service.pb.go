@@ -2585,7 +2585,7 @@ type GateSession struct {
 	Lost bool `protobuf:"varint,10,opt,name=lost,proto3" json:"lost,omitempty"`
 	// It pauses the calls of its selector.
 	Paused bool `protobuf:"varint,11,opt,name=paused,proto3" json:"paused,omitempty"`
-	// The newest version announced for its selector.
+	// The newest version announced for its selector, of whichever policy.
 	PolicyVersion *int64 `protobuf:"varint,12,opt,name=policy_version,json=policyVersion,proto3,oneof" json:"policy_version,omitempty"`
 	// The namespace of its selector. Empty = all of them.
 	Namespace     string `protobuf:"bytes,13,opt,name=namespace,proto3" json:"namespace,omitempty"`

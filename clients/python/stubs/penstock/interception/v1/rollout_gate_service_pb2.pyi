@@ -1543,7 +1543,7 @@ class GateSession(_message.Message):
     paused: _builtins.bool
     """It pauses the calls of its selector."""
     policy_version: _builtins.int
-    """The newest version announced for its selector."""
+    """The newest version announced for its selector, of whichever policy."""
     namespace: _builtins.str
     """The namespace of its selector. Empty = all of them."""
     def __init__(

@@ -1575,7 +1575,7 @@ export type GateSession = Message<"penstock.interception.v1.GateSession"> & {
   paused: boolean;
 
   /**
-   * The newest version announced for its selector.
+   * The newest version announced for its selector, of whichever policy.
    *
    * @generated from field: optional int64 policy_version = 12;
    */
