@@ -16,7 +16,7 @@ import pytest
 from google.protobuf.duration_pb2 import Duration
 from tests.faults.interception.test_kill import TOKEN, Victim, agent, captured
 from tests.integration.interception.conftest import tiny_source, tokens_completion
-from tests.integration.interception.test_models import (
+from tests.integration.interception.models.test_models import (
     CALLS,
     Answer,
     Log,

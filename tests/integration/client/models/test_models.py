@@ -25,7 +25,7 @@ from penstock.client.transport.endpoints import write_connection
 from penstock.local.stack import LocalStack
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 TEACHER = RolloutModel(policy_id="teacher", source=Inference(), trained=False, calls=CallRule(from_index=1))
 
 
