@@ -183,7 +183,7 @@ def _untrained(rollout: Rollout) -> dict[str, str]:
         return found
     origins = ((call.id, call.completion.origin) for call in rollout.calls if call.completion is not None)
     of_parent = (call_id for call_id, origin in origins if origin is not None and origin.rollout_id != rollout.id)
-    return found | dict.fromkeys(of_parent, "PARENT")
+    return dict.fromkeys(of_parent, "PARENT") | found
 
 
 def is_given(call: Call) -> bool:
