@@ -112,13 +112,14 @@ class Log:
 
 
 def takeovers(random: Random) -> list[interception_pb2.RolloutModel]:
-    """Random rules: spans of positions and of turns, of three policies, and the student for the rest."""
-    sources: dict[str, Any] = {"student": {}, "helper": {}, "teacher": {"source": TEACHER, "trained": False}}
+    """Random rules: spans of positions and of turns, of three policies in turn, and the student for the rest."""
+    sources: dict[str, Any] = {"helper": {}, "teacher": {"source": TEACHER, "trained": False}, "student": {}}
     made = []
-    for _ in range(random.randint(4, 8)):
-        what, start = random.choice(("index", "turn")), random.randrange(CALLS)
+    for number in range(random.randint(5, 9)):
+        what = random.choice(("index", "turn"))
+        start = random.randrange(CALLS if what == "index" else CALLS // 3)
         until = start + random.randint(1, 4)
-        policy = random.choice(list(sources))
+        policy = list(sources)[number % 3]
         made.append(model(policy, calls=rule(**{f"from_{what}": start, f"until_{what}": until}), **sources[policy]))
     return [*made, model("student")]
 
@@ -179,6 +180,9 @@ async def test_each_tokens_policy_and_version_are_those_of_the_engine_that_sampl
         await service.close("r")
         captured = await service.capture("r")
     assert [call.policy_id for call in captured.calls] == expected
+    assert {*expected} == {"student", "helper", "teacher"}
+    reasons = {turn.untrained_reason for sample in captured.samples for turn in sample.turns}
+    assert {"OTHER_POLICY", "MODEL_UNTRAINED"} <= reasons
     check_calls(captured, log)
     check_samples(captured, log)
     turns, sequences = list(rows.turns(captured)), list(rows.sequences(captured))
