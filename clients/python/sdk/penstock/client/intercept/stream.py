@@ -155,11 +155,11 @@ class GateStream:
 
     def announce(self, policy_version: int, policy_id: str = "") -> None:
         """Announces the newest version of a policy; empty = the only trained one of each rollout."""
+        frame = pb.PolicyAnnounced(policy_version=policy_version, policy_id=policy_id)  # first: it checks them
         if policy_id:
             self._policies[policy_id] = policy_version
         else:
             self._policy_version = policy_version
-        frame = pb.PolicyAnnounced(policy_version=policy_version, policy_id=policy_id)
         self._send(pb.InterceptRequest(policy=frame))
 
     def set_credits(self, credits: pb.Credits) -> None:
