@@ -375,7 +375,10 @@ class Interceptor:
             self._refuse(call, error)
 
     def _offer(self, call: Call, plan: Plan, lease: tuple[str, str, bytes] | None) -> None:
-        limit, size = call.rollout.facts.max_context_tokens, int(plan.prompt_ids.size)
+        if call.rollout.spec.models:
+            graph = self.conversations[call.rollout.id].graph
+            self.gate.choose_model(call, graph.turn_of(plan), plan.call_class)
+        limit, size = call.facts.max_context_tokens, int(plan.prompt_ids.size)
         room = limit - size if limit is not None else None
         if size > MAX_PROMPT_TOKENS or (room is not None and room < 1):
             detail = f"The conversation has {size} tokens; the model's context is {limit}."
@@ -449,7 +452,11 @@ class Interceptor:
         """
         try:
             found = await self.replays.answer(call, recorded)
-            outcome = None if found is None else await self._answers.from_source(call, *found)
+            outcome = None
+            if found is not None:
+                completion, answerer, policy_id = found
+                self.gate.answer_for(call, policy_id)
+                outcome = await self._answers.from_source(call, completion, answerer)
         except Exception:  # noqa: BLE001 - logged, and the call fails
             _log.exception("a call could not be replayed", call_id=call.id, rollout_id=call.rollout.id)
             self.gate.fail(call, Failure("INTERNAL"))
@@ -462,6 +469,7 @@ class Interceptor:
         if outcome is not None:
             _log.warning("a recorded answer was refused", call_id=call.id, reason=outcome.reason.name)
             self.replays.refused(call, recorded)
+        self.gate.answer_for(call, "" if call.of_model is None else call.of_model.policy_id)
         call.work = None
         self._sample(call, plan, sampling)
         return outcome is not None
@@ -482,12 +490,15 @@ class Interceptor:
     async def _ask_source(self, call: Call) -> None:
         rollout = call.rollout
         try:
-            source = self._sources.source(rollout.spec.mode, rollout.spec.source, rollout.caller_key)
+            source = self._sources.source(rollout.spec.mode, call.source, rollout.caller_key)
             tracing.working_for(
                 request_id=call.id, rollout_id=rollout.id, group_id=rollout.spec.group_id, call_id=call.id
             )
             with acting_in(rollout.spec.namespace), tracing.using(call.trace.step if call.trace is not None else None):
                 completion = await answer(source, call)
+            if rollout.facts.tokenizer_sha256 and not call.facts.tokenizer_sha256:
+                # Its ids, if there are any, are of a tokenizer of its own.
+                completion = replace(completion, tokens=None, prompt_ids=None)
             outcome = await self._answers.from_source(call, completion, source.answerer)
         except SourceError as error:
             _log.warning("a model source failed", call_id=call.id, rollout_id=rollout.id, reason=error.reason)

@@ -123,11 +123,21 @@ class OpenGate:
         parsed = parse(Dialect.CHAT_COMPLETIONS, body)
         return await self.interceptor.begin(rollout, replace(request, **changed), parsed)
 
-    def join(self, calls: int = 16, selector: Selector | None = None, *, resume: str = "", **asked: Any) -> Session:
+    def join(
+        self,
+        calls: int = 16,
+        selector: Selector | None = None,
+        *,
+        resume: str = "",
+        policy_version: int | None = None,
+        **asked: Any,
+    ) -> Session:
         """Opens a trainer's session with credit for this many calls; `asked`: other fields of SessionRequest.
 
-        Without a selector it receives every rollout's calls.
+        Without a selector it receives every rollout's calls. `policy_version` is of the only trained policy.
         """
+        if policy_version is not None:
+            asked["versions"] = {"": policy_version}
         request = SessionRequest(selector or Selector(), Credits(calls), identity="t", **asked)
         return self.interceptor.join(request, resume=resume)
 

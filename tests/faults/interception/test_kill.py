@@ -37,7 +37,7 @@ class Victim:
 
     def __init__(self, directory: Path, tokenizer: Path) -> None:
         self._directory = directory
-        self._environment = {
+        self.environment = {
             "PATH": os.environ["PATH"],
             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
             "PENSTOCK_INTERCEPTION_OPERATOR_TOKEN": TOKEN,
@@ -57,7 +57,7 @@ class Victim:
                 sys.executable,
                 "-m",
                 "penstock_interception",
-                env=self._environment,
+                env=self.environment,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log,
             )

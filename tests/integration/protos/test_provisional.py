@@ -133,7 +133,7 @@ async def test_a_result_with_a_provisional_field_is_rejected_beside_a_good_one(s
     ahead = intercept.CallResult(call_id="x")
     ahead.completion.usage.draft_tokens = 3
     hello = intercept.InterceptRequest(hello=intercept.Hello(credits=intercept.Credits(calls=1)))
-    later = intercept.InterceptRequest(policy=intercept.PolicyAnnounced(policy_version=1, policy_id="p"))
+    later = intercept.InterceptRequest(hello=intercept.Hello(trainer_id="t"))
     async with grpc.aio.insecure_channel(stack.stack.address("interception")) as channel:
         metadata = (("authorization", f"Bearer {stack.stack.operator_token}"),)
         session: Any = InterceptServiceStub(channel).Intercept(metadata=metadata)
@@ -150,7 +150,7 @@ async def test_a_result_with_a_provisional_field_is_rejected_beside_a_good_one(s
         with pytest.raises(grpc.aio.AioRpcError) as ended:
             await anext(aiter(session))
     typed = error_from_rpc(ended.value)
-    assert (typed.reason, [item.field for item in typed.violations]) == ("FIELD_NOT_SERVED", ["policy.policy_id"])
+    assert (typed.reason, [item.field for item in typed.violations]) == ("FIELD_NOT_SERVED", ["hello.trainer_id"])
 
 
 async def _until(session: Any, kind: str) -> AsyncIterator[intercept.InterceptResponse]:

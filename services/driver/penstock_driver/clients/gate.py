@@ -86,6 +86,7 @@ class GrpcGate:
             group_id=group_id,
             run_id=terms.run_id if terms.HasField("run_id") else None,
             labels=labels,
+            models=terms.models,
         )
         if terms.HasField("source"):
             request.source.CopyFrom(terms.source)
@@ -324,10 +325,10 @@ def _closing(rollout: rollout_gate_service_pb2.GateRollout) -> GateClosing:
 def spent_by(call: trajectory_pb2.Call) -> CallSpent:
     """The cost of a call: counted tokens, or the usage that a text-only source reports.
 
-    A replayed call costs nothing.
+    A replayed call costs nothing. Of several policies each counts its own versions, which have no common oldest one.
     """
     answer = call.completion
-    versions = [item.policy_version for item in answer.span.versions]
+    versions = [] if call.policy_id else [item.policy_version for item in answer.span.versions]
     if call.HasField("replayed_from"):
         return CallSpent(0, 0, min(versions, default=None), max(versions, default=None))
     return CallSpent(

@@ -17,7 +17,7 @@ from packaging.markers import InvalidMarker, Marker
 
 from penstock.interception.v1 import interception_pb2, rollout_gate_service_pb2
 from penstock.sandbox.v1 import sandbox_pb2
-from penstock.values import companions, hosts
+from penstock.values import companions, hosts, models
 from penstock.values.locks import LockProblem, debian_lock, npm_lock, python_lock
 from penstock.values.metrics import run_problem
 from penstock_chassis import times
@@ -442,6 +442,8 @@ def _check_gate_terms(terms: rollout_gate_service_pb2.OpenRolloutRequest, where:
     for field, value in terms.policy.ListFields():
         if value < 0:
             found.add(f"{where}policy.{field.name}", "expected at least 0")
+    for place, problem in models.problems(terms.models, terms.mode, terms.source):
+        found.add(f"{where}models{place}", problem)
 
 
 def _check_budgets(

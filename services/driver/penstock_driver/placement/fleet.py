@@ -356,19 +356,22 @@ class FleetPlacement:
                 return chosen
             raise RolloutFailed(_run_gate_lost(chosen.name))
         ready: Collection[Member[GateServices]] = self._gates.ready()
-        if (inference := inference_of(spec.gate_terms)) is not None:
+        for inference in inferences_of(spec.gate_terms):
             ready = self._gate_loads.reaching(ready, inference)
         ready = [gate for gate in ready if gate.name not in avoid.gates] or ready
         loads = self._gate_loads.of(ready)
         return min(ready, key=lambda gate: (loads[gate.name], gate.name), default=None)
 
 
-def inference_of(terms: rollout_gate_service_pb2.OpenRolloutRequest) -> str | None:
-    """The gate's name for the inference service or pool that a rollout uses; None = it uses none."""
-    kind = terms.source.WhichOneof("source")
-    if kind is None:
-        return DEFAULT_INFERENCE
-    return (terms.source.inference.name or DEFAULT_INFERENCE) if kind == "inference" else None
+def inferences_of(terms: rollout_gate_service_pb2.OpenRolloutRequest) -> Sequence[str]:
+    """The gate's names for the inference services or pools that a rollout uses, each once."""
+    sources = [terms.source, *(model.source for model in terms.models if model.HasField("source"))]
+    used = (
+        source.inference.name or DEFAULT_INFERENCE
+        for source in sources
+        if source.WhichOneof("source") in (None, "inference")
+    )
+    return tuple(dict.fromkeys(used))
 
 
 def pinned(gates: Members[GateServices], run_id: str) -> Member[GateServices] | None:

@@ -175,6 +175,7 @@ def _gate_terms(spec: rollout_pb2.RolloutSpec) -> rollout_gate_service_pb2.OpenR
         request.run_id = spec.run_id
     if spec.HasField("sampling_override"):
         request.sampling_override.CopyFrom(spec.sampling_override)
+    request.models.extend(spec.models)
     return request
 
 

@@ -113,7 +113,7 @@ class InferenceSource(ModelSource):
         )
         if call.sampling.token_tensors:
             request.tensor_start = call.plan.tensor_start
-        if call.rollout.facts.tokenizer_sha256:
+        if call.facts.tokenizer_sha256:
             request.token_ids = convert.ids_to(call.plan.prompt_ids)
         else:
             request.chat.CopyFrom(await asyncio.to_thread(self._chat, call))
@@ -136,7 +136,7 @@ class InferenceSource(ModelSource):
     async def answers_others(self, call: Call) -> bool:
         """See ModelSource. One token after the prompt's first token, which is the template's, or after a fixed text."""
         request = pb.GenerateRequest(sampling=chat_pb2.Sampling(max_tokens=1), adapter=self._adapter)
-        if call.rollout.facts.tokenizer_sha256 and call.plan is not None:
+        if call.facts.tokenizer_sha256 and call.plan is not None:
             request.token_ids = convert.ids_to(call.plan.prompt_ids[:1])
         else:
             request.chat.messages.append(convert.message_to(Message.user(".")))
@@ -148,7 +148,7 @@ class InferenceSource(ModelSource):
 
     def _asked(self, call: Call, plan: Plan | None, request: pb.GenerateRequest, request_id: str) -> Asked:
         """The request for one of the engines. The session is the call's own also where the request names none."""
-        spec, facts = call.rollout.spec, call.rollout.facts
+        spec, facts = call.rollout.spec, call.facts
 
         def numbered(attempt: int) -> pb.GenerateRequest:
             request.request_id = f"{request_id}.{attempt}" if attempt else request_id

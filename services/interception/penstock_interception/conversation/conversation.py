@@ -150,7 +150,7 @@ class Conversation:
                 tokens = None  # without their prompt they make no sample: stored as text
             else:
                 plan = self._observed(plan, completion.prompt_ids)
-        sampled = _sampled(completion, tokens, message, finish, injected)
+        sampled = _sampled(completion, tokens, message, finish, injected, call.policy_id)
         try:
             record = self.graph.prepare(call.id, plan, sampled)
         except InvalidArgument as error:
@@ -234,7 +234,12 @@ def _compile(patterns: Iterable[str]) -> tuple[LinePattern, ...]:
 
 
 def _sampled(
-    completion: Completion, tokens: Tokens | None, message: Message, finish: FinishReason, injected: bool
+    completion: Completion,
+    tokens: Tokens | None,
+    message: Message,
+    finish: FinishReason,
+    injected: bool,
+    policy_id: str,
 ) -> Sampled:
     return Sampled(
         message=message,
@@ -249,6 +254,7 @@ def _sampled(
         injected=injected,
         top=tokens.top if tokens is not None else None,
         tensors=tokens.tensors if tokens is not None else (),
+        policy_id=policy_id,
     )
 
 

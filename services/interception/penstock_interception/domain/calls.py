@@ -136,6 +136,44 @@ class PolicyBounds:
     max_staleness: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class CallRule:
+    """The calls that a model answers: of these positions and turns, [from, until), and classes; as the message."""
+
+    from_index: int = 0
+    until_index: int | None = None
+    from_turn: int = 0
+    until_turn: int | None = None
+    call_classes: tuple[CallClass, ...] = ()
+
+    def selects(self, index: int, turn: int, call_class: CallClass) -> bool:
+        """Returns whether a call matches each condition."""
+        return (
+            self.from_index <= index
+            and (self.until_index is None or index < self.until_index)
+            and self.from_turn <= turn
+            and (self.until_turn is None or turn < self.until_turn)
+            and (not self.call_classes or call_class in self.call_classes)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutModel:
+    """One of several models that answer a rollout's calls; as the message of this name, with its defaults filled in.
+
+    `source` None = the rollout's. `rule` None = all calls that no model before it takes.
+    """
+
+    name: str
+    policy_id: str
+    source: Source | None = None
+    trained: bool = True
+    bounds: PolicyBounds = PolicyBounds()
+    rule: CallRule | None = None
+    delegated: bool = False
+    """In gate mode, the source answers at once."""
+
+
 @quick
 @dataclass(frozen=True, slots=True)
 class BranchPoint:
@@ -180,6 +218,8 @@ class RolloutSpec:
     """Set for a branch of another rollout."""
     judge_of: str = ""
     """The rollout whose verifier calls; empty = an agent calls."""
+    models: tuple[RolloutModel, ...] = ()
+    """Empty = one model, the rollout's own."""
 
     @property
     def session_id(self) -> str:
@@ -266,6 +306,8 @@ class ModelFacts:
     max_context_tokens: int | None = None
     # Whether the upstream returns token ids of prompt and completion, and logprobs, on request.
     returns_tokens: bool = False
+    # Of the rollout's models, in their order: None where one has no source of its own.
+    of_models: tuple[ModelFacts | None, ...] = ()
 
     @property
     def codec(self) -> CodecChoice:

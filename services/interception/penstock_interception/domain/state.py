@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 from collections import OrderedDict
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
@@ -24,8 +24,10 @@ from penstock_interception.domain.calls import (
     CallState,
     ModelFacts,
     Prompt,
+    RolloutModel,
     RolloutSpec,
     RolloutState,
+    Source,
     Totals,
 )
 from penstock_interception.domain.completions import Completion, Failure
@@ -116,16 +118,22 @@ class Selector:
     rollout_ids: frozenset[str] = frozenset()
     labels: frozenset[tuple[str, str]] = frozenset()
     namespace: str | None = None
+    policy_ids: frozenset[str] = frozenset()
 
     def matches(self, spec: RolloutSpec) -> bool:
-        """Returns whether such a rollout matches."""
+        """Returns whether such a rollout matches: with `policy_ids`, whether it has a call that may match."""
         return (
             (self.run_id is None or self.run_id == spec.run_id)
             and (self.group_id is None or self.group_id == spec.group_id)
             and (not self.rollout_ids or spec.rollout_id in self.rollout_ids)
             and self.labels.issubset(spec.labels)
             and self.namespace in (None, spec.namespace)
+            and (not self.policy_ids or any(model.policy_id in self.policy_ids for model in spec.models))
         )
+
+    def wants(self, call: Call) -> bool:
+        """Returns whether this call of a rollout that matches is selected."""
+        return not self.policy_ids or call.policy_id in self.policy_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +173,8 @@ class SessionRequest:
     credit: Credits
     identity: str = ""
     view: View = View()
-    policy_version: int | None = None
+    versions: Mapping[str, int] = field(default_factory=dict)
+    """The newest version of each policy; "" = the only trained one of each rollout."""
     has: Container[str] | None = None
     lease_s: float | None = None
     sent_prompts: SentPrompts | None = None
@@ -320,7 +329,8 @@ class SelectorQueue:
         self.rollouts: dict[str, Rollout] = {}
         # Sessions of this selector that have paused it.
         self.paused_by: set[str] = set()
-        self.newest_version: int | None = None
+        # The newest announced version of each policy; "" = the only trained one of each rollout.
+        self.newest: dict[str, int] = {}
         self._queue: OrderedDict[str, Call] = OrderedDict()
         self._ready: list[tuple[int, int, Session]] = []
         self._serial = 0
@@ -331,7 +341,14 @@ class SelectorQueue:
     @property
     def waiting(self) -> int:
         """The queued calls that match this selector, paused ones included."""
-        return sum(len(rollout.queued) for rollout in self.rollouts.values())
+        if not self.selector.policy_ids:
+            return sum(len(rollout.queued) for rollout in self.rollouts.values())
+        return sum(self.selector.wants(call) for one in self.rollouts.values() for call in one.queued.values())
+
+    @property
+    def newest_version(self) -> int | None:
+        """The newest announced version, of whichever policy; None = none was announced."""
+        return max(self.newest.values(), default=None)
 
     def put(self, call: Call, *, first: bool = False) -> None:
         """Queues a call, at the front with `first` (a call that was leased before)."""
@@ -488,8 +505,12 @@ class Call:
     lease_s: float | None = None
     min_policy_version: int | None = None
     holder: Session | None = None
-    # Answered by the rollout's model source, not by a trainer.
+    # Answered by the call's model source, not by a trainer.
     delegated: bool = False
+    # Position of its model in the rollout's; None: not chosen yet, or the rollout has one model.
+    model: int | None = None
+    # The policy that shall answer, or did; "" with one model.
+    policy_id: str = ""
     attached: int = 0
     http_attempts: int = 1
     # Whether the agent confirmed that it received the whole answer.
@@ -505,6 +526,24 @@ class Call:
     stale_since: float | None = None
     # Its spans, if traced.
     trace: CallTrace | None = None
+
+    @property
+    def of_model(self) -> RolloutModel | None:
+        """The model that it was chosen for; None with one model."""
+        return None if self.model is None else self.rollout.spec.models[self.model]
+
+    @property
+    def source(self) -> Source:
+        """The model source that answers it, unless a trainer does."""
+        model = self.of_model
+        return self.rollout.spec.source if model is None or model.source is None else model.source
+
+    @property
+    def facts(self) -> ModelFacts:
+        """The facts of `source`."""
+        facts, position = self.rollout.facts, self.model
+        own = facts.of_models[position] if position is not None and position < len(facts.of_models) else None
+        return facts if own is None else own
 
     @property
     def offered(self) -> bool:

@@ -24,6 +24,7 @@ from penstock_chassis.errors import ResourceExhausted, Unavailable
 from penstock_chassis.homes import random_id
 from penstock_codec.chat import Sampling
 from penstock_interception import telemetry
+from penstock_interception.domain import models
 from penstock_interception.domain.calls import (
     CallRequest,
     CallState,
@@ -42,7 +43,7 @@ from penstock_interception.gate.context import DeadlineKind, GateContext
 from penstock_interception.gate.driver_leases import DriverLeases
 from penstock_interception.gate.leasing import Leasing
 from penstock_interception.gate.rollout_lifecycle import RolloutLifecycle
-from penstock_interception.graph.values import Plan
+from penstock_interception.graph.values import CallClass, Plan
 from penstock_interception.store.commits import durable, recorded
 
 _log = structlog.get_logger(__name__)
@@ -168,12 +169,29 @@ class Gate:
             self._journal(call)
         return call.state
 
+    def choose_model(self, call: Call, turn: int, call_class: CallClass) -> None:
+        """Chooses which of its rollout's models answers a call, once: a restart keeps the choice."""
+        spec = call.rollout.spec
+        if call.model is not None or not spec.models:
+            return
+        call.model = models.choose(spec, call.request.model_requested, call.index, turn, call_class)
+        if (model := call.of_model) is not None:
+            call.policy_id, call.delegated = model.policy_id, call.delegated or model.delegated
+        if call.submitted:
+            self._store.put_model(call)
+
+    def answer_for(self, call: Call, policy_id: str) -> None:
+        """Makes a held call one that this policy answered, or again one that its own model shall answer."""
+        if call.policy_id != policy_id:
+            call.policy_id = policy_id
+            call.min_policy_version = self.leasing.least_version(call)
+
     def hold(self, call: Call, plan: Plan, sampling: Sampling) -> None:
         """Attaches the prompt to a call that a recording answers: it is offered to nobody."""
         if not call.state.terminal:
             call.plan, call.prompt, call.sampling = plan, Prompt.of(plan), sampling
             call.leased_at = self._clock.wall()
-            call.min_policy_version = self.leasing.least_version(call.rollout)
+            call.min_policy_version = self.leasing.least_version(call)
         if not call.submitted:
             self._journal(call)
 

@@ -18,11 +18,14 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import Counter
-from collections.abc import Container, Hashable
+from collections.abc import Container, Hashable, Iterable, Mapping
 
+from penstock.values.models import MOST
 from penstock_chassis.errors import ResourceExhausted
 from penstock_chassis.homes import random_id
+from penstock_chassis.validation import invalid_field
 from penstock_interception import telemetry
+from penstock_interception.domain import models
 from penstock_interception.domain.calls import CallState, Mode
 from penstock_interception.domain.state import (
     HOLD,
@@ -41,6 +44,8 @@ from penstock_interception.gate.context import DeadlineKind, GateContext
 QUEUE_LINGER_S = 60.0
 RELEASE_PAUSE_S = 1.0
 PAUSE_AFTER_RESUME_S = 600.0
+MAX_POLICIES = MOST
+"""The most policies that trainers of one selector announce versions of."""
 
 
 class Leasing:
@@ -56,8 +61,8 @@ class Leasing:
         self._timeouts = timeouts
         self._queues: dict[Selector, SelectorQueue] = {}
         self._rollouts: dict[str, Rollout] = {}
-        # The newest announced policy version, by run with open rollouts, or by rollout for rollouts without a run.
-        self._newest: dict[Hashable, int] = {}
+        # The newest announced version of each policy, by run with open rollouts, or by rollout for those without a run.
+        self._newest: dict[Hashable, dict[str, int]] = {}
         self._in_run: Counter[str] = Counter()
         # Calls leased by unary requests, by lease id.
         self._unary: dict[str, Call] = {}
@@ -108,11 +113,12 @@ class Leasing:
         if call.delegated:
             self._dispatch(call)
             return
-        found = [queue.next_session(call, avoid, first=first) for queue in rollout.queues]
+        queues = [queue for queue in rollout.queues if queue.selector.wants(call)]
+        found = [queue.next_session(call, avoid, first=first) for queue in queues]
         if ready := [session for session in found if session is not None]:
             self._lease(call, min(ready, key=lambda session: (len(session.held), session.ready_serial)))
             return
-        for queue in rollout.queues:
+        for queue in queues:
             queue.put(call, first=first)
         if avoid is not None:
             # If no other session takes the call within the pause, the one that released it may get it again.
@@ -136,10 +142,15 @@ class Leasing:
             self._fill(session)
         self._lease_moved_up()
 
-    def least_version(self, rollout: Rollout) -> int | None:
-        """Returns the oldest policy version that may answer the rollout's calls now; None = any."""
-        bounds = rollout.spec.policy
-        least, newest = bounds.min_version, self._newest.get(_run_of(rollout))
+    def least_version(self, call: Call) -> int | None:
+        """Returns the oldest version of the call's policy that may answer it now; None = any."""
+        spec, policy_id = call.rollout.spec, call.policy_id
+        bounds = models.bounds_of(spec, call.model, policy_id)
+        announced = self._newest.get(_run_of(call.rollout), {})
+        newest = announced.get(policy_id)
+        if policy_id and policy_id == models.only_trained(spec):
+            newest = max((version for version in (newest, announced.get("")) if version is not None), default=None)
+        least = bounds.min_version
         if bounds.max_staleness is not None and newest is not None:
             least = max(newest - bounds.max_staleness, least if least is not None else 0)
         return least
@@ -207,13 +218,14 @@ class Leasing:
 
         The calls of the session that it resumes stay leased and move to this one's `session.held`.
 
-        Raises ResourceExhausted: SESSION_LIMIT.
+        Raises ResourceExhausted: SESSION_LIMIT; InvalidArgument FIELD_INVALID: too many policies.
         """
         if resumed is None and self._registry.session_count() >= self._limits.max_sessions:
             raise ResourceExhausted(
                 "Too many sessions are connected: try again later.", reason="SESSION_LIMIT", retry_after_s=5.0
             )
         queue = self._queue_of(asked.selector)
+        _check_room(queue, asked.versions)
         session = Session(
             secrets.token_hex(16), queue, asked.identity, self.granted(asked.credit), asked.view, asked.sent_prompts
         )
@@ -221,8 +233,8 @@ class Leasing:
         self._registry.add_session(session)
         queue.sessions[session.id] = session
         self._deadlines.drop((DeadlineKind.QUEUE, queue.selector))
-        if asked.policy_version is not None:
-            self.announce(session, asked.policy_version)
+        for policy_id, version in asked.versions.items():
+            self.announce(session, version, policy_id)
         to_source: list[Call] = []
         if resumed is not None:
             to_source = self._take_over(resumed, session, asked.has)
@@ -230,12 +242,16 @@ class Leasing:
         self._fill(session)
         return session, to_source
 
-    def announce(self, session: Session, policy_version: int) -> None:
-        """Records the policy version of the trainer's weights, for the runs that match its selector."""
+    def announce(self, session: Session, policy_version: int, policy_id: str = "") -> None:
+        """Records the version of a policy's weights, for the runs that match the session's selector.
+
+        An empty `policy_id` is the only trained policy of each rollout. Raises InvalidArgument FIELD_INVALID.
+        """
         queue = session.queue
-        queue.newest_version = max(policy_version, queue.newest_version or 0)
+        _check_room(queue, [policy_id])
+        queue.newest[policy_id] = max(policy_version, queue.newest.get(policy_id, 0))
         for rollout in queue.rollouts.values():
-            self._announce_for(rollout, policy_version)
+            self._announce_for(rollout, {policy_id: policy_version})
 
     def granted(self, credit: Credits) -> Credits:
         """Returns the credits, capped by the operator's limits."""
@@ -333,7 +349,7 @@ class Leasing:
     def _mark_given(self, call: Call) -> None:
         call.leases += 1
         call.leased_at = self._clock.wall()
-        call.min_policy_version = self.least_version(call.rollout)
+        call.min_policy_version = self.least_version(call)
         self._moved(call)
 
     def _moved(self, call: Call) -> None:
@@ -343,9 +359,11 @@ class Leasing:
         telemetry.moved(call)
         self._events.call_changed(call)
 
-    def _announce_for(self, rollout: Rollout, version: int) -> None:
-        run = _run_of(rollout)
-        self._newest[run] = max(version, self._newest.get(run, version))
+    def _announce_for(self, rollout: Rollout, versions: Mapping[str, int]) -> None:
+        own = {"", *(model.policy_id for model in rollout.spec.models)}
+        newest = self._newest.setdefault(_run_of(rollout), {})
+        for policy_id in own & versions.keys():
+            newest[policy_id] = max(versions[policy_id], newest.get(policy_id, 0))
 
     def _forget_newest(self, rollout: Rollout) -> None:
         run_key = rollout.spec.run_key
@@ -396,14 +414,15 @@ class Leasing:
                 self._connect(queue, rollout)
             waiting = [call for rollout in matching if not rollout.paused_by for call in rollout.queued.values()]
             for call in sorted(waiting, key=lambda call: call.received):
-                queue.put(call)
+                if selector.wants(call):
+                    queue.put(call)
         return queue
 
     def _connect(self, queue: SelectorQueue, rollout: Rollout) -> None:
         queue.rollouts[rollout.id] = rollout
         rollout.queues.append(queue)
-        if queue.newest_version is not None:
-            self._announce_for(rollout, queue.newest_version)
+        if queue.newest:
+            self._announce_for(rollout, queue.newest)
         for session_id in queue.paused_by:
             self._pause(rollout, session_id)
 
@@ -455,6 +474,12 @@ class Leasing:
         if not queue.sessions:
             self._deadlines.set((DeadlineKind.QUEUE, queue.selector), self._clock.steady() + QUEUE_LINGER_S)
         return to_source
+
+
+def _check_room(queue: SelectorQueue, policy_ids: Iterable[str]) -> None:
+    """Checks that versions of at most `MAX_POLICIES` policies, and one without a policy, are kept for a selector."""
+    if len({*queue.newest, *policy_ids} - {""}) > MAX_POLICIES:
+        raise invalid_field("policies", f"versions of at most {MAX_POLICIES} policies are announced for a selector")
 
 
 def _run_of(rollout: Rollout) -> Hashable:

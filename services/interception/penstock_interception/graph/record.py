@@ -3,7 +3,7 @@
 A record holds everything needed to rebuild the call's node; replaying a rollout's records in order rebuilds the same
 graph. The layout is a magic number, a length-prefixed JSON header, then the arrays as little-endian int32 and float32.
 The chain's head after a call is sha256 over the previous head and the call: prompt ids, sampled ids, logprobs,
-alternatives, tensors, versions, and the sampling that was used.
+alternatives, tensors, policy and versions, and the sampling that was used.
 """
 
 from __future__ import annotations
@@ -111,6 +111,8 @@ class GraphRecord:
             arrays += [sampled.top.token_ids, sampled.top.logprobs]
         if sampled.tensors:
             header["tensors"] = [_tensor_to_json(tensor) for tensor in sampled.tensors]
+        if sampled.policy_id:
+            header["policy_id"] = sampled.policy_id
         text = _header(header, sampled.sampling_used)
         return b"".join(
             [
@@ -173,6 +175,7 @@ class GraphRecord:
             usable=header["usable"],
             top=top,
             tensors=tuple(tensors),
+            policy_id=header.get("policy_id", ""),  # absent where the rollout has one model
         )
         key: dict[str, Any] = {k: bytes.fromhex(v) if isinstance(v, str) else v for k, v in header["key"].items()}
         return cls(
@@ -211,9 +214,10 @@ def chain_step(head: bytes, call_id: str, prompt_sha256: bytes, sampled: Sampled
     tensors = ""
     if sampled.tensors:
         tensors = f'"tensors":{_CHAIN.encode([_tensor_to_json(tensor) for tensor in sampled.tensors])},'
+    policy = f'"policy_id":{encode_basestring_ascii(sampled.policy_id)},' if sampled.policy_id else ""
     facts = (
         f'{{"call_id":{encode_basestring_ascii(call_id)},"logprobs_mode":{mode},'
-        f'"sampling_used":{sampling},{tensors}{top}"versions":[{versions}]}}'
+        f'{policy}"sampling_used":{sampling},{tensors}{top}"versions":[{versions}]}}'
     )
     state = hashlib.sha256(head + prompt_sha256)
     for array in (sampled.token_ids, sampled.logprobs):

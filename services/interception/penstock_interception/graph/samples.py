@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 import numpy as np
 
@@ -49,11 +51,12 @@ def build(
     policy: SamplePolicy,
     *,
     include_top: bool = False,
-    context: frozenset[str] = frozenset(),
+    context: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[Sample, ...]:
     """Returns one sample per leaf that has tokens, ordered by class, then by time; with alternatives if requested.
 
-    `context`: calls that another rollout trains, of which this one is a branch.
+    A leaf has one for each policy that may be trained in its line, or one if there is none. `context`: the calls that
+    are not trained whatever they are, and why.
     """
     inner: set[str] = set()  # calls continued by a later one with tokens
     leaves: list[CallNode] = []
@@ -66,21 +69,44 @@ def build(
             inner.add(node.parent.call_id)
     leaves.sort(key=lambda node: (_ORDER.index(classes[node.call_id]), node.index))
     owned: set[str] = set()
-    made = [_sample(rollout_id, leaf, classes[leaf.call_id], policy, owned, include_top, context) for leaf in leaves]
+    made = [
+        _sample(rollout_id, leaf, policy_id, alone, classes[leaf.call_id], policy, owned, include_top, context)
+        for leaf in leaves
+        for policy_id, alone in _policies(leaf, classes[leaf.call_id], policy, context)
+    ]
     trained = [int(sample.loss_mask.sum()) for sample in made]
-    whole = sum(trained)
-    weights = (count / whole if whole else 0.0 for count in trained)
+    whole: Counter[str] = Counter()
+    for sample, count in zip(made, trained, strict=True):
+        whole[sample.policy_id] += count
+    weights = (
+        count / whole[sample.policy_id] if whole[sample.policy_id] else 0.0
+        for sample, count in zip(made, trained, strict=True)
+    )
     return tuple(replace(sample, weight=weight) for sample, weight in zip(made, weights, strict=True))
+
+
+def _policies(
+    leaf: CallNode, call_class: CallClass, policy: SamplePolicy, context: Mapping[str, str]
+) -> list[tuple[str, bool]]:
+    """Returns the policies that a line has samples of, the first to speak first, and whether it is the only one."""
+    found = dict.fromkeys(
+        segment.node.sampled.policy_id
+        for segment in reversed(list(segments(leaf)))
+        if segment.sampled and segment.node.call_id not in context and not _untrained(segment.node, call_class, policy)
+    )
+    return [(policy_id, len(found) == 1) for policy_id in found] or [(leaf.sampled.policy_id, True)]
 
 
 def _sample(
     rollout_id: str,
     leaf: CallNode,
+    policy_id: str,
+    alone: bool,
     call_class: CallClass,
     policy: SamplePolicy,
     owned: set[str],
     include_top: bool,
-    context: frozenset[str],
+    context: Mapping[str, str],
 ) -> Sample:
     ids = path_ids(leaf)
     mask = np.zeros(ids.size, dtype=np.uint8)
@@ -96,17 +122,19 @@ def _sample(
         start = node.prompt_count
         whole = count == node.sampled.count
         why = "PARTIAL" if not whole else "SHARED" if node.call_id in owned else _untrained(node, call_class, policy)
-        why = "PARENT" if node.call_id in context else why
+        why = context.get(node.call_id, why)
+        if node.sampled.policy_id != policy_id and why in ("", "SHARED"):
+            why = "OTHER_POLICY"
         if not why and node.sampled.logprobs is not None:
             owned.add(node.call_id)
             trained.append(node)
             mask[start : start + count] = 1
             logprobs[start : start + count] = node.sampled.logprobs
             modes.add(node.sampled.logprobs_mode)
-        turns.append(TurnSpan(node.call_id, start, start + count, why))
+        turns.append(TurnSpan(node.call_id, start, start + count, why, node.sampled.policy_id))
         _extend(versions, node.sampled.versions, start, start + count)
     return Sample(
-        sample_id=f"{rollout_id}-{leaf.call_id}",
+        sample_id=f"{rollout_id}-{leaf.call_id}" if alone else f"{rollout_id}-{leaf.call_id}-{policy_id}",
         branch_id=leaf.branch_id,
         call_class=call_class,
         input_ids=ids,
@@ -122,6 +150,7 @@ def _sample(
         truncated=leaf.sampled.finish_reason.truncated,
         top=_top(trained) if include_top else None,
         tensors=path_tensors(leaf),
+        policy_id=policy_id,
     )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Self
 
 import numpy as np
@@ -202,6 +203,16 @@ class TokenGraph:
             graph.apply(record)
         return graph
 
+    def turn_of(self, plan: Plan) -> int:
+        """Returns how many answers a planned prompt continues, token for token; 0 for the first call of a line."""
+        node = self._calls.get(plan.parent_call_id or "")
+        if node is None or plan.shared_prefix_len != node.total:
+            return 0
+        turn = 1
+        while node.parent is not None and node.continues_parent:
+            node, turn = node.parent, turn + 1
+        return turn
+
     def path(self, call_id: str) -> IntArray:
         """Returns a call's prompt and completion, int32. Raises KeyError."""
         return path_ids(self._calls[call_id])
@@ -219,11 +230,11 @@ class TokenGraph:
         policy: SamplePolicy | None = None,
         *,
         include_top: bool = False,
-        context: frozenset[str] = frozenset(),
+        context: Mapping[str, str] = MappingProxyType({}),
     ) -> tuple[Sample, ...]:
-        """One sample per leaf, the main line first; every sampled token is trained at most once (R84, R85).
+        """One sample per leaf and policy, the main line first; every sampled token is trained at most once (R84, R85).
 
-        `include_top`: with the alternatives of the trained tokens. `context`: calls that another rollout trains.
+        `include_top`: with the alternatives of the trained tokens. `context`: calls that are not trained, and why.
         """
         nodes = tuple(self._calls.values())
         policy = policy or SamplePolicy()

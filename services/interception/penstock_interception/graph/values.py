@@ -128,6 +128,8 @@ class Sampled:
     usable: bool = True
     top: TopLogprobs | None = None
     tensors: tuple[TokenTensor, ...] = ()
+    policy_id: str = ""
+    """The policy that sampled it, of which `versions` are; "" = the rollout's only one."""
 
     @property
     def count(self) -> int:
@@ -245,6 +247,7 @@ class TurnSpan:
     start: int
     end: int
     untrained: str = ""
+    policy_id: str = ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -255,7 +258,8 @@ class Sample:
     by several samples are masked 1 in only one of them. `weight` is the sample's share of the rollout's trained tokens.
     `logprobs_mode` is None if trained turns have different modes; `modes_mixed` is then set. `top` has a row for each
     token whose mask is 1, in order; None if no trained turn has alternatives, or they were not requested. `tensors` are
-    those of its calls, joined, with digests.
+    those of its calls, joined, with digests. Trained tokens are of one policy, `policy_id` ("" = the only one), and
+    `weight` is the share of its trained tokens.
     """
 
     sample_id: str
@@ -273,6 +277,7 @@ class Sample:
     modes_mixed: bool = False
     top: TopLogprobs | None = None
     tensors: tuple[TokenTensor, ...] = ()
+    policy_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)

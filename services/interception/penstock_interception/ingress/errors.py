@@ -43,6 +43,12 @@ def of_provider_tools(names: Sequence[str]) -> Problem:
     return Problem(400, "provider_tool_refused", text, "tools")
 
 
+def of_model(name: str, known: Sequence[str]) -> Problem:
+    """A request for a model that the rollout does not have."""
+    text = f"There is no model {name[:64]!r} here. There are: {', '.join(name[:64] for name in known[:8])}."
+    return Problem(404, "model_not_found", text, "model")
+
+
 def of_encoding(error: EncodingRefused) -> Problem:
     """A body with an unsupported compression."""
     return Problem(415, "unsupported_encoding", str(error))

@@ -21,6 +21,7 @@ from penstock_chassis.errors import PenstockError
 from penstock_chassis.telemetry.tracing import TRACE_PARENT
 from penstock_codec import CodecError
 from penstock_interception import cache
+from penstock_interception.domain import models
 from penstock_interception.domain.audit import Event
 from penstock_interception.domain.calls import CallRequest, CallState, Mode
 from penstock_interception.domain.requests import ChatRequest, merged_sampling
@@ -167,13 +168,13 @@ class Ingress:
     async def _serve(
         self, request: web.Request, rollout: Rollout, dialect: DialectCodec, route: Route
     ) -> web.StreamResponse:
-        name = _model_name(rollout)
+        names = _model_names(rollout)
         if route.ask is Ask.MODELS:
-            return web.Response(body=dialect.models(name), content_type=_JSON)
+            return web.Response(body=dialect.models(names), content_type=_JSON)
         if route.ask is Ask.MODEL:
-            if route.model != name:
+            if route.model not in names:
                 return _problem(dialect, errors.UNKNOWN_ROUTE)
-            return web.Response(body=dialect.model(name), content_type=_JSON)
+            return web.Response(body=dialect.model(route.model), content_type=_JSON)
         if request.method != "POST":
             return _problem(dialect, Problem(405, "method_not_allowed", "Use POST."))
         auth.check_size(rollout, request.content_length)
@@ -204,6 +205,8 @@ class Ingress:
         if call is None and parsed.provider_tools and self._limits.refuse_provider_tools:
             self._audit.record(Event.PROVIDER_TOOL_REFUSED, rollout_id=rollout.id, peer=request.remote)
             return _problem(dialect, errors.of_provider_tools(parsed.provider_tools))
+        if call is None and not models.takes_name(rollout.spec, parsed.model):
+            return _problem(dialect, errors.of_model(parsed.model, _model_names(rollout)))
         if call is None:
             sampling = merged_sampling(parsed.sampling, rollout.spec.sampling_override)
             notes = parsed.normalisations
@@ -297,8 +300,8 @@ def _session(request: web.Request, rollout: Rollout) -> tuple[tuple[str, str], .
     return tuple((name, request.headers[name][:MAX_SESSION_HEADER]) for name in names if name in request.headers)
 
 
-def _model_name(rollout: Rollout) -> str:
-    return rollout.spec.model_name or rollout.facts.model or "default"
+def _model_names(rollout: Rollout) -> tuple[str, ...]:
+    return models.names(rollout.spec, rollout.facts.model or "default")
 
 
 def _problem(dialect: DialectCodec, problem: Problem) -> web.Response:

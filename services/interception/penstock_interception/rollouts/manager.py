@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable
+from dataclasses import replace
 from functools import partial
 from typing import Final
 
@@ -16,7 +17,7 @@ from penstock_chassis.auth import acting_in
 from penstock_chassis.errors import AlreadyExists, FailedPrecondition, NotFound, PenstockError, Unavailable
 from penstock_codec import CodecError
 from penstock_interception import cache, metrics
-from penstock_interception.domain.calls import RolloutSpec, RolloutState
+from penstock_interception.domain.calls import ModelFacts, RolloutModel, RolloutSpec, RolloutState
 from penstock_interception.domain.kept_captures import Discarded
 from penstock_interception.domain.live_rollouts import Registry
 from penstock_interception.domain.state import Rollout
@@ -68,7 +69,8 @@ class Rollouts:
     async def open(self, spec: RolloutSpec, caller_key: str | None) -> Rollout:
         """Opens a rollout after its source has answered a check; returns once it is on disk. Idempotent by request id.
 
-        Raises what Registry.find_opened, Sources.resolve and RolloutLifecycle.open raise, and Unavailable
+        Raises what Registry.find_opened, Sources.resolve and RolloutLifecycle.open raise, FailedPrecondition
+        TOKENIZER_MISMATCH for a model whose source has another tokenizer, and Unavailable
         JOURNAL_FAILED (the rollout then does not exist). For a judge: NotFound ROLLOUT_UNKNOWN, FailedPrecondition
         JUDGE_TOO_EARLY, AlreadyExists ROLLOUT_EXISTS.
         """
@@ -204,7 +206,35 @@ class Rollouts:
 
     async def _resolve(self, spec: RolloutSpec, caller_key: str | None, asked_model: str) -> Resolved:
         with acting_in(spec.namespace):
-            return await self._sources.resolve(spec.mode, spec.source, caller_key, asked_model, spec.namespace)
+            own = await self._sources.resolve(spec.mode, spec.source, caller_key, asked_model, spec.namespace)
+            of_models = [await self._of_model(spec, model, own) for model in spec.models]
+        sizes = [facts.vocabulary_size or 0 for facts in of_models if facts is not None and facts.tokenizer_sha256]
+        facts = replace(own.facts, of_models=tuple(of_models))
+        if facts.vocabulary_size is not None:  # of one tokenizer, but weights may have more rows
+            facts = replace(facts, vocabulary_size=max(facts.vocabulary_size, *sizes, 0))
+        return replace(own, facts=facts)
+
+    async def _of_model(self, spec: RolloutSpec, model: RolloutModel, own: Resolved) -> ModelFacts | None:
+        """Returns the facts of a model's own source; None if it has none. Raises what Sources.resolve raises."""
+        if model.source is None:
+            return None
+        found = await self._sources.resolve(spec.mode, model.source, None, "", spec.namespace)
+        facts = found.facts
+        if facts.tokenizer_sha256 or model.trained:
+            same = (own.facts.tokenizer_sha256, own.facts.template_sha256)
+            if (facts.tokenizer_sha256, facts.template_sha256) != same:
+                raise FailedPrecondition(
+                    f"The source of the model of policy {model.policy_id} has another tokenizer or chat template than"
+                    " the rollout's source, which makes the prompts.",
+                    reason="TOKENIZER_MISMATCH",
+                )
+        if model.delegated and not found.answers:
+            raise FailedPrecondition(
+                f"The source of the model of policy {model.policy_id} has no engine, and no trainer answers for it.",
+                reason="SOURCE_UNSUITABLE",
+            )
+        # Beside the rollout's own tokenizer, what it says of ids is of no use.
+        return replace(facts, returns_tokens=False)
 
     async def _open(self, spec: RolloutSpec, resolved: Resolved, caller_key: str | None) -> Rollout:
         key = self._agent_keys.make_first(spec)

@@ -193,15 +193,19 @@ class Replays:
         """Notes that a recorded answer may answer no call, so that a restart does not wait for it (R128)."""
         self._store.recordings.put_refused(call.rollout.id, recorded.call_id)
 
-    async def answer(self, call: Call, recorded: RecordedCall) -> tuple[Completion, Answerer] | None:
-        """Reads the recorded answer as one to `call`; None = this request allows fewer tokens than that one did."""
+    async def answer(self, call: Call, recorded: RecordedCall) -> tuple[Completion, Answerer, str] | None:
+        """Reads the recorded answer as one to `call`, and the policy that sampled it (for a given one, the call's).
+
+        None = this request allows fewer tokens than that one did.
+        """
         message = trajectory_pb2.Call.FromString(await self._store.recordings.answer(call.rollout.id, recorded.call_id))
         given = message.replayed_from
         origin = Origin(given.rollout_id, given.attempt, given.call_id, recorded.call_id)
         completion = replace(convert.completion_from(message.completion), origin=origin)
         if not _allows(call, completion.count, message.sampling_requested):
             return None
-        return completion, convert.ANSWERERS_BACK.get(message.answerer, Answerer.INFERENCE)
+        answerer = convert.ANSWERERS_BACK.get(message.answerer, Answerer.INFERENCE)
+        return completion, answerer, message.policy_id if origin.rollout_id else call.policy_id
 
     def left_at(self, call: Call, plan: Plan, parent: Call | None) -> list[RecordedCall]:
         """Returns the recorded calls at the place of a call that none of them answers: it diverges if there are any."""
@@ -468,6 +472,7 @@ def _slim(call: trajectory_pb2.Call, origin: tuple[str, int], where: str) -> tra
         prompt_suffix_token_ids=call.prompt_suffix_token_ids,
         completion=call.completion,
         answerer=call.answerer,
+        policy_id=call.policy_id,
     )
     if call.parent_call_id:
         kept.parent_call_id = call.parent_call_id

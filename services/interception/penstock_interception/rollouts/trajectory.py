@@ -15,12 +15,14 @@ from enum import StrEnum
 from penstock_codec.chat import FinishReason
 from penstock_interception.conversation.conversation import Conversation
 from penstock_interception.domain.calls import CallState, Mode, RolloutState
+from penstock_interception.domain.models import is_trained
 from penstock_interception.domain.recordings import Divergence
 from penstock_interception.domain.state import Call, Rollout
 from penstock_interception.graph import Branch, CallClass, LogprobsMode, Sample
 from penstock_interception.graph.values import TurnSpan
 
 _TRUNCATED, _BUDGET = "TRUNCATED", "BUDGET"
+_TRAINED_ELSEWHERE = ("SHARED", "OTHER_POLICY")
 _SIDE = frozenset({CallClass.TITLE, CallClass.PROBE, CallClass.RETRY})
 _BY_ITSELF = frozenset({FinishReason.STOP, FinishReason.TOOL_CALLS})
 
@@ -116,7 +118,7 @@ def capture(
     classes = graph.call_classes()
     # A reader that polls an open rollout needs neither samples nor the findings made from them.
     whole = after_index is None or rollout.state is RolloutState.CLOSED
-    context = _of_the_parent(rollout)
+    context = _untrained(rollout)
     made = graph.samples(include_top=include_top, context=context) if whole else ()
     samples = tuple(_with_budget_ends(made, rollout.calls)) if whole else None
     findings = tuple(_findings(rollout, classes, samples, conversation.stop_token_ids))
@@ -150,7 +152,7 @@ def _findings(
     yield from _replayed(rollout)
     for call in rollout.calls:
         side = classes.get(call.id, CallClass.MAIN) in _SIDE
-        yield from _findings_of(call, side)
+        yield from _findings_of(call, side, is_trained(rollout.spec, call.model, call.policy_id))
         yield from _of_its_end(call, side, stop_token_ids)
     if samples is not None and not any(sample.loss_mask.any() for sample in samples):
         yield Finding(Severity.FATAL, "NOTHING_TO_TRAIN", "No token of any sample can be trained.")
@@ -172,13 +174,22 @@ def _findings(
         yield Finding(Severity.WARNING, "TURN_TRUNCATED", text, turn.call_id if turn is not None else None)
 
 
-def _of_the_parent(rollout: Rollout) -> frozenset[str]:
-    """The calls of a branch that were sampled for its parent, which trains them."""
-    branch = rollout.spec.branched_from
+def _untrained(rollout: Rollout) -> dict[str, str]:
+    """The calls that this rollout does not train, and why.
+
+    They are of models that are not trained, or of a branch, and were sampled for its parent, which trains them.
+    """
+    spec, branch = rollout.spec, rollout.spec.branched_from
+    found = {
+        call.id: "MODEL_UNTRAINED"
+        for call in rollout.calls
+        if (call.policy_id or spec.models) and not is_trained(spec, call.model, call.policy_id)
+    }
     if branch is None or branch.train_prefix:
-        return frozenset()
-    found = ((call.id, call.completion.origin) for call in rollout.calls if call.completion is not None)
-    return frozenset(call_id for call_id, origin in found if origin is not None and origin.rollout_id != rollout.id)
+        return found
+    origins = ((call.id, call.completion.origin) for call in rollout.calls if call.completion is not None)
+    of_parent = (call_id for call_id, origin in origins if origin is not None and origin.rollout_id != rollout.id)
+    return dict.fromkeys(of_parent, "PARENT") | found
 
 
 def is_given(call: Call) -> bool:
@@ -238,9 +249,9 @@ def _excluded(samples: tuple[Sample, ...]) -> Iterator[Finding]:
     for turn in (turn for sample in samples for turn in sample.turns):
         known = reasons.get(turn.call_id)
         # A turn in several samples counts as trained if any sample trains it; else the sample with all of it counts.
-        if known is None or not turn.untrained or (known[0] == "PARTIAL" and turn.untrained != "SHARED"):
+        if known is None or not turn.untrained or (known[0] == "PARTIAL" and turn.untrained not in _TRAINED_ELSEWHERE):
             reasons[turn.call_id] = (turn.untrained, turn.end - turn.start)
-    for why in sorted({why for why, _ in reasons.values() if why and why != "SHARED"}):
+    for why in sorted({why for why, _ in reasons.values() if why and why not in _TRAINED_ELSEWHERE}):
         counts = [count for reason, count in reasons.values() if reason == why]
         turns, tokens = _counted(len(counts), "turn"), _counted(sum(counts), "sampled token")
         yield Finding(Severity.INFO, "TURNS_UNTRAINED", f"{turns} with {tokens} not trained: {why}.")
@@ -262,8 +273,8 @@ def _by_budget(turn: TurnSpan, bounded: set[str]) -> TurnSpan:
     return replace(turn, untrained=_BUDGET) if turn.untrained == _TRUNCATED and turn.call_id in bounded else turn
 
 
-def _findings_of(call: Call, side: bool) -> Iterator[Finding]:
-    weight = Severity.INFO if side or is_given(call) else Severity.WARNING
+def _findings_of(call: Call, side: bool, trained: bool) -> Iterator[Finding]:
+    weight = Severity.INFO if side or is_given(call) or not trained else Severity.WARNING
     if call.state is not CallState.DELIVERED:
         if call.state.terminal:
             text = f"Call {call.index} ended without an answer."
@@ -274,7 +285,7 @@ def _findings_of(call: Call, side: bool) -> Iterator[Finding]:
         yield Finding(weight, "TOKENS_MISSING", f"Call {call.index} has no token ids.", call.id)
     elif level is CaptureLevel.TOKENS:
         yield Finding(weight, "LOGPROBS_MISSING", f"Call {call.index} has no logprobs.", call.id)
-    if tokens is not None and tokens.logprobs_mode is LogprobsMode.SCRIPTED:
+    if trained and tokens is not None and tokens.logprobs_mode is LogprobsMode.SCRIPTED:
         yield Finding(Severity.FATAL, "LOGPROBS_SCRIPTED", "A test script wrote these logprobs.", call.id)
     if tokens is not None and not tokens.versions:
         yield Finding(Severity.INFO, "VERSIONS_MISSING", f"Call {call.index} has no policy version.", call.id)

@@ -156,6 +156,7 @@ def _fields(call: Call, sent_prompts: SentPrompts | None) -> dict[str, Any]:
         "chat_template_sha256": bytes.fromhex(facts.template_sha256),
         "model": call.request.model_requested,
         "trace_parent": telemetry.trace_parent(call),
+        "policy_id": call.policy_id,
     }
     if spec.labels:
         fields["labels"] = dict(spec.labels)

@@ -46,6 +46,7 @@ from penstock_interception.ingress.mcp import server
 from penstock_interception.interceptor import Interceptor
 from penstock_interception.rollouts.trajectory import capture
 from penstock_interception.rpc import budgets_and_keys, tools, trajectory
+from penstock_interception.rpc.models import bounds_from, models_from
 from penstock_interception.rpc.watch_gate import interval_from, snapshot_to
 from penstock_interception.status.gate_snapshot import take_snapshot
 from penstock_interception.wire import convert
@@ -103,6 +104,7 @@ class RolloutGateServicer(pb_grpc.RolloutGateServiceServicer):
             labels=tuple(sorted(request.labels.items())),
             run_budgets=_run_budgets_from(request),
             namespace=auth.caller().home,
+            models=models_from(request, PolicyBounds(), _source_from),
         )
         resolved = await self._interceptor.rollouts.check(spec, caller_key)
         offered = [tool.name for tool in self._interceptor.tools.offered_to(spec)]
@@ -347,6 +349,9 @@ def spec_from(request: pb.OpenRolloutRequest, known: dict[Dialect, DialectCodec]
         dialects.append(dialect)
     source, caller_key = _source_from(request.source)
     hints = request.hints
+    policy = _policy_from(request.policy)
+    if request.models and request.model_name:
+        raise invalid_field("model_name", "not allowed with models, which have names")
     override = convert.sampling_from(request.sampling_override) if request.HasField("sampling_override") else Sampling()
     spec = RolloutSpec(
         request_id=request.request_id,
@@ -365,7 +370,7 @@ def spec_from(request: pb.OpenRolloutRequest, known: dict[Dialect, DialectCodec]
             tuple(name.lower() for name in hints.session_headers),
             tuple(hints.volatile_line_patterns),
         ),
-        policy=_policy_from(request.policy),
+        policy=policy,
         task_id=request.task_id if request.HasField("task_id") else None,
         group_index=request.group_index if request.HasField("group_index") else None,
         sampling_override=override,
@@ -377,6 +382,7 @@ def spec_from(request: pb.OpenRolloutRequest, known: dict[Dialect, DialectCodec]
         attempt=_attempt_from(request),
         branched_from=_branch_from(request),
         judge_of=_judge_of(request),
+        models=models_from(request, policy, _source_from),
     )
     return spec, caller_key
 
@@ -390,6 +396,8 @@ def _judge_of(request: pb.OpenRolloutRequest) -> str:
     for field in ("run_id", "branched_from"):
         if request.HasField(field):
             raise invalid_field(field, "not allowed with judge_of")
+    if request.models:
+        raise invalid_field("models", "not allowed with judge_of")
     return request.judge_of
 
 
@@ -488,10 +496,7 @@ def _attempt_from(request: pb.OpenRolloutRequest) -> int:
 def _policy_from(policy: interception_pb2.PolicyVersionConstraint) -> PolicyBounds:
     if policy.HasField("max_staleness") and policy.max_staleness < 0:
         raise invalid_field("policy.max_staleness", "not negative")
-    return PolicyBounds(
-        policy.min_version if policy.HasField("min_version") else None,
-        policy.max_staleness if policy.HasField("max_staleness") else None,
-    )
+    return bounds_from(policy)
 
 
 def _leaseholder(driver_id: str) -> str:

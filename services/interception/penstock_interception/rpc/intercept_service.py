@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 
 import grpc
 import structlog
@@ -31,6 +32,7 @@ from penstock_interception.rpc.intercept_stream import (
     selector_from,
     view_from,
 )
+from penstock_interception.rpc.models import versions_from
 from penstock_interception.rpc.polling import CREDIT_BYTES, PollingLeases
 from penstock_interception.store.commits import durable
 from penstock_interception.wire import convert
@@ -47,6 +49,7 @@ FEATURES = (
     "call_view.suffix_only",
     "hello.max_message_bytes",
     "hello.required_features",
+    "policies",
     "token_tensors",
     "top_logprobs",
 )
@@ -92,7 +95,7 @@ class InterceptServicer(pb_grpc.InterceptServiceServicer):
             credits_from(hello.credits, least=1),
             identity=hello.identity,
             view=view_from(hello),
-            policy_version=hello.policy_version if hello.HasField("policy_version") else None,
+            versions=versions_from(hello),
             has=frozenset(hello.held.call_ids) if hello.HasField("held") else None,
             sent_prompts=SentPrompts() if hello.view.suffix_only else None,
         )
@@ -137,7 +140,7 @@ class InterceptServicer(pb_grpc.InterceptServiceServicer):
             Credits(count, min(CREDIT_BYTES, view.max_message_bytes)),
             identity=request.identity,
             view=view,
-            policy_version=request.policy_version if request.HasField("policy_version") else None,
+            versions=versions_from(request),
             lease_s=lease_s,
             sent_prompts=self._known_prompts(request) if request.view.suffix_only else None,
         )
@@ -171,7 +174,13 @@ class InterceptServicer(pb_grpc.InterceptServiceServicer):
         session = self._interceptor.registry.session(request.session_id)
         proposals = tools.proposals_from(request.tools)
         offered = await self._interceptor.in_thread(lambda: offers.accepted(proposals, self._allowed_tools))
-        selector = selector_from(request.selector) if request.HasField("selector") else session.queue.selector
+        if request.selector.policy_ids:
+            raise invalid_field("selector.policy_ids", "tools are of rollouts, whichever policy calls them")
+        selector = (
+            selector_from(request.selector)
+            if request.HasField("selector")
+            else replace(session.queue.selector, policy_ids=frozenset())
+        )
         await durable(self._interceptor.tools.offer(session, selector, offered))
         return pb.RegisterToolsResponse()
 

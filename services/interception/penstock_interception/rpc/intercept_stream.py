@@ -27,6 +27,7 @@ from penstock_interception.domain.state import (
 from penstock_interception.interceptor import Interceptor
 from penstock_interception.rpc import results, tools
 from penstock_interception.rpc.frames import CallWriter, frames_of
+from penstock_interception.rpc.models import announced_policy, policy_ids_from
 
 DEFAULT_PAUSE_S = 600.0
 UNREAD_REPLIES = 64
@@ -173,7 +174,8 @@ class InterceptStream:
                 if not interceptor.resume(session):
                     session.notify_resumed()  # there was no pause: the answer is the same
             case "policy":
-                interceptor.sessions.announce(session, request.policy.policy_version)
+                policy_id = announced_policy(request.policy, "policy.")
+                interceptor.sessions.announce(session, request.policy.policy_version, policy_id)
             case "goodbye":
                 self._goodbye_received = True
             case "tool_results":
@@ -236,7 +238,7 @@ class _Judged:
 def selector_from(selector: pb.CallSelector) -> Selector:
     """Returns the selector of the rollouts whose calls a trainer wants.
 
-    Raises PermissionDenied NAMESPACE_NOT_ALLOWED.
+    Raises PermissionDenied NAMESPACE_NOT_ALLOWED, InvalidArgument that names the field.
     """
     return Selector(
         selector.run_id if selector.HasField("run_id") else None,
@@ -244,6 +246,7 @@ def selector_from(selector: pb.CallSelector) -> Selector:
         frozenset(selector.rollout_ids),
         frozenset(selector.labels.items()),
         auth.caller().scope(selector.all_namespaces),
+        policy_ids_from(selector),
     )
 
 

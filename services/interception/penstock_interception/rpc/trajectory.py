@@ -12,6 +12,7 @@ from penstock.trajectory.v1 import trajectory_pb2 as pb
 from penstock.values import numbers, to_proto, token_tensors, writer
 from penstock_chassis import times
 from penstock_interception.conversation.conversation import Conversation
+from penstock_interception.domain import models
 from penstock_interception.domain.calls import BranchPoint, CallState, Mode, RolloutState, Totals
 from penstock_interception.domain.completions import Completion
 from penstock_interception.domain.state import Call, Rollout
@@ -74,6 +75,7 @@ def call_to(
         chain_sha256=call.chain_sha256,
         end_reason=call.end_reason,
         tools_sha256=request.tools_sha256,
+        policy_id=call.policy_id,
     )
     if prompt is not None:
         message.branch_id = prompt.branch_id
@@ -132,7 +134,7 @@ def rollout_to(rollout: Rollout, home: str) -> gate_pb2.GateRollout:
         labels=dict(spec.labels),
         mode=MODES[spec.mode],
         state=_STATES[rollout.state],
-        model_name=spec.model_name or rollout.facts.model,
+        model_name=models.names(spec, rollout.facts.model)[0],
         create_time=times.timestamp(rollout.created),
         totals=_totals_to(rollout.totals),
         home=home,

@@ -130,7 +130,7 @@ class UpstreamSource(ModelSource):
         if not self.allows(str(body.get("model") or "")):
             raise SourceError("MODEL_NOT_ALLOWED", retriable=False)
         body.update(_asked(call, body))
-        if call.rollout.facts.returns_tokens:
+        if call.facts.returns_tokens:
             body.update({"logprobs": True, "return_token_ids": True})
             if call.sampling.top_logprobs:
                 body.update({"top_logprobs": call.sampling.top_logprobs, "return_tokens_as_token_ids": True})

@@ -19,7 +19,7 @@ from penstock_interception.domain.calls import CallState, RolloutState
 from penstock_interception.domain.deadlines import Clock
 from penstock_interception.domain.kept_captures import CAPTURE_LIMITS, CaptureLimits, Discarded
 from penstock_interception.domain.live_rollouts import Registry
-from penstock_interception.domain.state import HOLD, Call, Rollout, Session
+from penstock_interception.domain.state import HOLD, Call, Session
 
 _CONNECTED: Final = ("connected",)
 _LOST: Final = ("lost",)
@@ -90,14 +90,14 @@ class Health:
         named = set(stuck)
         flowing = [call for call in flowing if call not in named]
         queued = [call for call in flowing if call.state is CallState.QUEUED and call.offered]
-        absent = [call for call in queued if not _sessions_for(call.rollout)]
+        absent = [call for call in queued if not _sessions_for(call)]
         if absent:
             yield _trouble(
                 "TRAINER_ABSENT",
                 absent,
                 "wait for a trainer, but no connected session's selector matches their rollouts",
                 "start the trainer, or check why it disconnected; its selector must match these rollouts' run, "
-                "group or labels",
+                "group or labels, and their policies",
             )
         stalled = dict(self._stalled(flowing, patience_s))
         for session, calls in stalled.items():
@@ -112,7 +112,7 @@ class Health:
         starved = [
             call
             for call in queued
-            if (ours := _sessions_for(call.rollout)) and not any(s.takes(call) or s in stalled for s in ours)
+            if (ours := _sessions_for(call)) and not any(s.takes(call) or s in stalled for s in ours)
         ]
         if starved:
             yield _trouble(
@@ -216,12 +216,12 @@ class Health:
         return {(): max(announced)} if announced else {}
 
 
-def _sessions_for(rollout: Rollout) -> list[Session]:
+def _sessions_for(call: Call) -> list[Session]:
     return [
         session
-        for queue in rollout.queues
+        for queue in call.rollout.queues
         for session in queue.sessions.values()
-        if not session.lost and not session.ended
+        if queue.selector.wants(call) and not session.lost and not session.ended
     ]
 
 

@@ -97,6 +97,7 @@ def load_call(rollout: Rollout, row: Row) -> Call:
         injected=bool(row["injected"]),
         end_reason=end_reason,
         delegated=bool(row["delegated"]),
+        model=row["model"],
         min_policy_version=row["min_policy_version"],
         answerer=Answerer(row["answerer"]) if row["answerer"] is not None else None,
         ended_at=ended_at,
@@ -106,6 +107,8 @@ def load_call(rollout: Rollout, row: Row) -> Call:
         answer_sent=bool(row["told"]),
         submitted=True,
     )
+    if (model := call.of_model) is not None:
+        call.policy_id = model.policy_id
     if row["failure"] is not None:
         call.failure = serde.load_failure(row["failure"])
     if over:

@@ -82,6 +82,8 @@ _TOP = "SELECT 1;"
 _STORED = "ALTER TABLE rollouts ADD COLUMN stored INTEGER NOT NULL DEFAULT 0;"
 # `held_since` is when any pause began; this says that it lasts over a restart.
 _LASTING = "ALTER TABLE rollouts ADD COLUMN held INTEGER NOT NULL DEFAULT 0;"
+# Position of a call's model among its rollout's; NULL: it is not chosen yet, or the rollout has one.
+_MODELS = "ALTER TABLE calls ADD COLUMN model INTEGER;"
 
 
 class CallStore:
@@ -119,6 +121,7 @@ class CallStore:
             recordings_store.HOST_TOOLS,
             _LASTING,
             recordings_store.BRANCHES,
+            _MODELS,
         ]
         journal = await Journal.open(directory / "interception.sqlite3", schemas, sync=sync)
         try:
@@ -217,7 +220,7 @@ class CallStore:
         put: Statement = (
             "INSERT INTO calls (call_id, rollout_id, position, retry_key, arrival, body_id, body_sha256, received,"
             " expires, delegated, state, end_reason, ended, failure, lease_id, session_id, prompt_sha256,"
-            " min_policy_version, leases) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            " min_policy_version, leases, model) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             (
                 call.id,
                 call.rollout.id,
@@ -238,6 +241,7 @@ class CallStore:
                 _prompt_digest(call),
                 call.min_policy_version,
                 call.leases,
+                call.model,
             ),
         )
         return self._submit_all([put, *large], size=len(request.body))
@@ -245,6 +249,12 @@ class CallStore:
     def put_request(self, call: Call) -> asyncio.Future[list[int]]:
         """Updates what the record of an admitted call holds about its request."""
         return self._submit("UPDATE calls SET arrival = ? WHERE call_id = ?", serde.dump_request(call.request), call.id)
+
+    def put_model(self, call: Call) -> asyncio.Future[list[int]]:
+        """Writes which of its rollout's models an admitted call is for, and whether that one's source answers it."""
+        return self._submit(
+            "UPDATE calls SET model = ?, delegated = ? WHERE call_id = ?", call.model, int(call.delegated), call.id
+        )
 
     def put_lease(self, call: Call) -> asyncio.Future[list[int]]:
         """Writes a lease; after a restart its session may resume it."""
@@ -381,6 +391,7 @@ class CallStore:
             call = by_id[item["call_id"]]
             call.completion = serde.completion_of(record.sampled, item["completion"])
             call.message = record.sampled.message
+            call.policy_id = record.sampled.policy_id
             call.chain_sha256, call.chain_index = record.chain, index
             count = record.keep + int(record.suffix.size)
             call.prompt = Prompt(count, record.keep, record.call_class, record.branch_id, record.parent_call_id)

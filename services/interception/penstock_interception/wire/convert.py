@@ -51,6 +51,7 @@ _CHOICES = numbers(ToolChoiceMode, chat_pb2.ToolChoice.Mode)
 DIALECTS = numbers(Dialect, trajectory_pb2.Dialect)
 DIALECTS_BACK = {value: key for key, value in DIALECTS.items()}
 CLASSES = numbers(CallClass, trajectory_pb2.CallClass)
+CLASSES_BACK = {value: key for key, value in CLASSES.items()}
 STATES = numbers(CallState, trajectory_pb2.CallState)
 ANSWERERS = numbers(Answerer, trajectory_pb2.Answerer)
 ANSWERERS_BACK = {value: key for key, value in ANSWERERS.items()}

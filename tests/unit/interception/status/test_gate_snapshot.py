@@ -30,7 +30,7 @@ def test_closed_rollouts_do_not_count_and_queued_ones_are_listed_by_session() ->
     queue, other = SelectorQueue(Selector(run_id="run")), SelectorQueue(Selector(group_id="g"))
     opened = [rollout("a"), rollout("b", RolloutState.EXHAUSTED), rollout("c", RolloutState.CLOSED)]
     queue.rollouts = {one.id: one for one in opened[:2]}
-    queue.newest_version, lost = 7, session("lost", other, 4)
+    queue.newest[""], lost = 7, session("lost", other, 4)
     lost.lost = True
     found = take_snapshot(opened, [session("b-trainer", queue, 3), session("a-trainer", queue, 2), lost])
     message = snapshot_to(found, now=100.0)

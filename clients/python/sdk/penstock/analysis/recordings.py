@@ -28,7 +28,8 @@ _KINDS: Final[Mapping[str, type]] = {
     **dict.fromkeys(
         ("rollout_id", "group_id", "run_id", "task_id", "agent", "tokenizer_sha256", "error", "error_cause",
          "error_caused_by", "call_id", "parent_call_id", "branch_id", "role", "state", "answerer", "finish_reason",
-         "end_reason", "engine", "model", "model_requested", "request_body", "receive_time", "end_time", "grade"), str,
+         "end_reason", "engine", "model", "model_requested", "request_body", "receive_time", "end_time", "grade",
+         "policy_id"), str,
     ),
     **dict.fromkeys(("labels", "sampling_used", "sampling_requested", "response_message", "reward_components"), dict),
     **dict.fromkeys(("policy_spans", "normalisations", "tools", "findings", "turn_spans"), list),
@@ -70,6 +71,8 @@ class Turn:
     receive_time: datetime | None
     end_time: datetime | None
     untrained: str = ""
+    policy_id: str = ""
+    """The policy of `versions`; empty = the rollout has one, or an older export."""
     seed_drawn: bool = False
     """Whether the engine drew the seed in `sampling` itself: it then draws another each time."""
 
@@ -354,6 +357,7 @@ def _turn(row: Row, untrained: str) -> Turn:
         engine=row.get("engine") or "",
         model=row.get("model") or row.get("model_requested") or "",
         sampling=row.get("sampling_used") or row.get("sampling_requested") or {},
+        policy_id=row.get("policy_id") or "",
         seed_drawn="seed" not in (row.get("sampling_requested") or {}),
         normalisations=tuple(map(str, row.get("normalisations") or ())),
         tools=tuple(str(tool["name"]) for tool in row.get("tools") or ()),

@@ -5,6 +5,7 @@ never trained). Everything in a row about its tokens follows from its calls and 
 """
 
 import base64
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -23,9 +24,11 @@ _TRUNCATED: Final = ("length", "abort")
 def check_samples(rows: Sequence[Row], calls: Mapping[str, Row]) -> Iterator[Found]:
     """Yields the problems of one rollout's rows of `sequences`; `calls` are its rows of `turns` by id."""
     trained: dict[str, str] = {}
-    whole = sum(sum(row["loss_mask"]) for row in rows)
+    whole: Counter[str | None] = Counter()
     for row in rows:
-        for call_id, message in _check(row, calls, trained, whole):
+        whole[row.get("policy_id")] += sum(row["loss_mask"])
+    for row in rows:
+        for call_id, message in _check(row, calls, trained, whole[row.get("policy_id")]):
             yield call_id, f"sample {row['sample_id']}: {message}"
 
 
@@ -65,6 +68,8 @@ def _check_span(row: Row, span: Mapping[str, Any], call: Row) -> Iterator[str]:
         yield "trains only a part of the call's sampled tokens"
     if why is not None and (any(mask) == bool(why) or (why == "PARTIAL") != partial):
         yield f"its mask is not that of a turn with untrained_reason {why!r}"
+    if any(mask) and row.get("policy_id") != call.get("policy_id"):
+        yield "is trained, but is of another policy than the sample"
     if any(mask) and call["completion_logprobs"] is not None:
         given = None if row["logprobs"] is None else row["logprobs"][start:end]
         if given != call["completion_logprobs"]:
@@ -76,7 +81,7 @@ def _check_whole(row: Row, calls: Mapping[str, Row], whole: int) -> Iterator[str
     turns = row["turn_spans"]
     own = [calls[span["call_id"]] for span in turns]
     versions = list(_versions(turns, own))
-    numbers = [span["policy_version"] for span in versions]
+    numbers = [span["policy_version"] for span in _versions(*_own(row, turns, own))]
     samplings = [call["sampling_used"] for call in own]
     expected = {
         "prompt_len": turns[0]["start"] if turns else len(row["input_ids"]),
@@ -86,8 +91,10 @@ def _check_whole(row: Row, calls: Mapping[str, Row], whole: int) -> Iterator[str
         "samplings": samplings,
         "temperatures": [(sampling or {}).get("temperature") for sampling in samplings],
         "weight": sum(row["loss_mask"]) / whole if whole else 0.0,
+        "turn_policies": [call.get("policy_id") for call in own],
     }
-    leaf = calls.get(row["sample_id"].removeprefix(f"{row['rollout_id']}-"))
+    last = row["sample_id"].removeprefix(f"{row['rollout_id']}-")
+    leaf = calls.get(last) or calls.get(last.removesuffix(f"-{row.get('policy_id')}"))
     if leaf is None or leaf["completion_token_ids"] is None or leaf["prompt_token_ids"] is None:
         yield "the call that it ends with is not in turns"
     else:
@@ -141,6 +148,16 @@ def _tensors(row: Row, calls: Mapping[str, Row]) -> dict[str, list[Row]]:
 
 def _tensor(row: Row) -> TokenTensor:
     return TokenTensor(row["name"], row["dtype"], row["start"], tuple(row["shape"]), base64.b64decode(row["data"]))
+
+
+def _own(
+    row: Row, turns: Sequence[Mapping[str, Any]], calls: Sequence[Row]
+) -> tuple[Sequence[Mapping[str, Any]], Sequence[Row]]:
+    """Returns the turns of the sample's policy, and their calls."""
+    kept = [
+        (turn, call) for turn, call in zip(turns, calls, strict=True) if call.get("policy_id") == row.get("policy_id")
+    ]
+    return [turn for turn, _ in kept], [call for _, call in kept]
 
 
 def _versions(turns: Sequence[Mapping[str, Any]], calls: Sequence[Row]) -> Iterator[dict[str, int]]:

@@ -130,6 +130,8 @@ class Penstock:
         credits: int = 64,
         credit_bytes: int | None = None,
         policy_version: int | None = None,
+        policy_ids: Sequence[str] = (),
+        policies: Mapping[str, int] | None = None,
         identity: str = "",
         messages: bool = False,
         bodies: bool = False,
@@ -140,7 +142,8 @@ class Penstock:
         Open it before the rollouts start or later: calls wait at the gate.
 
         Args:
-            selector: which calls; or the same by run_id, group_id, rollout_ids and labels. None set = every call.
+            selector: which calls; or the same by run_id, group_id, rollout_ids, labels and policy_ids. None set = every
+                call.
             run_id: calls of one training run.
             group_id: calls of one group.
             rollout_ids: calls of these rollouts.
@@ -148,14 +151,22 @@ class Penstock:
             credits: maximum calls leased and unanswered at once.
             credit_bytes: maximum bytes of the same; None = 32 MiB.
             policy_version: the newest weights that the trainer has.
+            policy_ids: calls for these policies only, where rollouts have several; none = for any.
+            policies: the newest weights by policy, where rollouts have several.
             identity: a name for this session, for people; empty = this machine's name.
             messages: whether calls carry messages and tools beside tokens.
             bodies: whether they carry the agent's request body.
             reconnect_timeout: seconds to wait for an unreachable gate, at first and on reconnects.
         """
         if selector is None:
-            selector = Selector(run_id=run_id, group_id=group_id, rollout_ids=rollout_ids, labels=labels or {})
-        elif run_id or group_id or rollout_ids or labels:
+            selector = Selector(
+                run_id=run_id,
+                group_id=group_id,
+                rollout_ids=rollout_ids,
+                labels=labels or {},
+                policy_ids=policy_ids,
+            )
+        elif run_id or group_id or rollout_ids or labels or policy_ids:
             raise ConfigurationError("Set a selector or its parts, not both", reason="SELECTOR")
         if (gate := self._services.get("interception")) is None:
             raise _no_service("interception")
@@ -171,6 +182,7 @@ class Penstock:
                 messages=messages,
                 bodies=bodies,
                 reconnect_timeout=reconnect_timeout,
+                policies=policies or {},
             ),
             self.runs.metric_log(selector.run_id) if selector.run_id and "driver" in self._services else None,
         )

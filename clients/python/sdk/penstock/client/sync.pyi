@@ -31,6 +31,7 @@ from penstock.client.tasks.spec import (
     Network,
     PolicyConstraint,
     Replay,
+    RolloutModel,
     RunBudgets,
     SandboxChoice,
     SeedFile,
@@ -133,6 +134,8 @@ class Penstock:
         credits: int = 64,
         credit_bytes: int | None = None,
         policy_version: int | None = None,
+        policy_ids: Sequence[str] = (),
+        policies: Mapping[str, int] | None = None,
         identity: str = "",
         messages: bool = False,
         bodies: bool = False,
@@ -143,7 +146,8 @@ class Penstock:
         Open it before the rollouts start or later: calls wait at the gate.
 
         Args:
-            selector: which calls; or the same by run_id, group_id, rollout_ids and labels. None set = every call.
+            selector: which calls; or the same by run_id, group_id, rollout_ids, labels and policy_ids. None set = every
+                call.
             run_id: calls of one training run.
             group_id: calls of one group.
             rollout_ids: calls of these rollouts.
@@ -151,6 +155,8 @@ class Penstock:
             credits: maximum calls leased and unanswered at once.
             credit_bytes: maximum bytes of the same; None = 32 MiB.
             policy_version: the newest weights that the trainer has.
+            policy_ids: calls for these policies only, where rollouts have several; none = for any.
+            policies: the newest weights by policy, where rollouts have several.
             identity: a name for this session, for people; empty = this machine's name.
             messages: whether calls carry messages and tools beside tokens.
             bodies: whether they carry the agent's request body.
@@ -947,6 +953,7 @@ class GateClient:
         run_id: str | None = None,
         labels: Mapping[str, str] | None = None,
         run_budgets: RunBudgets | None = None,
+        models: Sequence[RolloutModel] = (),
     ) -> SourceCheck:
         """Checks that a model source is reachable and suits the mode; opens nothing. The answer may be 2 s old.
 
@@ -955,12 +962,13 @@ class GateClient:
             mode: of the rollout that would be opened.
             rollout_id, group_id, run_id, labels: of that rollout, for the host tools that it would be offered.
             run_budgets: of its run, to be compared with those in force.
+            models: its models, whose sources are checked too.
 
         Raises:
             Unavailable: `INFERENCE_UNREACHABLE`, `UPSTREAM_UNREACHABLE`.
             FailedPrecondition: `UPSTREAM_NOT_ALLOWED`, `UPSTREAM_UNKNOWN`, `UPSTREAM_KEY_REFUSED`,
                 `MODEL_NOT_ALLOWED`, `INFERENCE_UNKNOWN`, `TOKENIZER_UNKNOWN`, `SOURCE_UNSUITABLE`,
-                `TEMPLATE_UNSUPPORTED`, `RUN_BUDGETS_DIFFER`.
+                `TEMPLATE_UNSUPPORTED`, `RUN_BUDGETS_DIFFER`, `TOKENIZER_MISMATCH` (of a model).
             ResourceExhausted: `BUDGET_EXHAUSTED`, the run's.
         """
     def open(
@@ -982,6 +990,7 @@ class GateClient:
         policy: PolicyConstraint | None = None,
         sampling: Sampling | None = None,
         token_terms: AgentKeyTerms | None = None,
+        models: Sequence[RolloutModel] = (),
     ) -> GateRolloutHandle:
         """Opens a rollout for an agent that you run yourself: `with ps.gate.open() as rollout`.
 
@@ -1001,6 +1010,7 @@ class GateClient:
             policy: which versions of the weights may answer.
             sampling: replaces, field by field, the agent's.
             token_terms: of the agent key.
+            models: several models, or policies, that answer its calls; none = one, `source`. Without `model_name`.
 
         Raises:
             AlreadyExists: `ROLLOUT_EXISTS`.
@@ -1150,6 +1160,7 @@ class GateClient:
         messages: bool = False,
         bodies: bool = False,
         policy_version: int | None = None,
+        policies: Mapping[str, int] | None = None,
         identity: str = "",
     ) -> Sequence[LeasedCall]:
         """Waits for queued calls at all gates and leases them, without a session; none if none came in time.
@@ -1162,6 +1173,7 @@ class GateClient:
             messages: whether calls carry messages and tools beside tokens.
             bodies: whether they carry the agent's request body.
             policy_version: the newest weights that the trainer has.
+            policies: the same by policy, where rollouts have several.
             identity: a name for people; empty = this machine's name.
 
         Raises:
@@ -1794,8 +1806,11 @@ class InterceptSession:
         """
     def finish(self) -> None:
         """Ends `calls()` once all calls that have arrived are handed out: no more are expected."""
-    def announce(self, policy_version: int) -> None:
-        """Announces the newest policy version to all gates, for their staleness bounds."""
+    def announce(self, policy_version: int, policy_id: str = "") -> None:
+        """Announces the newest version of a policy to all gates, for their staleness bounds.
+
+        Empty `policy_id` = the only trained policy of each rollout.
+        """
     def set_credits(self, calls: int, credit_bytes: int | None = None) -> None:
         """Replaces the window: maximum calls (0 = none for now) and bytes (None = unchanged) leased at once."""
     def offer_tools(self, tools: Sequence[HostTool], *, selector: Selector | None = None) -> None:
@@ -1890,8 +1905,11 @@ class ModelCall:
     def sampling(self) -> Sampling:
         """As the agent requested, max_tokens bounded by budgets and context."""
     @property
+    def policy_id(self) -> str:
+        """The policy that shall answer, where the rollout has several (`RolloutModel`); empty = it has one."""
+    @property
     def min_policy_version(self) -> int | None:
-        """The minimum policy version of the answer."""
+        """The minimum version of the policy for the answer."""
     @property
     def messages(self) -> tuple[Message, ...]:
         """The conversation, if the session requested messages."""

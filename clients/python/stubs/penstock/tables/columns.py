@@ -118,6 +118,7 @@ COLUMNS: Final = MappingProxyType(
             "turn_reward": Kind.DOUBLE,
             "turn_reward_components": Kind.JSON,
             "token_rewards": Kind.FLOATS,
+            "policy_id": Kind.TEXT,
             **_SEAL,
         },
         Table.SEQUENCES: {
@@ -151,6 +152,8 @@ COLUMNS: Final = MappingProxyType(
             "turn_rewards": Kind.DOUBLES,
             "token_rewards": Kind.FLOATS,
             "tensors": Kind.JSON,
+            "policy_id": Kind.TEXT,
+            "turn_policies": Kind.TEXTS,
             **_SEAL,
         },
         Table.TOOL_CALLS: {

@@ -103,6 +103,7 @@ def turns(trajectory: trajectory_pb2.Trajectory) -> Iterator[Row]:
             "replayed_from": _origin(call.replayed_from) if call.HasField("replayed_from") else None,
             "branch_point": call.branch_point,
             **_turn_reward(rewards.get(call.call_id)),
+            "policy_id": call.policy_id or None,
         }
         yield sealed(row, len(trajectory.calls))
 
@@ -124,7 +125,12 @@ def sequences(
         logprobs = _numbers(_FLOAT32, sample.logprobs) if sample.logprobs else None
         top = _top(sample)
         _check(sample.sample_id, ids, mask, logprobs, top)
-        versions = [span.policy_version for span in sample.versions]
+        others = [turn for turn in sample.turns if turn.policy_id != sample.policy_id]
+        versions = [
+            span.policy_version
+            for span in sample.versions
+            if not any(turn.start <= span.start and span.end <= turn.end for turn in others)
+        ]
         row = {
             **common(trajectory),
             "sequence_index": index,
@@ -163,6 +169,8 @@ def sequences(
             "turn_rewards": [_optional(turn, "reward") for turn in sample.turns],
             "token_rewards": _token_rewards(sample),
             "tensors": _tensors(sample.tensors),
+            "policy_id": sample.policy_id or None,
+            "turn_policies": [turn.policy_id or None for turn in sample.turns],
         }
         yield sealed(row, len(trajectory.samples))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Final
@@ -132,12 +132,12 @@ class DialectCodec(ABC):
         raise TypeError(f"{self.dialect} does not count tokens")
 
     @abstractmethod
-    def models(self, name: str) -> bytes:
-        """Returns the list of models: the only one."""
+    def models(self, names: Sequence[str]) -> bytes:
+        """Returns the list of models; there is at least one."""
 
     @abstractmethod
     def model(self, name: str) -> bytes:
-        """Returns the description of the only model."""
+        """Returns the description of a model."""
 
 
 class PlainStreams(DialectCodec):

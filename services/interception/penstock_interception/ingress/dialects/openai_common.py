@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 import orjson
@@ -21,13 +22,13 @@ def models_route(method: str, path: str) -> Route | None:
     return None
 
 
-def models(name: str) -> bytes:
-    """Returns the list of models: the only one."""
-    return orjson.dumps({"object": "list", "data": [_model(name)]})
+def models(names: Sequence[str]) -> bytes:
+    """Returns the list of models."""
+    return orjson.dumps({"object": "list", "data": [*map(_model, names)]})
 
 
 def model(name: str) -> bytes:
-    """Returns the description of the only model."""
+    """Returns the description of a model."""
     return orjson.dumps(_model(name))
 
 

@@ -93,12 +93,19 @@ class Row:
 
     @property
     def policy_versions(self) -> tuple[int, ...]:
-        """The policy versions that sampled it, ascending; of a branch without those of its parent's turns."""
-        of_the_parent = [turn for turn in self.sample.turns if turn.untrained_reason == "PARENT"]
+        """The versions of its policy that sampled it, ascending; of a branch without those of its parent's turns.
+
+        Those of other policies' turns count from other beginnings, and are left out.
+        """
+        others = [
+            turn
+            for turn in self.sample.turns
+            if turn.untrained_reason == "PARENT" or turn.policy_id != self.sample.policy_id
+        ]
         own = (
             span
             for span in self.sample.versions
-            if not any(turn.start <= span.start and span.end <= turn.end for turn in of_the_parent)
+            if not any(turn.start <= span.start and span.end <= turn.end for turn in others)
         )
         return tuple(sorted({span.policy_version for span in own}))
 
@@ -161,6 +168,7 @@ def select(
     one_sequence: bool = False,
     max_prompt_tokens: int | None = None,
     max_response_tokens: int | None = None,
+    policy_id: str | None = None,
 ) -> Selection:
     """Selects what to learn from ended rollouts. Pure and deterministic.
 
@@ -169,10 +177,12 @@ def select(
             `ps.rollouts.export`.
         one_sequence: for trainers that accept one sequence of a rollout: that with most trained tokens.
         max_prompt_tokens, max_response_tokens: longer sequences are dropped.
+        policy_id: samples of this policy only, where rollouts have several. None = those of all policies: each is of
+            one (`row.sample.policy_id`), and is for the trainer of that one.
     """
     places, siblings = [], []
     for result in results:
-        place, beside = _place(result, max_prompt_tokens, max_response_tokens)
+        place, beside = _place(result, max_prompt_tokens, max_response_tokens, policy_id)
         if one_sequence and len(place.rows) > 1:
             largest = max(place.rows, key=lambda row: int(row.sample.loss_mask.sum()))
             for row in place.rows:
@@ -186,7 +196,10 @@ def select(
 
 
 def _place(
-    result: RolloutResult | Trajectory, max_prompt_tokens: int | None, max_response_tokens: int | None
+    result: RolloutResult | Trajectory,
+    max_prompt_tokens: int | None,
+    max_response_tokens: int | None,
+    policy_id: str | None,
 ) -> tuple[Place, list[Dropped]]:
     """Returns the rollout's place, and its sequences that were dropped beside its rows."""
     if isinstance(result, Trajectory):
@@ -217,6 +230,8 @@ def _place(
         return dropped(DropReason.UNUSABLE, ", ".join(found) or "the trajectory's grade")
     rows, beside = [], []
     for sample in trajectory.samples:
+        if policy_id not in (None, sample.policy_id):
+            continue
         fault = _fault(sample, max_prompt_tokens, max_response_tokens)
         if fault is not None:
             beside.append(Dropped(rollout_id, *fault, sample.sample_id))

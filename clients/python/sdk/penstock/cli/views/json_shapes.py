@@ -94,6 +94,7 @@ def turn_shape(recording: Recording, turn: Turn, *, tokens: bool) -> dict[str, A
         "answerer": turn.answerer,
         "prompt_tokens": None if turn.prompt is None else len(turn.prompt),
         "sampled_tokens": None if turn.sampled is None else len(turn.sampled),
+        "policy_id": turn.policy_id or None,
         "versions": turn.versions,
         "seconds": turn.seconds,
         "finish_reason": turn.finish_reason or None,

@@ -71,10 +71,16 @@ def calls(trajectory: Trajectory) -> Table:
             str(call.sampled_count or ""),
             _shown(str(completion.finish_reason)) if completion is not None else call.end_reason or call.state,
             _answered_by(call),
-            "" if completion is None or completion.policy_version is None else str(completion.policy_version),
+            _version(call),
             waited,
         )
     return table
+
+
+def _version(call: Call) -> str:
+    """Names the oldest version that sampled an answer, and its policy, where the rollout has several."""
+    version = None if call.completion is None else call.completion.policy_version
+    return " ".join(filter(None, (call.policy_id, "" if version is None else str(version))))
 
 
 def _answered_by(call: Call) -> str:

@@ -56,11 +56,10 @@ def _facts(turn: Turn) -> Text:
 
 
 def versions(turn: Turn) -> str:
-    """Formats the policy versions that sampled it."""
+    """Formats the policy, where the rollout has several, and its versions that sampled it."""
     numbers = sorted({span.policy_version for span in turn.versions})
-    if not numbers:
-        return ""
-    return f"v{numbers[0]}" if len(numbers) == 1 else f"v{numbers[0]} to v{numbers[-1]}"
+    shown = [f"v{number}" for number in dict.fromkeys((numbers[0], numbers[-1]))] if numbers else []
+    return " ".join(filter(None, (turn.policy_id, " to ".join(shown))))
 
 
 def _remarks(recording: Recording, turn: Turn) -> Iterator[str]:

@@ -126,8 +126,13 @@ class ModelCall:
         return wire.sampling_from(self._message.sampling)
 
     @property
+    def policy_id(self) -> str:
+        """The policy that shall answer, where the rollout has several (`RolloutModel`); empty = it has one."""
+        return self._message.policy_id
+
+    @property
     def min_policy_version(self) -> int | None:
-        """The minimum policy version of the answer."""
+        """The minimum version of the policy for the answer."""
         return self._message.min_policy_version if self._message.HasField("min_policy_version") else None
 
     @cached_property

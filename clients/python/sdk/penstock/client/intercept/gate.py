@@ -11,6 +11,7 @@ from penstock.client.errors import DeadlineExceeded, NotFound, PenstockError, Un
 from penstock.client.intercept.calls import ModelCall
 from penstock.client.intercept.leases import check_size, rejection
 from penstock.client.intercept.session import Selector, selector_to
+from penstock.client.intercept.stream import announced
 from penstock.client.tasks import spec as tasks
 from penstock.client.transport.cluster import Cluster
 from penstock.client.transport.rpc import MAX_MESSAGE_BYTES, Service
@@ -154,6 +155,7 @@ class GateClient:
         run_id: str | None = None,
         labels: Mapping[str, str] | None = None,
         run_budgets: tasks.RunBudgets | None = None,
+        models: Sequence[tasks.RolloutModel] = (),
     ) -> gate.SourceCheck:
         """Checks that a model source is reachable and suits the mode; opens nothing. The answer may be 2 s old.
 
@@ -162,12 +164,13 @@ class GateClient:
             mode: of the rollout that would be opened.
             rollout_id, group_id, run_id, labels: of that rollout, for the host tools that it would be offered.
             run_budgets: of its run, to be compared with those in force.
+            models: its models, whose sources are checked too.
 
         Raises:
             Unavailable: `INFERENCE_UNREACHABLE`, `UPSTREAM_UNREACHABLE`.
             FailedPrecondition: `UPSTREAM_NOT_ALLOWED`, `UPSTREAM_UNKNOWN`, `UPSTREAM_KEY_REFUSED`,
                 `MODEL_NOT_ALLOWED`, `INFERENCE_UNKNOWN`, `TOKENIZER_UNKNOWN`, `SOURCE_UNSUITABLE`,
-                `TEMPLATE_UNSUPPORTED`, `RUN_BUDGETS_DIFFER`.
+                `TEMPLATE_UNSUPPORTED`, `RUN_BUDGETS_DIFFER`, `TOKENIZER_MISMATCH` (of a model).
             ResourceExhausted: `BUDGET_EXHAUSTED`, the run's.
         """
         request = pb.CheckSourceRequest(
@@ -178,6 +181,7 @@ class GateClient:
             run_id=run_id,
             labels=labels or {},
             run_budgets=None if run_budgets is None else specs.run_budgets(run_budgets),
+            models=map(specs.model, models),
         )
         answer = await self._service.call(self._stub.CheckSource, request, timeout=_OPEN_S, repeatable=True)
         return wire.source_check(answer)
@@ -201,6 +205,7 @@ class GateClient:
         policy: tasks.PolicyConstraint | None = None,
         sampling: Sampling | None = None,
         token_terms: tasks.AgentKeyTerms | None = None,
+        models: Sequence[tasks.RolloutModel] = (),
     ) -> GateRolloutHandle:
         """Opens a rollout for an agent that you run yourself: `async with await ps.gate.open() as rollout`.
 
@@ -220,6 +225,7 @@ class GateClient:
             policy: which versions of the weights may answer.
             sampling: replaces, field by field, the agent's.
             token_terms: of the agent key.
+            models: several models, or policies, that answer its calls; none = one, `source`. Without `model_name`.
 
         Raises:
             AlreadyExists: `ROLLOUT_EXISTS`.
@@ -244,6 +250,7 @@ class GateClient:
             sampling_override=chat.sampling_to(sampling),
             run_budgets=None if run_budgets is None else specs.run_budgets(run_budgets),
             token_terms=None if token_terms is None else specs.token_terms(token_terms),
+            models=map(specs.model, models),
         )
         answer = await self._service.call(self._stub.OpenRollout, request, timeout=_OPEN_S, repeatable=True)
         return GateRolloutHandle(self, answer)
@@ -481,6 +488,7 @@ class GateClient:
         messages: bool = False,
         bodies: bool = False,
         policy_version: int | None = None,
+        policies: Mapping[str, int] | None = None,
         identity: str = "",
     ) -> Sequence[LeasedCall]:
         """Waits for queued calls at all gates and leases them, without a session; none if none came in time.
@@ -493,6 +501,7 @@ class GateClient:
             messages: whether calls carry messages and tools beside tokens.
             bodies: whether they carry the agent's request body.
             policy_version: the newest weights that the trainer has.
+            policies: the same by policy, where rollouts have several.
             identity: a name for people; empty = this machine's name.
 
         Raises:
@@ -508,6 +517,7 @@ class GateClient:
             lease=chat.duration(lease),
             view=intercept_service_pb2.CallView(messages=messages, body=bodies),
             policy_version=policy_version,
+            policies=announced(policies or {}),
             max_message_bytes=MAX_MESSAGE_BYTES,
         )
         timeout = patience / 0.8 + 10.0  # the gate waits for at most 80 % of it

@@ -57,6 +57,8 @@ class Selector:
     rollout_ids: Sequence[str] = ()
     labels: Mapping[str, str] = field(default_factory=dict)
     all_namespaces: bool = False
+    policy_ids: Sequence[str] = ()
+    """Of such rollouts, calls for these policies only; none = for any."""
 
 
 @dataclass(slots=True, eq=False)
@@ -191,11 +193,18 @@ class InterceptSession:
         """Ends `calls()` once all calls that have arrived are handed out: no more are expected."""
         self._inbox.finish()
 
-    def announce(self, policy_version: int) -> None:
-        """Announces the newest policy version to all gates, for their staleness bounds."""
-        self._options = replace(self._options, policy_version=policy_version)
+    def announce(self, policy_version: int, policy_id: str = "") -> None:
+        """Announces the newest version of a policy to all gates, for their staleness bounds.
+
+        Empty `policy_id` = the only trained policy of each rollout.
+        """
+        if policy_id:
+            policies = {**self._options.policies, policy_id: policy_version}
+            self._options = replace(self._options, policies=policies)
+        else:
+            self._options = replace(self._options, policy_version=policy_version)
         for gate in self._gates.values():
-            gate.stream.announce(policy_version)
+            gate.stream.announce(policy_version, policy_id)
 
     def set_credits(self, calls: int, credit_bytes: int | None = None) -> None:
         """Replaces the window: maximum calls (0 = none for now) and bytes (None = unchanged) leased at once."""
@@ -222,7 +231,7 @@ class InterceptSession:
             Unavailable: a gate did not answer; repeat it.
         """
         self._raise_if_over()
-        whose = self._selector if selector is None else selector_to(selector)
+        whose = of_rollouts(self._selector) if selector is None else selector_to(selector)
         self._offers.check(tools, whose)
         before = self._offers.offers(whose)
         self._offers.offered(tools, whose)  # first: a gate that comes meanwhile has to get them
@@ -468,4 +477,13 @@ def selector_to(selector: Selector) -> pb.CallSelector:
         rollout_ids=selector.rollout_ids,
         labels=selector.labels,
         all_namespaces=selector.all_namespaces,
+        policy_ids=selector.policy_ids,
     )
+
+
+def of_rollouts(selector: pb.CallSelector) -> pb.CallSelector:
+    """Returns the selector of the rollouts, whichever policy their calls are for."""
+    whole = pb.CallSelector()
+    whole.CopyFrom(selector)
+    whole.ClearField("policy_ids")
+    return whole

@@ -8,9 +8,9 @@ intervals is considered gone. `session.py` has the session over all gates.
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import grpc
@@ -54,6 +54,12 @@ class SessionOptions:
     messages: bool
     bodies: bool
     reconnect_timeout: float
+    policies: Mapping[str, int] = field(default_factory=dict)
+
+
+def announced(policies: Mapping[str, int]) -> list[pb.PolicyAnnounced]:
+    """Converts the newest version of each policy."""
+    return [pb.PolicyAnnounced(policy_id=name, policy_version=version) for name, version in policies.items()]
 
 
 class GateStream:
@@ -82,6 +88,7 @@ class GateStream:
         """The window at this gate."""
         self._identity = options.identity
         self._policy_version = options.policy_version
+        self._policies = dict(options.policies)
         self._view = pb.CallView(messages=options.messages, body=options.bodies, suffix_only=True)
         self.reconnect_timeout = options.reconnect_timeout
         """Seconds to wait for the gate, at first and on reconnects."""
@@ -146,11 +153,14 @@ class GateStream:
         self._closing.set()
         self._wake.set()
 
-    def announce(self, policy_version: int) -> None:
-        """Announces the newest policy version."""
-        frame = pb.InterceptRequest(policy=pb.PolicyAnnounced(policy_version=policy_version))
-        self._policy_version = policy_version
-        self._send(frame)
+    def announce(self, policy_version: int, policy_id: str = "") -> None:
+        """Announces the newest version of a policy; empty = the only trained one of each rollout."""
+        frame = pb.PolicyAnnounced(policy_version=policy_version, policy_id=policy_id)  # first: it checks them
+        if policy_id:
+            self._policies[policy_id] = policy_version
+        else:
+            self._policy_version = policy_version
+        self._send(pb.InterceptRequest(policy=frame))
 
     def set_credits(self, credits: pb.Credits) -> None:
         """Replaces the window."""
@@ -305,6 +315,7 @@ class GateStream:
             credits=wanted,
             identity=self._identity,
             policy_version=self._policy_version,
+            policies=announced(self._policies),
             view=self._view,
             resume_session_id=self.session_id or None,
             held=pb.HeldCalls(call_ids=self._leases.call_ids) if self.session_id else None,

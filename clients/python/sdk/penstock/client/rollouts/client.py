@@ -2,7 +2,7 @@
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import fields, replace
 from functools import partial
@@ -49,6 +49,8 @@ class RolloutOptions(TypedDict, total=False):
     limits: tasks.Limits
     budgets: tasks.Budgets
     policy: tasks.PolicyConstraint
+    models: Sequence[tasks.RolloutModel]
+    """Several models, or policies, that answer the rollout's calls by name, turn or class; default: one, `source`."""
     run_id: str
     run_budgets: tasks.RunBudgets
     """For all rollouts with this run_id; fixed by the first rollout that sets them."""
@@ -96,6 +98,7 @@ def spec(task: Task, agent: str | tasks.AgentChoice, options: RolloutOptions) ->
         max_attempts=options.get("max_attempts"),
         replay=specs.replay(options["replay"]) if "replay" in options else rollout_pb2.REPLAY_UNSPECIFIED,
         keep_end_state=options.get("keep_end_state", task.keep_end_state),
+        models=map(specs.model, options.get("models", ())),
     )
     if "source" in options:
         message.source.CopyFrom(specs.source(options["source"]))

@@ -438,3 +438,52 @@ class Judge:
 
 ModelSource: TypeAlias = Inference | Upstream | Tokenizer
 """The source of answers where the trainer gives none, and of the tokenizer for the prompts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallRule:
+    """The calls of a rollout that a model answers: those that match each condition that is set; at least one is.
+
+    Attributes:
+        from_index, until_index: position among the rollout's calls, from 0, [from, until).
+        from_turn, until_turn: how many answers the call's prompt continues, token for token, [from, until): 0 is a
+            conversation's first call. A compacted or edited history counts from 0 again.
+        call_classes: such as main, sub_agent, compaction, title; its class when its prompt is made.
+    """
+
+    from_index: int | None = None
+    until_index: int | None = None
+    from_turn: int | None = None
+    until_turn: int | None = None
+    call_classes: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        if isinstance(self.call_classes, str):
+            raise InvalidArgument(f"call_classes must be a list, such as [{self.call_classes!r}]", reason="CALL_RULE")
+        object.__setattr__(self, "call_classes", tuple(self.call_classes))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutModel:
+    """One of several models that answer a rollout's calls. The first whose name and `calls` fit answers a call.
+
+    Attributes:
+        policy_id: the policy, which has versions of its own: 1 to 128 of letters, digits and `_ . -`.
+        name: that the agent requests; empty = any name that no other model has. Of the models with one name, the last
+            and no other has no `calls`.
+        source: answers it as the rollout's `source` does; None = that one. It has the tokenizer and chat template of
+            the rollout's source. An untrained model may be an upstream of the operator's, whose answers are text.
+        trained: whether its tokens may be trained. If not, they are context.
+        policy: which versions may answer. None = the rollout's constraint for a trained model, else any.
+        calls: which calls it answers; None = all that no model before it takes.
+        delegated: in gate mode, whether `source` answers at once and no trainer gets the call. None = if it is
+            untrained and has a source of its own.
+    """
+
+    policy_id: str
+    name: str = ""
+    source: ModelSource | None = None
+    trained: bool | None = None
+    policy: PolicyConstraint | None = None
+    calls: CallRule | None = None
+    delegated: bool | None = None

@@ -265,7 +265,7 @@ class RolloutSummary:
     """A rollout's summary, as yielded by `ps.rollouts.watch`: its phase, and sums over its model calls so far.
 
     The sums cover all attempts and may lack the agent's last moment; the trajectory is complete. `min_version` and
-    `max_version` are policy versions of the answers; None = unknown.
+    `max_version` are policy versions of the answers; None = unknown, or the rollout has several models.
     """
 
     rollout_id: str

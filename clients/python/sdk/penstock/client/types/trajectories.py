@@ -118,7 +118,8 @@ class Call:
     `prompt_suffix_token_ids`; `Trajectory.prompt_of` assembles it. `state` is queued, leased, dispatched, delivered,
     failed, cancelled or expired; `call_class` main, sub_agent, compaction, title, probe or edit. `sampled_count` is the
     number of sampled tokens, set even if the tokens themselves were left out. `chain_sha256` is the rollout's hash
-    chain after the call, `chain_index` its position in it: None unless delivered.
+    chain after the call, `chain_index` its position in it: None unless delivered. `policy_id` is the policy that it was
+    for, of which its versions are; empty = the rollout has one.
     """
 
     call_id: str
@@ -155,6 +156,7 @@ class Call:
     replayed_from: ReplayOrigin | None = None
     branch_point: bool = False
     given: bool = False
+    policy_id: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,9 +205,10 @@ class TurnSpan:
     """Tokens [start, end) of a sample were sampled by one call.
 
     `untrained_reason` is why they are masked; empty where they are trained: SHARED (another sample trains them),
-    PARENT (the rollout of which this one is a branch trains them), TRUNCATED, BUDGET, INJECTED, NO_LOGPROBS, PARTIAL,
-    UNUSABLE, or CLASS_ and a class that is not trained. `reward` is the turn's own, finite; None = it has none, which
-    is not zero.
+    PARENT (the rollout of which this one is a branch trains them), MODEL_UNTRAINED (`RolloutModel.trained`),
+    OTHER_POLICY (they are not of the sample's policy), TRUNCATED, BUDGET, INJECTED, NO_LOGPROBS, PARTIAL, UNUSABLE, or
+    CLASS_ and a class that is not trained. `reward` is the turn's own, finite; None = it has none, which is not zero.
+    `policy_id` is the policy that sampled them, of which their versions are; empty = the rollout has one.
     """
 
     call_id: str
@@ -213,6 +216,7 @@ class TurnSpan:
     end: int
     untrained_reason: str = ""
     reward: float | None = None
+    policy_id: str = ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -223,10 +227,10 @@ class Sample:
         input_ids: int32, shape (n,).
         loss_mask: bool, shape (n,): True exactly on sampled tokens that may be trained.
         logprobs: float32, shape (n,): finite and <= 0 where the mask is True, else 0.0; None = the source gave none.
-        versions: over the sampled tokens; gaps are context.
+        versions: over the sampled tokens; gaps are context. Where turns are of several policies, each is of its turn's.
         turns: the call that sampled each token span.
         prompt_count: tokens before the first sampled one.
-        weight: this sample's share of its rollout's loss; the weights of a rollout add up to 1.
+        weight: this sample's share of its rollout's loss; the weights of a rollout's samples of one policy add up to 1.
         truncated: the last turn was cut by a limit.
         top_token_ids, top_logprobs: alternatives, int32 and float32, shape (loss_mask.sum(), k): a row per token whose
             mask is True, in order, as in `Completion`. None = no trained turn has any, or they were left out.
@@ -237,6 +241,8 @@ class Sample:
         token_rewards: float32, shape (n,): the verifier's for each token, 0.0 where it gave none. None = it gave none
             for any. A turn that several samples have, has them in each: multiply by the mask to count each once.
         tensors: those of its calls, joined, with positions in `input_ids`; their rows only if they were asked for.
+        policy_id: the only policy whose tokens are trained here; empty = the rollout has one. A branch has a sample for
+            each of its trained policies, with the same tokens.
     """
 
     sample_id: str
@@ -258,6 +264,7 @@ class Sample:
     advantages: NDArray[np.float32] | None = None
     token_rewards: NDArray[np.float32] | None = None
     tensors: tuple[TokenTensor, ...] = ()
+    policy_id: str = ""
 
     def __len__(self) -> int:
         return len(self.input_ids)

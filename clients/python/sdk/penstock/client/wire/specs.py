@@ -14,6 +14,7 @@ from penstock.client.wire.fingerprints import fingerprint
 from penstock.driver.v1 import rollout_pb2
 from penstock.interception.v1 import interception_pb2
 from penstock.sandbox.v1 import process_service_pb2, sandbox_pb2, sandbox_service_pb2
+from penstock.trajectory.v1 import trajectory_pb2
 from penstock.values import writer
 
 
@@ -219,6 +220,22 @@ token_terms: Final = writer(
 
 policy: Final = writer(tasks.PolicyConstraint, interception_pb2.PolicyVersionConstraint)
 """Converts the constraint on policy versions."""
+
+writer(
+    tasks.CallRule,
+    interception_pb2.CallRule,
+    by={
+        "call_classes": lambda value: [
+            number(trajectory_pb2.CallClass, item, "CALL_CLASS_") for item in value.call_classes
+        ]
+    },
+)
+model: Final = writer(
+    tasks.RolloutModel,
+    interception_pb2.RolloutModel,
+    by={"source": lambda value: None if value.source is None else source(value.source)},
+)
+"""Converts one of a rollout's models; InvalidArgument for a class of calls that there is not."""
 
 
 def replay(value: tasks.Replay | str) -> Any:

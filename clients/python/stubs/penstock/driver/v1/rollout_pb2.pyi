@@ -1024,7 +1024,7 @@ class RolloutSpec(_message.Message):
 
     @_builtins.property
     def models(self) -> _containers.RepeatedCompositeFieldContainer[_interception_pb2.RolloutModel]:
-        """The models that the agent may request. See OpenRolloutRequest.models."""
+        """The models that answer the agent's calls. See OpenRolloutRequest.models."""
 
     def __init__(
         self,
@@ -1774,7 +1774,9 @@ class CallSums(_message.Message):
     completion_tokens: _builtins.int
     """Sampled tokens."""
     oldest_policy_version: _builtins.int
-    """The oldest and the newest policy version that answered. Unset = unknown."""
+    """The oldest and the newest policy version that answered. Unset = unknown, and of a rollout with models: each of its
+    policies counts versions of its own.
+    """
     newest_policy_version: _builtins.int
     def __init__(
         self,

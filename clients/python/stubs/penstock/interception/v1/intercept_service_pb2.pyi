@@ -74,8 +74,9 @@ class CallSelector(_message.Message):
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
     @_builtins.property
     def policy_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Calls for these policies only (RolloutModel.policy_id). Empty = for any. It selects calls: PauseCalls holds only those,
-        RolloutsClosed ignores it, and RegisterTools refuses it (FIELD_INVALID).
+        """Calls for these policies only (RolloutModel.policy_id), at most 64. Empty = for any. It selects calls of the rollouts that
+        have such a policy: RolloutsClosed names these rollouts, PauseCalls holds all their calls, and RegisterTools refuses it
+        (FIELD_INVALID).
         """
 
     def __init__(
@@ -250,7 +251,9 @@ class Hello(_message.Message):
 
     @_builtins.property
     def policies(self) -> _containers.RepeatedCompositeFieldContainer[Global___PolicyAnnounced]:
-        """The newest version of each policy, each with its policy_id. `policy_version` is of the rollouts' only policy."""
+        """The newest version of each policy, each with its policy_id; at most 64. `policy_version` is of the rollouts' only trained
+        policy.
+        """
 
     def __init__(
         self,
@@ -593,7 +596,9 @@ class PolicyAnnounced(_message.Message):
     POLICY_ID_FIELD_NUMBER: _builtins.int
     policy_version: _builtins.int
     policy_id: _builtins.str
-    """The policy that the version is of. Empty = the rollouts' only one."""
+    """The policy that the version is of. Empty = the only trained one of each rollout; of a rollout with several trained
+    policies, none.
+    """
     def __init__(
         self,
         *,
@@ -1032,7 +1037,7 @@ class ModelCall(_message.Message):
     and without tokens.
     """
     policy_id: _builtins.str
-    """The policy that shall answer, by the model that the agent requested. Empty = the rollout's only one."""
+    """The policy that shall answer (RolloutModel). Empty = the rollout's only one."""
     committed_count: _builtins.int
     """Tokens of `partial` whose text the agent already has. An answer must begin with these; beyond them it may begin again.
     min_policy_version does not bound them.

@@ -24,9 +24,10 @@ _sym_db = _symbol_database.Default()
 
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 from penstock.options.v1 import options_pb2 as penstock_dot_options_dot_v1_dot_options__pb2
+from penstock.trajectory.v1 import trajectory_pb2 as penstock_dot_trajectory_dot_v1_dot_trajectory__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n+penstock/interception/v1/interception.proto\x12\x18penstock.interception.v1\x1a\x1egoogle/protobuf/duration.proto\x1a!penstock/options/v1/options.proto\"\xfd\x02\n\x0bModelSource\x12\x44\n\tinference\x18\x01 \x01(\x0b\x32/.penstock.interception.v1.ModelSource.InferenceH\x00\x12\x36\n\x08upstream\x18\x02 \x01(\x0b\x32\".penstock.interception.v1.UpstreamH\x00\x12\x44\n\ttokenizer\x18\x03 \x01(\x0b\x32/.penstock.interception.v1.ModelSource.TokenizerH\x00\x12\x18\n\x10tool_call_parser\x18\x04 \x01(\t\x12?\n\x0e\x63ontrol_tokens\x18\x05 \x01(\x0e\x32\'.penstock.interception.v1.ControlTokens\x1a*\n\tInference\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x02 \x01(\t\x1a\x19\n\tTokenizer\x12\x0c\n\x04name\x18\x01 \x01(\tB\x08\n\x06source\"\xcb\x01\n\x0cRolloutModel\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\tpolicy_id\x18\x02 \x01(\t\x12\x35\n\x06source\x18\x03 \x01(\x0b\x32%.penstock.interception.v1.ModelSource\x12\x14\n\x07trained\x18\x04 \x01(\x08H\x00\x88\x01\x01\x12\x41\n\x06policy\x18\x05 \x01(\x0b\x32\x31.penstock.interception.v1.PolicyVersionConstraintB\n\n\x08_trained\"\xb5\x01\n\x08Upstream\x12\x0e\n\x04name\x18\x01 \x01(\tH\x00\x12\x43\n\x06\x63\x61ller\x18\x02 \x01(\x0b\x32\x31.penstock.interception.v1.Upstream.CallerEndpointH\x00\x12\r\n\x05model\x18\x03 \x01(\t\x1a\x39\n\x0e\x43\x61llerEndpoint\x12\x10\n\x08\x62\x61se_url\x18\x01 \x01(\t\x12\x15\n\x07\x61pi_key\x18\x02 \x01(\tB\x04\xa8\xbb\x18\x01\x42\n\n\x08\x65ndpoint\"\xd5\x04\n\x07\x42udgets\x12\x16\n\tmax_calls\x18\x01 \x01(\x05H\x00\x88\x01\x01\x12\"\n\x15max_completion_tokens\x18\x02 \x01(\x03H\x01\x88\x01\x01\x12\x1d\n\x10max_total_tokens\x18\x03 \x01(\x03H\x02\x88\x01\x01\x12 \n\x13max_tokens_per_call\x18\x04 \x01(\x05H\x03\x88\x01\x01\x12/\n\x0c\x63\x61ll_timeout\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12,\n\twall_time\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x1b\n\x0emax_tool_calls\x18\x07 \x01(\x05H\x04\x88\x01\x01\x12\x1e\n\x11max_prompt_tokens\x18\x08 \x01(\x03H\x05\x88\x01\x01\x12\x1e\n\x11max_request_bytes\x18\t \x01(\x03H\x06\x88\x01\x01\x12\'\n\x1amax_request_bytes_per_call\x18\n \x01(\x05H\x07\x88\x01\x01\x12\x35\n\tcall_rate\x18\x0b \x01(\x0b\x32\".penstock.interception.v1.CallRateB\x0c\n\n_max_callsB\x18\n\x16_max_completion_tokensB\x13\n\x11_max_total_tokensB\x16\n\x14_max_tokens_per_callB\x11\n\x0f_max_tool_callsB\x14\n\x12_max_prompt_tokensB\x14\n\x12_max_request_bytesB\x1d\n\x1b_max_request_bytes_per_call\"\xf5\x02\n\nRunBudgets\x12\x16\n\tmax_calls\x18\x01 \x01(\x05H\x00\x88\x01\x01\x12\x1e\n\x11max_prompt_tokens\x18\x02 \x01(\x03H\x01\x88\x01\x01\x12\"\n\x15max_completion_tokens\x18\x03 \x01(\x03H\x02\x88\x01\x01\x12\x1d\n\x10max_total_tokens\x18\x04 \x01(\x03H\x03\x88\x01\x01\x12\x1e\n\x11max_request_bytes\x18\x05 \x01(\x03H\x04\x88\x01\x01\x12,\n\twall_time\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x35\n\tcall_rate\x18\x07 \x01(\x0b\x32\".penstock.interception.v1.CallRateB\x0c\n\n_max_callsB\x14\n\x12_max_prompt_tokensB\x18\n\x16_max_completion_tokensB\x13\n\x11_max_total_tokensB\x14\n\x12_max_request_bytes\"b\n\x08\x43\x61llRate\x12\r\n\x05\x63\x61lls\x18\x01 \x01(\x05\x12)\n\x06period\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\x05\x62urst\x18\x03 \x01(\x05H\x00\x88\x01\x01\x42\x08\n\x06_burst\"j\n\nTokenTerms\x12\x34\n\x06scopes\x18\x01 \x03(\x0e\x32$.penstock.interception.v1.TokenScope\x12&\n\x03ttl\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"q\n\x17PolicyVersionConstraint\x12\x18\n\x0bmin_version\x18\x01 \x01(\x03H\x00\x88\x01\x01\x12\x1a\n\rmax_staleness\x18\x02 \x01(\x03H\x01\x88\x01\x01\x42\x0e\n\x0c_min_versionB\x10\n\x0e_max_staleness\"\x85\x01\n\tCallHints\x12\x1c\n\x14title_system_prompts\x18\x01 \x03(\t\x12!\n\x19\x63ompaction_system_prompts\x18\x02 \x03(\t\x12\x17\n\x0fsession_headers\x18\x03 \x03(\t\x12\x1e\n\x16volatile_line_patterns\x18\x04 \x03(\t*h\n\x04Mode\x12\x14\n\x10MODE_UNSPECIFIED\x10\x00\x12\x12\n\x0eMODE_BLACK_BOX\x10\x01\x12\x1a\n\x16MODE_TRANSPARENT_PROXY\x10\x02\x12\x1a\n\x16MODE_INTERCEPTION_GATE\x10\x03*c\n\rControlTokens\x12\x1e\n\x1a\x43ONTROL_TOKENS_UNSPECIFIED\x10\x00\x12\x18\n\x14\x43ONTROL_TOKENS_PLAIN\x10\x01\x12\x18\n\x14\x43ONTROL_TOKENS_PARSE\x10\x02*s\n\nTokenScope\x12\x1b\n\x17TOKEN_SCOPE_UNSPECIFIED\x10\x00\x12\x1b\n\x17TOKEN_SCOPE_COMPLETIONS\x10\x01\x12\x14\n\x10TOKEN_SCOPE_READ\x10\x02\x12\x15\n\x11TOKEN_SCOPE_TOOLS\x10\x03\x42\xc0\x01\n\x18penstock.interception.v1B\x11InterceptionProtoP\x01Z<penstock.example/penstock/gen/interception/v1;interceptionv1\xaa\x02\x18Penstock.Interception.V1\xca\x02\x18Penstock\\Interception\\V1\xea\x02\x1aPenstock::Interception::V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n+penstock/interception/v1/interception.proto\x12\x18penstock.interception.v1\x1a\x1egoogle/protobuf/duration.proto\x1a!penstock/options/v1/options.proto\x1a\'penstock/trajectory/v1/trajectory.proto\"\xfd\x02\n\x0bModelSource\x12\x44\n\tinference\x18\x01 \x01(\x0b\x32/.penstock.interception.v1.ModelSource.InferenceH\x00\x12\x36\n\x08upstream\x18\x02 \x01(\x0b\x32\".penstock.interception.v1.UpstreamH\x00\x12\x44\n\ttokenizer\x18\x03 \x01(\x0b\x32/.penstock.interception.v1.ModelSource.TokenizerH\x00\x12\x18\n\x10tool_call_parser\x18\x04 \x01(\t\x12?\n\x0e\x63ontrol_tokens\x18\x05 \x01(\x0e\x32\'.penstock.interception.v1.ControlTokens\x1a*\n\tInference\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x02 \x01(\t\x1a\x19\n\tTokenizer\x12\x0c\n\x04name\x18\x01 \x01(\tB\x08\n\x06source\"\xa4\x02\n\x0cRolloutModel\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\tpolicy_id\x18\x02 \x01(\t\x12\x35\n\x06source\x18\x03 \x01(\x0b\x32%.penstock.interception.v1.ModelSource\x12\x14\n\x07trained\x18\x04 \x01(\x08H\x00\x88\x01\x01\x12\x41\n\x06policy\x18\x05 \x01(\x0b\x32\x31.penstock.interception.v1.PolicyVersionConstraint\x12\x31\n\x05\x63\x61lls\x18\x06 \x01(\x0b\x32\".penstock.interception.v1.CallRule\x12\x16\n\tdelegated\x18\x07 \x01(\x08H\x01\x88\x01\x01\x42\n\n\x08_trainedB\x0c\n\n_delegated\"\xe3\x01\n\x08\x43\x61llRule\x12\x17\n\nfrom_index\x18\x01 \x01(\x05H\x00\x88\x01\x01\x12\x18\n\x0buntil_index\x18\x02 \x01(\x05H\x01\x88\x01\x01\x12\x16\n\tfrom_turn\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x17\n\nuntil_turn\x18\x04 \x01(\x05H\x03\x88\x01\x01\x12\x37\n\x0c\x63\x61ll_classes\x18\x05 \x03(\x0e\x32!.penstock.trajectory.v1.CallClassB\r\n\x0b_from_indexB\x0e\n\x0c_until_indexB\x0c\n\n_from_turnB\r\n\x0b_until_turn\"\xb5\x01\n\x08Upstream\x12\x0e\n\x04name\x18\x01 \x01(\tH\x00\x12\x43\n\x06\x63\x61ller\x18\x02 \x01(\x0b\x32\x31.penstock.interception.v1.Upstream.CallerEndpointH\x00\x12\r\n\x05model\x18\x03 \x01(\t\x1a\x39\n\x0e\x43\x61llerEndpoint\x12\x10\n\x08\x62\x61se_url\x18\x01 \x01(\t\x12\x15\n\x07\x61pi_key\x18\x02 \x01(\tB\x04\xa8\xbb\x18\x01\x42\n\n\x08\x65ndpoint\"\xd5\x04\n\x07\x42udgets\x12\x16\n\tmax_calls\x18\x01 \x01(\x05H\x00\x88\x01\x01\x12\"\n\x15max_completion_tokens\x18\x02 \x01(\x03H\x01\x88\x01\x01\x12\x1d\n\x10max_total_tokens\x18\x03 \x01(\x03H\x02\x88\x01\x01\x12 \n\x13max_tokens_per_call\x18\x04 \x01(\x05H\x03\x88\x01\x01\x12/\n\x0c\x63\x61ll_timeout\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12,\n\twall_time\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x1b\n\x0emax_tool_calls\x18\x07 \x01(\x05H\x04\x88\x01\x01\x12\x1e\n\x11max_prompt_tokens\x18\x08 \x01(\x03H\x05\x88\x01\x01\x12\x1e\n\x11max_request_bytes\x18\t \x01(\x03H\x06\x88\x01\x01\x12\'\n\x1amax_request_bytes_per_call\x18\n \x01(\x05H\x07\x88\x01\x01\x12\x35\n\tcall_rate\x18\x0b \x01(\x0b\x32\".penstock.interception.v1.CallRateB\x0c\n\n_max_callsB\x18\n\x16_max_completion_tokensB\x13\n\x11_max_total_tokensB\x16\n\x14_max_tokens_per_callB\x11\n\x0f_max_tool_callsB\x14\n\x12_max_prompt_tokensB\x14\n\x12_max_request_bytesB\x1d\n\x1b_max_request_bytes_per_call\"\xf5\x02\n\nRunBudgets\x12\x16\n\tmax_calls\x18\x01 \x01(\x05H\x00\x88\x01\x01\x12\x1e\n\x11max_prompt_tokens\x18\x02 \x01(\x03H\x01\x88\x01\x01\x12\"\n\x15max_completion_tokens\x18\x03 \x01(\x03H\x02\x88\x01\x01\x12\x1d\n\x10max_total_tokens\x18\x04 \x01(\x03H\x03\x88\x01\x01\x12\x1e\n\x11max_request_bytes\x18\x05 \x01(\x03H\x04\x88\x01\x01\x12,\n\twall_time\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x35\n\tcall_rate\x18\x07 \x01(\x0b\x32\".penstock.interception.v1.CallRateB\x0c\n\n_max_callsB\x14\n\x12_max_prompt_tokensB\x18\n\x16_max_completion_tokensB\x13\n\x11_max_total_tokensB\x14\n\x12_max_request_bytes\"b\n\x08\x43\x61llRate\x12\r\n\x05\x63\x61lls\x18\x01 \x01(\x05\x12)\n\x06period\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\x05\x62urst\x18\x03 \x01(\x05H\x00\x88\x01\x01\x42\x08\n\x06_burst\"j\n\nTokenTerms\x12\x34\n\x06scopes\x18\x01 \x03(\x0e\x32$.penstock.interception.v1.TokenScope\x12&\n\x03ttl\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"q\n\x17PolicyVersionConstraint\x12\x18\n\x0bmin_version\x18\x01 \x01(\x03H\x00\x88\x01\x01\x12\x1a\n\rmax_staleness\x18\x02 \x01(\x03H\x01\x88\x01\x01\x42\x0e\n\x0c_min_versionB\x10\n\x0e_max_staleness\"\x85\x01\n\tCallHints\x12\x1c\n\x14title_system_prompts\x18\x01 \x03(\t\x12!\n\x19\x63ompaction_system_prompts\x18\x02 \x03(\t\x12\x17\n\x0fsession_headers\x18\x03 \x03(\t\x12\x1e\n\x16volatile_line_patterns\x18\x04 \x03(\t*h\n\x04Mode\x12\x14\n\x10MODE_UNSPECIFIED\x10\x00\x12\x12\n\x0eMODE_BLACK_BOX\x10\x01\x12\x1a\n\x16MODE_TRANSPARENT_PROXY\x10\x02\x12\x1a\n\x16MODE_INTERCEPTION_GATE\x10\x03*c\n\rControlTokens\x12\x1e\n\x1a\x43ONTROL_TOKENS_UNSPECIFIED\x10\x00\x12\x18\n\x14\x43ONTROL_TOKENS_PLAIN\x10\x01\x12\x18\n\x14\x43ONTROL_TOKENS_PARSE\x10\x02*s\n\nTokenScope\x12\x1b\n\x17TOKEN_SCOPE_UNSPECIFIED\x10\x00\x12\x1b\n\x17TOKEN_SCOPE_COMPLETIONS\x10\x01\x12\x14\n\x10TOKEN_SCOPE_READ\x10\x02\x12\x15\n\x11TOKEN_SCOPE_TOOLS\x10\x03\x42\xc0\x01\n\x18penstock.interception.v1B\x11InterceptionProtoP\x01Z<penstock.example/penstock/gen/interception/v1;interceptionv1\xaa\x02\x18Penstock.Interception.V1\xca\x02\x18Penstock\\Interception\\V1\xea\x02\x1aPenstock::Interception::V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,34 +37,36 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._serialized_options = b'\n\030penstock.interception.v1B\021InterceptionProtoP\001Z<penstock.example/penstock/gen/interception/v1;interceptionv1\252\002\030Penstock.Interception.V1\312\002\030Penstock\\Interception\\V1\352\002\032Penstock::Interception::V1'
   _globals['_UPSTREAM_CALLERENDPOINT'].fields_by_name['api_key']._loaded_options = None
   _globals['_UPSTREAM_CALLERENDPOINT'].fields_by_name['api_key']._serialized_options = b'\250\273\030\001'
-  _globals['_MODE']._serialized_start=2349
-  _globals['_MODE']._serialized_end=2453
-  _globals['_CONTROLTOKENS']._serialized_start=2455
-  _globals['_CONTROLTOKENS']._serialized_end=2554
-  _globals['_TOKENSCOPE']._serialized_start=2556
-  _globals['_TOKENSCOPE']._serialized_end=2671
-  _globals['_MODELSOURCE']._serialized_start=141
-  _globals['_MODELSOURCE']._serialized_end=522
-  _globals['_MODELSOURCE_INFERENCE']._serialized_start=443
-  _globals['_MODELSOURCE_INFERENCE']._serialized_end=485
-  _globals['_MODELSOURCE_TOKENIZER']._serialized_start=487
-  _globals['_MODELSOURCE_TOKENIZER']._serialized_end=512
-  _globals['_ROLLOUTMODEL']._serialized_start=525
-  _globals['_ROLLOUTMODEL']._serialized_end=728
-  _globals['_UPSTREAM']._serialized_start=731
-  _globals['_UPSTREAM']._serialized_end=912
-  _globals['_UPSTREAM_CALLERENDPOINT']._serialized_start=843
-  _globals['_UPSTREAM_CALLERENDPOINT']._serialized_end=900
-  _globals['_BUDGETS']._serialized_start=915
-  _globals['_BUDGETS']._serialized_end=1512
-  _globals['_RUNBUDGETS']._serialized_start=1515
-  _globals['_RUNBUDGETS']._serialized_end=1888
-  _globals['_CALLRATE']._serialized_start=1890
-  _globals['_CALLRATE']._serialized_end=1988
-  _globals['_TOKENTERMS']._serialized_start=1990
-  _globals['_TOKENTERMS']._serialized_end=2096
-  _globals['_POLICYVERSIONCONSTRAINT']._serialized_start=2098
-  _globals['_POLICYVERSIONCONSTRAINT']._serialized_end=2211
-  _globals['_CALLHINTS']._serialized_start=2214
-  _globals['_CALLHINTS']._serialized_end=2347
+  _globals['_MODE']._serialized_start=2709
+  _globals['_MODE']._serialized_end=2813
+  _globals['_CONTROLTOKENS']._serialized_start=2815
+  _globals['_CONTROLTOKENS']._serialized_end=2914
+  _globals['_TOKENSCOPE']._serialized_start=2916
+  _globals['_TOKENSCOPE']._serialized_end=3031
+  _globals['_MODELSOURCE']._serialized_start=182
+  _globals['_MODELSOURCE']._serialized_end=563
+  _globals['_MODELSOURCE_INFERENCE']._serialized_start=484
+  _globals['_MODELSOURCE_INFERENCE']._serialized_end=526
+  _globals['_MODELSOURCE_TOKENIZER']._serialized_start=528
+  _globals['_MODELSOURCE_TOKENIZER']._serialized_end=553
+  _globals['_ROLLOUTMODEL']._serialized_start=566
+  _globals['_ROLLOUTMODEL']._serialized_end=858
+  _globals['_CALLRULE']._serialized_start=861
+  _globals['_CALLRULE']._serialized_end=1088
+  _globals['_UPSTREAM']._serialized_start=1091
+  _globals['_UPSTREAM']._serialized_end=1272
+  _globals['_UPSTREAM_CALLERENDPOINT']._serialized_start=1203
+  _globals['_UPSTREAM_CALLERENDPOINT']._serialized_end=1260
+  _globals['_BUDGETS']._serialized_start=1275
+  _globals['_BUDGETS']._serialized_end=1872
+  _globals['_RUNBUDGETS']._serialized_start=1875
+  _globals['_RUNBUDGETS']._serialized_end=2248
+  _globals['_CALLRATE']._serialized_start=2250
+  _globals['_CALLRATE']._serialized_end=2348
+  _globals['_TOKENTERMS']._serialized_start=2350
+  _globals['_TOKENTERMS']._serialized_end=2456
+  _globals['_POLICYVERSIONCONSTRAINT']._serialized_start=2458
+  _globals['_POLICYVERSIONCONSTRAINT']._serialized_end=2571
+  _globals['_CALLHINTS']._serialized_start=2574
+  _globals['_CALLHINTS']._serialized_end=2707
 # @@protoc_insertion_point(module_scope)

@@ -9,6 +9,7 @@ from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from penstock.trajectory.v1 import trajectory_pb2 as _trajectory_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -197,7 +198,9 @@ Global___ModelSource: _TypeAlias = ModelSource  # noqa: Y015
 
 @_typing.final
 class RolloutModel(_message.Message):
-    """RolloutModel is one of several models that a rollout's agent may request."""
+    """RolloutModel is one of several models that answer a rollout's calls. Of the entries with the name that a call requests, the
+    first one whose `calls` selects it answers it. The choice is made once, when the call's prompt is made, and journalled.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -206,23 +209,38 @@ class RolloutModel(_message.Message):
     SOURCE_FIELD_NUMBER: _builtins.int
     TRAINED_FIELD_NUMBER: _builtins.int
     POLICY_FIELD_NUMBER: _builtins.int
+    CALLS_FIELD_NUMBER: _builtins.int
+    DELEGATED_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """The model's name in the agent's requests, unique in its rollout. Empty = any name that no other entry has."""
+    """The model's name in the agent's requests, at most 256 characters. Empty = any name that no other entry has. Of the entries
+    with one name, the last one and no other has no `calls`.
+    """
     policy_id: _builtins.str
-    """Identifies the policy: its versions are counted apart from those of other policies. 1 to 128 characters. Several models
-    may have the same.
+    """Identifies the policy: its versions are counted apart from those of other policies. 1 to 128 of a-z A-Z 0-9 _ . -, the
+    first a letter or digit. Several models may have the same.
     """
     trained: _builtins.bool
     """Whether its tokens may be trained. Unset = true. False: TurnSpan.untrained_reason is MODEL_UNTRAINED."""
+    delegated: _builtins.bool
+    """Gate mode: whether its source answers at once, as if each call was delegated, and no trainer is sent the call. Unset = if
+    it is untrained and has a source of its own. Other modes: leave it unset.
+    """
     @_builtins.property
     def source(self) -> Global___ModelSource:
-        """What answers its calls, as RolloutSpec.source. Unset = the rollout's source. All trained models of a rollout have one
-        tokenizer.
+        """What answers its calls, as RolloutSpec.source. Unset = the rollout's source. The rollout's source makes all prompts, so
+        this one has its tokenizer and chat template (TOKENIZER_MISMATCH). An untrained model may be an upstream all the same: it
+        gets the agent's conversation, and its answers are text. `tool_call_parser` and `control_tokens` are the rollout's.
         """
 
     @_builtins.property
     def policy(self) -> Global___PolicyVersionConstraint:
-        """Which of the policy's versions may answer. Unset = the rollout's constraint, which counts versions of this policy."""
+        """Which of the policy's versions may answer. Unset = for a trained model the rollout's constraint, which counts versions of
+        this policy; else any.
+        """
+
+    @_builtins.property
+    def calls(self) -> Global___CallRule:
+        """Which of the calls that request its name it answers. Unset = all that no entry before it takes."""
 
     def __init__(
         self,
@@ -232,16 +250,80 @@ class RolloutModel(_message.Message):
         source: Global___ModelSource | None = ...,
         trained: _builtins.bool | None = ...,
         policy: Global___PolicyVersionConstraint | None = ...,
+        calls: Global___CallRule | None = ...,
+        delegated: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_trained", b"_trained", "policy", b"policy", "source", b"source", "trained", b"trained"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_delegated", b"_delegated", "_trained", b"_trained", "calls", b"calls", "delegated", b"delegated", "policy", b"policy", "source", b"source", "trained", b"trained"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_trained", b"_trained", "name", b"name", "policy", b"policy", "policy_id", b"policy_id", "source", b"source", "trained", b"trained"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_delegated", b"_delegated", "_trained", b"_trained", "calls", b"calls", "delegated", b"delegated", "name", b"name", "policy", b"policy", "policy_id", b"policy_id", "source", b"source", "trained", b"trained"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__delegated: _TypeAlias = _typing.Literal["delegated"]  # noqa: Y015
+    _WhichOneofArgType__delegated: _TypeAlias = _typing.Literal["_delegated", b"_delegated"]  # noqa: Y015
     _WhichOneofReturnType__trained: _TypeAlias = _typing.Literal["trained"]  # noqa: Y015
     _WhichOneofArgType__trained: _TypeAlias = _typing.Literal["_trained", b"_trained"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__delegated) -> _WhichOneofReturnType__delegated | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__trained) -> _WhichOneofReturnType__trained | None: ...
 
 Global___RolloutModel: _TypeAlias = RolloutModel  # noqa: Y015
+
+@_typing.final
+class CallRule(_message.Message):
+    """CallRule selects calls of a rollout: those that match each condition that is set. At least one is set."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FROM_INDEX_FIELD_NUMBER: _builtins.int
+    UNTIL_INDEX_FIELD_NUMBER: _builtins.int
+    FROM_TURN_FIELD_NUMBER: _builtins.int
+    UNTIL_TURN_FIELD_NUMBER: _builtins.int
+    CALL_CLASSES_FIELD_NUMBER: _builtins.int
+    from_index: _builtins.int
+    """The call's position among the rollout's calls (ModelCall.index) is at least this, from 0."""
+    until_index: _builtins.int
+    """It is below this, at least 1."""
+    from_turn: _builtins.int
+    """How many answers of models its prompt continues, token for token, is at least this, from 0: a conversation's first call
+    has turn 0. A compacted or edited history counts from 0 again.
+    """
+    until_turn: _builtins.int
+    """It is below this, at least 1."""
+    @_builtins.property
+    def call_classes(self) -> _containers.RepeatedScalarFieldContainer[_trajectory_pb2.CallClass.ValueType]:
+        """Its class when its prompt is made, which may differ from its class in the end (Call.call_class)."""
+
+    def __init__(
+        self,
+        *,
+        from_index: _builtins.int | None = ...,
+        until_index: _builtins.int | None = ...,
+        from_turn: _builtins.int | None = ...,
+        until_turn: _builtins.int | None = ...,
+        call_classes: _abc.Iterable[_trajectory_pb2.CallClass.ValueType] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_from_index", b"_from_index", "_from_turn", b"_from_turn", "_until_index", b"_until_index", "_until_turn", b"_until_turn", "from_index", b"from_index", "from_turn", b"from_turn", "until_index", b"until_index", "until_turn", b"until_turn"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_from_index", b"_from_index", "_from_turn", b"_from_turn", "_until_index", b"_until_index", "_until_turn", b"_until_turn", "call_classes", b"call_classes", "from_index", b"from_index", "from_turn", b"from_turn", "until_index", b"until_index", "until_turn", b"until_turn"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__from_index: _TypeAlias = _typing.Literal["from_index"]  # noqa: Y015
+    _WhichOneofArgType__from_index: _TypeAlias = _typing.Literal["_from_index", b"_from_index"]  # noqa: Y015
+    _WhichOneofReturnType__from_turn: _TypeAlias = _typing.Literal["from_turn"]  # noqa: Y015
+    _WhichOneofArgType__from_turn: _TypeAlias = _typing.Literal["_from_turn", b"_from_turn"]  # noqa: Y015
+    _WhichOneofReturnType__until_index: _TypeAlias = _typing.Literal["until_index"]  # noqa: Y015
+    _WhichOneofArgType__until_index: _TypeAlias = _typing.Literal["_until_index", b"_until_index"]  # noqa: Y015
+    _WhichOneofReturnType__until_turn: _TypeAlias = _typing.Literal["until_turn"]  # noqa: Y015
+    _WhichOneofArgType__until_turn: _TypeAlias = _typing.Literal["_until_turn", b"_until_turn"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__from_index) -> _WhichOneofReturnType__from_index | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__from_turn) -> _WhichOneofReturnType__from_turn | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__until_index) -> _WhichOneofReturnType__until_index | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__until_turn) -> _WhichOneofReturnType__until_turn | None: ...
+
+Global___CallRule: _TypeAlias = CallRule  # noqa: Y015
 
 @_typing.final
 class Upstream(_message.Message):

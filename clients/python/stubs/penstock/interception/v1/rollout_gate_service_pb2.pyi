@@ -79,6 +79,7 @@ class CheckSourceRequest(_message.Message):
     RUN_ID_FIELD_NUMBER: _builtins.int
     LABELS_FIELD_NUMBER: _builtins.int
     RUN_BUDGETS_FIELD_NUMBER: _builtins.int
+    MODELS_FIELD_NUMBER: _builtins.int
     mode: _interception_pb2.Mode.ValueType
     rollout_id: _builtins.str
     """The rollout that would be opened, for CheckSourceResponse.host_tools."""
@@ -94,6 +95,10 @@ class CheckSourceRequest(_message.Message):
     def run_budgets(self) -> _interception_pb2.RunBudgets:
         """Budgets of its run, to be compared with those in force."""
 
+    @_builtins.property
+    def models(self) -> _containers.RepeatedCompositeFieldContainer[_interception_pb2.RolloutModel]:
+        """Its models, whose sources are checked too."""
+
     def __init__(
         self,
         *,
@@ -104,10 +109,11 @@ class CheckSourceRequest(_message.Message):
         run_id: _builtins.str | None = ...,
         labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         run_budgets: _interception_pb2.RunBudgets | None = ...,
+        models: _abc.Iterable[_interception_pb2.RolloutModel] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_run_id", b"_run_id", "group_id", b"group_id", "run_budgets", b"run_budgets", "run_id", b"run_id", "source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_run_id", b"_run_id", "group_id", b"group_id", "labels", b"labels", "mode", b"mode", "rollout_id", b"rollout_id", "run_budgets", b"run_budgets", "run_id", b"run_id", "source", b"source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_run_id", b"_run_id", "group_id", b"group_id", "labels", b"labels", "mode", b"mode", "models", b"models", "rollout_id", b"rollout_id", "run_budgets", b"run_budgets", "run_id", b"run_id", "source", b"source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__group_id: _TypeAlias = _typing.Literal["group_id"]  # noqa: Y015
     _WhichOneofArgType__group_id: _TypeAlias = _typing.Literal["_group_id", b"_group_id"]  # noqa: Y015
@@ -263,9 +269,9 @@ class OpenRolloutRequest(_message.Message):
 
     @_builtins.property
     def models(self) -> _containers.RepeatedCompositeFieldContainer[_interception_pb2.RolloutModel]:
-        """The models that the agent may request. Another name is refused in the agent's dialect (MODEL_UNKNOWN), unless an entry
-        with an empty name takes it. Empty = one model, the rollout's own, whatever name the agent requests. With models,
-        model_name is refused (FIELD_INVALID).
+        """The models that answer the agent's calls, at most 64. Another name is refused in the agent's dialect (404,
+        model_not_found), unless entries with an empty name take it. Empty = one model, the rollout's own, whatever name the agent
+        requests. With models, model_name is refused (FIELD_INVALID), and black box mode and a judge's calls have none.
         """
 
     @_builtins.property
@@ -1537,7 +1543,7 @@ class GateSession(_message.Message):
     paused: _builtins.bool
     """It pauses the calls of its selector."""
     policy_version: _builtins.int
-    """The newest version announced for its selector."""
+    """The newest version announced for its selector, of whichever policy."""
     namespace: _builtins.str
     """The namespace of its selector. Empty = all of them."""
     def __init__(

@@ -321,8 +321,8 @@ class Call(_message.Message):
     tools_sha256: _builtins.bytes
     """Digest of the tools. Empty without tools."""
     policy_id: _builtins.str
-    """The policy that the call was for (RolloutModel.policy_id), of which its completion's versions are. Empty = the rollout's
-    only one.
+    """The policy that the call is for (RolloutModel.policy_id), of which its completion's versions are: of a replayed one, the
+    policy that sampled it. Empty = the rollout's only one.
     """
     branch_point: _builtins.bool
     """Whether it is the call at which this rollout, a branch, leaves its parent (Trajectory.branched_from): the one that has the
@@ -652,13 +652,14 @@ class TurnSpan(_message.Message):
     untrained_reason: _builtins.str
     """Why its tokens are masked 0; empty = they are masked 1. SHARED: another sample of the rollout trains them. TRUNCATED: a
     limit cut it. BUDGET: the rest of a budget of the rollout or its run cut it. PARENT: it was sampled for the rollout of
-    which this one is a branch, which trains it. INJECTED, NO_LOGPROBS, PARTIAL, UNUSABLE, or CLASS_ and the name of a class
-    that is not trained.
+    which this one is a branch, which trains it. MODEL_UNTRAINED: RolloutModel.trained. OTHER_POLICY: it may be trained, but
+    is not of the sample's policy. INJECTED, NO_LOGPROBS, PARTIAL, UNUSABLE, or CLASS_ and the name of a class that is not
+    trained.
     """
     reward: _builtins.float
     """Reward.turns of the call. Unset = the turn has no reward of its own, which is not zero."""
     policy_id: _builtins.str
-    """Call.policy_id. The versions of the turn's tokens are of this policy."""
+    """Call.policy_id. The versions of the turn's tokens are of this policy, and of no other's line of versions."""
     @_builtins.property
     def sampling_used(self) -> _chat_pb2.Sampling:
         """Completion.sampling_used of the call, because a trainer needs the temperature to recompute processed logprobs. Without
@@ -718,6 +719,7 @@ class Sample(_message.Message):
     MEDIA_FIELD_NUMBER: _builtins.int
     PARENT_ROLLOUT_ID_FIELD_NUMBER: _builtins.int
     BRANCH_CALL_ID_FIELD_NUMBER: _builtins.int
+    POLICY_ID_FIELD_NUMBER: _builtins.int
     sample_id: _builtins.str
     branch_id: _builtins.str
     count: _builtins.int
@@ -731,7 +733,7 @@ class Sample(_message.Message):
     prompt_count: _builtins.int
     """Tokens before the first sampled one."""
     weight: _builtins.float
-    """Share of this sample in its rollout's loss. The weights of a rollout's trainable samples add up to 1."""
+    """Share of this sample in its rollout's loss. The weights of a rollout's trainable samples of one policy add up to 1."""
     branch_class: Global___CallClass.ValueType
     truncated: _builtins.bool
     """Whether a limit cut the last turn."""
@@ -752,9 +754,13 @@ class Sample(_message.Message):
     = the rollout is no branch.
     """
     branch_call_id: _builtins.str
+    policy_id: _builtins.str
+    """The only policy whose tokens have a mask of 1 here: a branch has one sample for each of its trained policies, with the same
+    tokens. Empty = the rollout's only one.
+    """
     @_builtins.property
     def versions(self) -> _containers.RepeatedCompositeFieldContainer[_completion_pb2.PolicyVersionSpan]:
-        """Of the sampled tokens; gaps are context."""
+        """Of the sampled tokens; gaps are context. Where turns are of several policies, TurnSpan.policy_id says whose they are."""
 
     @_builtins.property
     def turns(self) -> _containers.RepeatedCompositeFieldContainer[Global___TurnSpan]: ...
@@ -792,10 +798,11 @@ class Sample(_message.Message):
         media: _abc.Iterable[_chat_pb2.Media] | None = ...,
         parent_rollout_id: _builtins.str = ...,
         branch_call_id: _builtins.str = ...,
+        policy_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["branch_call_id", b"branch_call_id", "branch_class", b"branch_class", "branch_id", b"branch_id", "count", b"count", "input_ids", b"input_ids", "logprobs", b"logprobs", "logprobs_mode", b"logprobs_mode", "loss_mask", b"loss_mask", "media", b"media", "parent_rollout_id", b"parent_rollout_id", "prompt_count", b"prompt_count", "sample_id", b"sample_id", "tensors", b"tensors", "token_rewards", b"token_rewards", "top_count", b"top_count", "top_logprobs", b"top_logprobs", "top_token_ids", b"top_token_ids", "truncated", b"truncated", "turns", b"turns", "versions", b"versions", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["branch_call_id", b"branch_call_id", "branch_class", b"branch_class", "branch_id", b"branch_id", "count", b"count", "input_ids", b"input_ids", "logprobs", b"logprobs", "logprobs_mode", b"logprobs_mode", "loss_mask", b"loss_mask", "media", b"media", "parent_rollout_id", b"parent_rollout_id", "policy_id", b"policy_id", "prompt_count", b"prompt_count", "sample_id", b"sample_id", "tensors", b"tensors", "token_rewards", b"token_rewards", "top_count", b"top_count", "top_logprobs", b"top_logprobs", "top_token_ids", b"top_token_ids", "truncated", b"truncated", "turns", b"turns", "versions", b"versions", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

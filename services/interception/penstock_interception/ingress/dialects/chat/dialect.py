@@ -8,7 +8,7 @@ Keep-alives are SSE comments, which every client skips. A failure after the stre
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -108,8 +108,8 @@ class ChatCompletions(PlainStreams):
     def stream_problem(self, problem: Problem, request: ChatRequest) -> bytes:
         return _event({"error": openai_common.error(problem)})
 
-    def models(self, name: str) -> bytes:
-        return openai_common.models(name)
+    def models(self, names: Sequence[str]) -> bytes:
+        return openai_common.models(names)
 
     def model(self, name: str) -> bytes:
         return openai_common.model(name)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import orjson
@@ -109,8 +109,8 @@ class GenerateContent(PlainStreams):
             {"totalTokens": tokens, "promptTokensDetails": [{"modality": "TEXT", "tokenCount": tokens}]}
         )
 
-    def models(self, name: str) -> bytes:
-        return orjson.dumps({"models": [_model(name)]})
+    def models(self, names: Sequence[str]) -> bytes:
+        return orjson.dumps({"models": [*map(_model, names)]})
 
     def model(self, name: str) -> bytes:
         return orjson.dumps(_model(name))

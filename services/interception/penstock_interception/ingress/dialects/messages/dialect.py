@@ -12,7 +12,7 @@ stop sequence that ended it (R101): the returned text must be recognised.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -116,8 +116,10 @@ class Messages(PlainStreams):
     def count(self, tokens: int) -> bytes:
         return orjson.dumps({"input_tokens": tokens})
 
-    def models(self, name: str) -> bytes:
-        return orjson.dumps({"data": [_model(name)], "has_more": False, "first_id": name, "last_id": name})
+    def models(self, names: Sequence[str]) -> bytes:
+        return orjson.dumps(
+            {"data": [*map(_model, names)], "has_more": False, "first_id": names[0], "last_id": names[-1]}
+        )
 
     def model(self, name: str) -> bytes:
         return orjson.dumps(_model(name))

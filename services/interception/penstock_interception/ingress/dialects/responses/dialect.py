@@ -8,7 +8,7 @@ stream has begun is an `error` event, which the SDKs raise, and `response.failed
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import orjson
@@ -70,8 +70,8 @@ class Responses(DialectCodec):
     def count(self, tokens: int) -> bytes:
         return orjson.dumps({"object": "response.input_tokens", "input_tokens": tokens})
 
-    def models(self, name: str) -> bytes:
-        return openai_common.models(name)
+    def models(self, names: Sequence[str]) -> bytes:
+        return openai_common.models(names)
 
     def model(self, name: str) -> bytes:
         return openai_common.model(name)

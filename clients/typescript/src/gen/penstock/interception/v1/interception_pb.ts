@@ -9,13 +9,15 @@ import { enumDesc, fileDesc, messageDesc } from "@bufbuild/protobuf/codegenv2";
 import type { Duration } from "@bufbuild/protobuf/wkt";
 import { file_google_protobuf_duration } from "@bufbuild/protobuf/wkt";
 import { file_penstock_options_v1_options } from "../../options/v1/options_pb.js";
+import type { CallClass } from "../../trajectory/v1/trajectory_pb.js";
+import { file_penstock_trajectory_v1_trajectory } from "../../trajectory/v1/trajectory_pb.js";
 import type { Message } from "@bufbuild/protobuf";
 
 /**
  * Describes the file penstock/interception/v1/interception.proto.
  */
 export const file_penstock_interception_v1_interception: GenFile = /*@__PURE__*/
-  fileDesc("CitwZW5zdG9jay9pbnRlcmNlcHRpb24vdjEvaW50ZXJjZXB0aW9uLnByb3RvEhhwZW5zdG9jay5pbnRlcmNlcHRpb24udjEi/QIKC01vZGVsU291cmNlEkQKCWluZmVyZW5jZRgBIAEoCzIvLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5Nb2RlbFNvdXJjZS5JbmZlcmVuY2VIABI2Cgh1cHN0cmVhbRgCIAEoCzIiLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5VcHN0cmVhbUgAEkQKCXRva2VuaXplchgDIAEoCzIvLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5Nb2RlbFNvdXJjZS5Ub2tlbml6ZXJIABIYChB0b29sX2NhbGxfcGFyc2VyGAQgASgJEj8KDmNvbnRyb2xfdG9rZW5zGAUgASgOMicucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLkNvbnRyb2xUb2tlbnMaKgoJSW5mZXJlbmNlEgwKBG5hbWUYASABKAkSDwoHYWRhcHRlchgCIAEoCRoZCglUb2tlbml6ZXISDAoEbmFtZRgBIAEoCUIICgZzb3VyY2UiywEKDFJvbGxvdXRNb2RlbBIMCgRuYW1lGAEgASgJEhEKCXBvbGljeV9pZBgCIAEoCRI1CgZzb3VyY2UYAyABKAsyJS5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuTW9kZWxTb3VyY2USFAoHdHJhaW5lZBgEIAEoCEgAiAEBEkEKBnBvbGljeRgFIAEoCzIxLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5Qb2xpY3lWZXJzaW9uQ29uc3RyYWludEIKCghfdHJhaW5lZCK1AQoIVXBzdHJlYW0SDgoEbmFtZRgBIAEoCUgAEkMKBmNhbGxlchgCIAEoCzIxLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5VcHN0cmVhbS5DYWxsZXJFbmRwb2ludEgAEg0KBW1vZGVsGAMgASgJGjkKDkNhbGxlckVuZHBvaW50EhAKCGJhc2VfdXJsGAEgASgJEhUKB2FwaV9rZXkYAiABKAlCBKi7GAFCCgoIZW5kcG9pbnQi1QQKB0J1ZGdldHMSFgoJbWF4X2NhbGxzGAEgASgFSACIAQESIgoVbWF4X2NvbXBsZXRpb25fdG9rZW5zGAIgASgDSAGIAQESHQoQbWF4X3RvdGFsX3Rva2VucxgDIAEoA0gCiAEBEiAKE21heF90b2tlbnNfcGVyX2NhbGwYBCABKAVIA4gBARIvCgxjYWxsX3RpbWVvdXQYBSABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SLAoJd2FsbF90aW1lGAYgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEhsKDm1heF90b29sX2NhbGxzGAcgASgFSASIAQESHgoRbWF4X3Byb21wdF90b2tlbnMYCCABKANIBYgBARIeChFtYXhfcmVxdWVzdF9ieXRlcxgJIAEoA0gGiAEBEicKGm1heF9yZXF1ZXN0X2J5dGVzX3Blcl9jYWxsGAogASgFSAeIAQESNQoJY2FsbF9yYXRlGAsgASgLMiIucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLkNhbGxSYXRlQgwKCl9tYXhfY2FsbHNCGAoWX21heF9jb21wbGV0aW9uX3Rva2Vuc0ITChFfbWF4X3RvdGFsX3Rva2Vuc0IWChRfbWF4X3Rva2Vuc19wZXJfY2FsbEIRCg9fbWF4X3Rvb2xfY2FsbHNCFAoSX21heF9wcm9tcHRfdG9rZW5zQhQKEl9tYXhfcmVxdWVzdF9ieXRlc0IdChtfbWF4X3JlcXVlc3RfYnl0ZXNfcGVyX2NhbGwi9QIKClJ1bkJ1ZGdldHMSFgoJbWF4X2NhbGxzGAEgASgFSACIAQESHgoRbWF4X3Byb21wdF90b2tlbnMYAiABKANIAYgBARIiChVtYXhfY29tcGxldGlvbl90b2tlbnMYAyABKANIAogBARIdChBtYXhfdG90YWxfdG9rZW5zGAQgASgDSAOIAQESHgoRbWF4X3JlcXVlc3RfYnl0ZXMYBSABKANIBIgBARIsCgl3YWxsX3RpbWUYBiABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SNQoJY2FsbF9yYXRlGAcgASgLMiIucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLkNhbGxSYXRlQgwKCl9tYXhfY2FsbHNCFAoSX21heF9wcm9tcHRfdG9rZW5zQhgKFl9tYXhfY29tcGxldGlvbl90b2tlbnNCEwoRX21heF90b3RhbF90b2tlbnNCFAoSX21heF9yZXF1ZXN0X2J5dGVzImIKCENhbGxSYXRlEg0KBWNhbGxzGAEgASgFEikKBnBlcmlvZBgCIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhISCgVidXJzdBgDIAEoBUgAiAEBQggKBl9idXJzdCJqCgpUb2tlblRlcm1zEjQKBnNjb3BlcxgBIAMoDjIkLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5Ub2tlblNjb3BlEiYKA3R0bBgCIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbiJxChdQb2xpY3lWZXJzaW9uQ29uc3RyYWludBIYCgttaW5fdmVyc2lvbhgBIAEoA0gAiAEBEhoKDW1heF9zdGFsZW5lc3MYAiABKANIAYgBAUIOCgxfbWluX3ZlcnNpb25CEAoOX21heF9zdGFsZW5lc3MihQEKCUNhbGxIaW50cxIcChR0aXRsZV9zeXN0ZW1fcHJvbXB0cxgBIAMoCRIhChljb21wYWN0aW9uX3N5c3RlbV9wcm9tcHRzGAIgAygJEhcKD3Nlc3Npb25faGVhZGVycxgDIAMoCRIeChZ2b2xhdGlsZV9saW5lX3BhdHRlcm5zGAQgAygJKmgKBE1vZGUSFAoQTU9ERV9VTlNQRUNJRklFRBAAEhIKDk1PREVfQkxBQ0tfQk9YEAESGgoWTU9ERV9UUkFOU1BBUkVOVF9QUk9YWRACEhoKFk1PREVfSU5URVJDRVBUSU9OX0dBVEUQAypjCg1Db250cm9sVG9rZW5zEh4KGkNPTlRST0xfVE9LRU5TX1VOU1BFQ0lGSUVEEAASGAoUQ09OVFJPTF9UT0tFTlNfUExBSU4QARIYChRDT05UUk9MX1RPS0VOU19QQVJTRRACKnMKClRva2VuU2NvcGUSGwoXVE9LRU5fU0NPUEVfVU5TUEVDSUZJRUQQABIbChdUT0tFTl9TQ09QRV9DT01QTEVUSU9OUxABEhQKEFRPS0VOX1NDT1BFX1JFQUQQAhIVChFUT0tFTl9TQ09QRV9UT09MUxADQsABChhwZW5zdG9jay5pbnRlcmNlcHRpb24udjFCEUludGVyY2VwdGlvblByb3RvUAFaPHBlbnN0b2NrLmV4YW1wbGUvcGVuc3RvY2svZ2VuL2ludGVyY2VwdGlvbi92MTtpbnRlcmNlcHRpb252MaoCGFBlbnN0b2NrLkludGVyY2VwdGlvbi5WMcoCGFBlbnN0b2NrXEludGVyY2VwdGlvblxWMeoCGlBlbnN0b2NrOjpJbnRlcmNlcHRpb246OlYxYgZwcm90bzM", [file_google_protobuf_duration, file_penstock_options_v1_options]);
+  fileDesc("CitwZW5zdG9jay9pbnRlcmNlcHRpb24vdjEvaW50ZXJjZXB0aW9uLnByb3RvEhhwZW5zdG9jay5pbnRlcmNlcHRpb24udjEi/QIKC01vZGVsU291cmNlEkQKCWluZmVyZW5jZRgBIAEoCzIvLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5Nb2RlbFNvdXJjZS5JbmZlcmVuY2VIABI2Cgh1cHN0cmVhbRgCIAEoCzIiLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5VcHN0cmVhbUgAEkQKCXRva2VuaXplchgDIAEoCzIvLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5Nb2RlbFNvdXJjZS5Ub2tlbml6ZXJIABIYChB0b29sX2NhbGxfcGFyc2VyGAQgASgJEj8KDmNvbnRyb2xfdG9rZW5zGAUgASgOMicucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLkNvbnRyb2xUb2tlbnMaKgoJSW5mZXJlbmNlEgwKBG5hbWUYASABKAkSDwoHYWRhcHRlchgCIAEoCRoZCglUb2tlbml6ZXISDAoEbmFtZRgBIAEoCUIICgZzb3VyY2UipAIKDFJvbGxvdXRNb2RlbBIMCgRuYW1lGAEgASgJEhEKCXBvbGljeV9pZBgCIAEoCRI1CgZzb3VyY2UYAyABKAsyJS5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuTW9kZWxTb3VyY2USFAoHdHJhaW5lZBgEIAEoCEgAiAEBEkEKBnBvbGljeRgFIAEoCzIxLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5Qb2xpY3lWZXJzaW9uQ29uc3RyYWludBIxCgVjYWxscxgGIAEoCzIiLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5DYWxsUnVsZRIWCglkZWxlZ2F0ZWQYByABKAhIAYgBAUIKCghfdHJhaW5lZEIMCgpfZGVsZWdhdGVkIuMBCghDYWxsUnVsZRIXCgpmcm9tX2luZGV4GAEgASgFSACIAQESGAoLdW50aWxfaW5kZXgYAiABKAVIAYgBARIWCglmcm9tX3R1cm4YAyABKAVIAogBARIXCgp1bnRpbF90dXJuGAQgASgFSAOIAQESNwoMY2FsbF9jbGFzc2VzGAUgAygOMiEucGVuc3RvY2sudHJhamVjdG9yeS52MS5DYWxsQ2xhc3NCDQoLX2Zyb21faW5kZXhCDgoMX3VudGlsX2luZGV4QgwKCl9mcm9tX3R1cm5CDQoLX3VudGlsX3R1cm4itQEKCFVwc3RyZWFtEg4KBG5hbWUYASABKAlIABJDCgZjYWxsZXIYAiABKAsyMS5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuVXBzdHJlYW0uQ2FsbGVyRW5kcG9pbnRIABINCgVtb2RlbBgDIAEoCRo5Cg5DYWxsZXJFbmRwb2ludBIQCghiYXNlX3VybBgBIAEoCRIVCgdhcGlfa2V5GAIgASgJQgSouxgBQgoKCGVuZHBvaW50ItUECgdCdWRnZXRzEhYKCW1heF9jYWxscxgBIAEoBUgAiAEBEiIKFW1heF9jb21wbGV0aW9uX3Rva2VucxgCIAEoA0gBiAEBEh0KEG1heF90b3RhbF90b2tlbnMYAyABKANIAogBARIgChNtYXhfdG9rZW5zX3Blcl9jYWxsGAQgASgFSAOIAQESLwoMY2FsbF90aW1lb3V0GAUgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEiwKCXdhbGxfdGltZRgGIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIbCg5tYXhfdG9vbF9jYWxscxgHIAEoBUgEiAEBEh4KEW1heF9wcm9tcHRfdG9rZW5zGAggASgDSAWIAQESHgoRbWF4X3JlcXVlc3RfYnl0ZXMYCSABKANIBogBARInChptYXhfcmVxdWVzdF9ieXRlc19wZXJfY2FsbBgKIAEoBUgHiAEBEjUKCWNhbGxfcmF0ZRgLIAEoCzIiLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5DYWxsUmF0ZUIMCgpfbWF4X2NhbGxzQhgKFl9tYXhfY29tcGxldGlvbl90b2tlbnNCEwoRX21heF90b3RhbF90b2tlbnNCFgoUX21heF90b2tlbnNfcGVyX2NhbGxCEQoPX21heF90b29sX2NhbGxzQhQKEl9tYXhfcHJvbXB0X3Rva2Vuc0IUChJfbWF4X3JlcXVlc3RfYnl0ZXNCHQobX21heF9yZXF1ZXN0X2J5dGVzX3Blcl9jYWxsIvUCCgpSdW5CdWRnZXRzEhYKCW1heF9jYWxscxgBIAEoBUgAiAEBEh4KEW1heF9wcm9tcHRfdG9rZW5zGAIgASgDSAGIAQESIgoVbWF4X2NvbXBsZXRpb25fdG9rZW5zGAMgASgDSAKIAQESHQoQbWF4X3RvdGFsX3Rva2VucxgEIAEoA0gDiAEBEh4KEW1heF9yZXF1ZXN0X2J5dGVzGAUgASgDSASIAQESLAoJd2FsbF90aW1lGAYgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEjUKCWNhbGxfcmF0ZRgHIAEoCzIiLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5DYWxsUmF0ZUIMCgpfbWF4X2NhbGxzQhQKEl9tYXhfcHJvbXB0X3Rva2Vuc0IYChZfbWF4X2NvbXBsZXRpb25fdG9rZW5zQhMKEV9tYXhfdG90YWxfdG9rZW5zQhQKEl9tYXhfcmVxdWVzdF9ieXRlcyJiCghDYWxsUmF0ZRINCgVjYWxscxgBIAEoBRIpCgZwZXJpb2QYAiABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SEgoFYnVyc3QYAyABKAVIAIgBAUIICgZfYnVyc3QiagoKVG9rZW5UZXJtcxI0CgZzY29wZXMYASADKA4yJC5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuVG9rZW5TY29wZRImCgN0dGwYAiABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24icQoXUG9saWN5VmVyc2lvbkNvbnN0cmFpbnQSGAoLbWluX3ZlcnNpb24YASABKANIAIgBARIaCg1tYXhfc3RhbGVuZXNzGAIgASgDSAGIAQFCDgoMX21pbl92ZXJzaW9uQhAKDl9tYXhfc3RhbGVuZXNzIoUBCglDYWxsSGludHMSHAoUdGl0bGVfc3lzdGVtX3Byb21wdHMYASADKAkSIQoZY29tcGFjdGlvbl9zeXN0ZW1fcHJvbXB0cxgCIAMoCRIXCg9zZXNzaW9uX2hlYWRlcnMYAyADKAkSHgoWdm9sYXRpbGVfbGluZV9wYXR0ZXJucxgEIAMoCSpoCgRNb2RlEhQKEE1PREVfVU5TUEVDSUZJRUQQABISCg5NT0RFX0JMQUNLX0JPWBABEhoKFk1PREVfVFJBTlNQQVJFTlRfUFJPWFkQAhIaChZNT0RFX0lOVEVSQ0VQVElPTl9HQVRFEAMqYwoNQ29udHJvbFRva2VucxIeChpDT05UUk9MX1RPS0VOU19VTlNQRUNJRklFRBAAEhgKFENPTlRST0xfVE9LRU5TX1BMQUlOEAESGAoUQ09OVFJPTF9UT0tFTlNfUEFSU0UQAipzCgpUb2tlblNjb3BlEhsKF1RPS0VOX1NDT1BFX1VOU1BFQ0lGSUVEEAASGwoXVE9LRU5fU0NPUEVfQ09NUExFVElPTlMQARIUChBUT0tFTl9TQ09QRV9SRUFEEAISFQoRVE9LRU5fU0NPUEVfVE9PTFMQA0LAAQoYcGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxQhFJbnRlcmNlcHRpb25Qcm90b1ABWjxwZW5zdG9jay5leGFtcGxlL3BlbnN0b2NrL2dlbi9pbnRlcmNlcHRpb24vdjE7aW50ZXJjZXB0aW9udjGqAhhQZW5zdG9jay5JbnRlcmNlcHRpb24uVjHKAhhQZW5zdG9ja1xJbnRlcmNlcHRpb25cVjHqAhpQZW5zdG9jazo6SW50ZXJjZXB0aW9uOjpWMWIGcHJvdG8z", [file_google_protobuf_duration, file_penstock_options_v1_options, file_penstock_trajectory_v1_trajectory]);
 
 /**
  * ModelSource answers the calls that the trainer does not answer. Its tokenizer makes the prompts.
@@ -125,29 +127,32 @@ export const ModelSource_TokenizerSchema: GenMessage<ModelSource_Tokenizer> = /*
   messageDesc(file_penstock_interception_v1_interception, 0, 1);
 
 /**
- * RolloutModel is one of several models that a rollout's agent may request.
+ * RolloutModel is one of several models that answer a rollout's calls. Of the entries with the name that a call requests, the
+ * first one whose `calls` selects it answers it. The choice is made once, when the call's prompt is made, and journalled.
  *
  * @generated from message penstock.interception.v1.RolloutModel
  */
 export type RolloutModel = Message<"penstock.interception.v1.RolloutModel"> & {
   /**
-   * The model's name in the agent's requests, unique in its rollout. Empty = any name that no other entry has.
+   * The model's name in the agent's requests, at most 256 characters. Empty = any name that no other entry has. Of the entries
+   * with one name, the last one and no other has no `calls`.
    *
    * @generated from field: string name = 1;
    */
   name: string;
 
   /**
-   * Identifies the policy: its versions are counted apart from those of other policies. 1 to 128 characters. Several models
-   * may have the same.
+   * Identifies the policy: its versions are counted apart from those of other policies. 1 to 128 of a-z A-Z 0-9 _ . -, the
+   * first a letter or digit. Several models may have the same.
    *
    * @generated from field: string policy_id = 2;
    */
   policyId: string;
 
   /**
-   * What answers its calls, as RolloutSpec.source. Unset = the rollout's source. All trained models of a rollout have one
-   * tokenizer.
+   * What answers its calls, as RolloutSpec.source. Unset = the rollout's source. The rollout's source makes all prompts, so
+   * this one has its tokenizer and chat template (TOKENIZER_MISMATCH). An untrained model may be an upstream all the same: it
+   * gets the agent's conversation, and its answers are text. `tool_call_parser` and `control_tokens` are the rollout's.
    *
    * @generated from field: penstock.interception.v1.ModelSource source = 3;
    */
@@ -161,11 +166,27 @@ export type RolloutModel = Message<"penstock.interception.v1.RolloutModel"> & {
   trained?: boolean | undefined;
 
   /**
-   * Which of the policy's versions may answer. Unset = the rollout's constraint, which counts versions of this policy.
+   * Which of the policy's versions may answer. Unset = for a trained model the rollout's constraint, which counts versions of
+   * this policy; else any.
    *
    * @generated from field: penstock.interception.v1.PolicyVersionConstraint policy = 5;
    */
   policy?: PolicyVersionConstraint | undefined;
+
+  /**
+   * Which of the calls that request its name it answers. Unset = all that no entry before it takes.
+   *
+   * @generated from field: penstock.interception.v1.CallRule calls = 6;
+   */
+  calls?: CallRule | undefined;
+
+  /**
+   * Gate mode: whether its source answers at once, as if each call was delegated, and no trainer is sent the call. Unset = if
+   * it is untrained and has a source of its own. Other modes: leave it unset.
+   *
+   * @generated from field: optional bool delegated = 7;
+   */
+  delegated?: boolean | undefined;
 };
 
 /**
@@ -174,6 +195,56 @@ export type RolloutModel = Message<"penstock.interception.v1.RolloutModel"> & {
  */
 export const RolloutModelSchema: GenMessage<RolloutModel> = /*@__PURE__*/
   messageDesc(file_penstock_interception_v1_interception, 1);
+
+/**
+ * CallRule selects calls of a rollout: those that match each condition that is set. At least one is set.
+ *
+ * @generated from message penstock.interception.v1.CallRule
+ */
+export type CallRule = Message<"penstock.interception.v1.CallRule"> & {
+  /**
+   * The call's position among the rollout's calls (ModelCall.index) is at least this, from 0.
+   *
+   * @generated from field: optional int32 from_index = 1;
+   */
+  fromIndex?: number | undefined;
+
+  /**
+   * It is below this, at least 1.
+   *
+   * @generated from field: optional int32 until_index = 2;
+   */
+  untilIndex?: number | undefined;
+
+  /**
+   * How many answers of models its prompt continues, token for token, is at least this, from 0: a conversation's first call
+   * has turn 0. A compacted or edited history counts from 0 again.
+   *
+   * @generated from field: optional int32 from_turn = 3;
+   */
+  fromTurn?: number | undefined;
+
+  /**
+   * It is below this, at least 1.
+   *
+   * @generated from field: optional int32 until_turn = 4;
+   */
+  untilTurn?: number | undefined;
+
+  /**
+   * Its class when its prompt is made, which may differ from its class in the end (Call.call_class).
+   *
+   * @generated from field: repeated penstock.trajectory.v1.CallClass call_classes = 5;
+   */
+  callClasses: CallClass[];
+};
+
+/**
+ * Describes the message penstock.interception.v1.CallRule.
+ * Use `create(CallRuleSchema)` to create a new message.
+ */
+export const CallRuleSchema: GenMessage<CallRule> = /*@__PURE__*/
+  messageDesc(file_penstock_interception_v1_interception, 2);
 
 /**
  * Upstream is an OpenAI-compatible endpoint.
@@ -217,7 +288,7 @@ export type Upstream = Message<"penstock.interception.v1.Upstream"> & {
  * Use `create(UpstreamSchema)` to create a new message.
  */
 export const UpstreamSchema: GenMessage<Upstream> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_interception, 2);
+  messageDesc(file_penstock_interception_v1_interception, 3);
 
 /**
  * CallerEndpoint is an address of the caller's choice. See Upstream.caller.
@@ -245,7 +316,7 @@ export type Upstream_CallerEndpoint = Message<"penstock.interception.v1.Upstream
  * Use `create(Upstream_CallerEndpointSchema)` to create a new message.
  */
 export const Upstream_CallerEndpointSchema: GenMessage<Upstream_CallerEndpoint> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_interception, 2, 0);
+  messageDesc(file_penstock_interception_v1_interception, 3, 0);
 
 /**
  * Budgets limits one rollout at the gate. Unset = unlimited, except call_timeout and max_tool_calls. An admitted call is
@@ -340,7 +411,7 @@ export type Budgets = Message<"penstock.interception.v1.Budgets"> & {
  * Use `create(BudgetsSchema)` to create a new message.
  */
 export const BudgetsSchema: GenMessage<Budgets> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_interception, 3);
+  messageDesc(file_penstock_interception_v1_interception, 4);
 
 /**
  * RunBudgets limits all rollouts of one run together, in the units of Budgets. Once one is used up, the next call of each
@@ -392,7 +463,7 @@ export type RunBudgets = Message<"penstock.interception.v1.RunBudgets"> & {
  * Use `create(RunBudgetsSchema)` to create a new message.
  */
 export const RunBudgetsSchema: GenMessage<RunBudgets> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_interception, 4);
+  messageDesc(file_penstock_interception_v1_interception, 5);
 
 /**
  * CallRate is a token bucket. It holds up to `burst` calls and gains `calls` evenly over each `period`. Requests that count
@@ -428,7 +499,7 @@ export type CallRate = Message<"penstock.interception.v1.CallRate"> & {
  * Use `create(CallRateSchema)` to create a new message.
  */
 export const CallRateSchema: GenMessage<CallRate> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_interception, 5);
+  messageDesc(file_penstock_interception_v1_interception, 6);
 
 /**
  * TokenTerms are the terms of an agent key: its scopes and its lifetime.
@@ -456,7 +527,7 @@ export type TokenTerms = Message<"penstock.interception.v1.TokenTerms"> & {
  * Use `create(TokenTermsSchema)` to create a new message.
  */
 export const TokenTermsSchema: GenMessage<TokenTerms> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_interception, 6);
+  messageDesc(file_penstock_interception_v1_interception, 7);
 
 /**
  * PolicyVersionConstraint limits which weights may answer a rollout's calls.
@@ -486,7 +557,7 @@ export type PolicyVersionConstraint = Message<"penstock.interception.v1.PolicyVe
  * Use `create(PolicyVersionConstraintSchema)` to create a new message.
  */
 export const PolicyVersionConstraintSchema: GenMessage<PolicyVersionConstraint> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_interception, 7);
+  messageDesc(file_penstock_interception_v1_interception, 8);
 
 /**
  * CallHints recognise an agent's auxiliary calls and sessions. They come from its spec.
@@ -529,7 +600,7 @@ export type CallHints = Message<"penstock.interception.v1.CallHints"> & {
  * Use `create(CallHintsSchema)` to create a new message.
  */
 export const CallHintsSchema: GenMessage<CallHints> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_interception, 8);
+  messageDesc(file_penstock_interception_v1_interception, 9);
 
 /**
  * Mode selects what answers an agent's calls, and what is captured.
