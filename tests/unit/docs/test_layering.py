@@ -129,7 +129,6 @@ VENDORS = re.compile(r"\b(docker|podman|kubernetes|e2b|bubblewrap)\b", re.IGNORE
 NAMES_VENDORS = (
     "penstock_sandbox/backends/",
     "penstock_sandbox/backends/local/spawner/",
-    "penstock_sandbox/images/",
     "penstock_sandbox/settings.py",
     "penstock/cli/commands/doctor/",
     "penstock/cli/commands/up.py",

@@ -28,9 +28,10 @@ from penstock_chassis.errors import FailedPrecondition, NotFound, Unavailable
 from penstock_sandbox.backends.docker.engine.daemon import Daemon
 from penstock_sandbox.backends.docker.engine.errors import Missing, Refused
 from penstock_sandbox.backends.docker.engine.streams import CommandPipes
-from penstock_sandbox.backends.docker.images import additions, changes, pause_program, workdir_owner
+from penstock_sandbox.backends.docker.images import changes, workdir_owner
 from penstock_sandbox.backends.docker.images.images import Images
 from penstock_sandbox.backends.docker.images.prepared_images import Prepared, described
+from penstock_sandbox.backends.images import additions, pause_program
 from penstock_sandbox.guest import confinement
 
 MACHINE = {"x86_64": "amd64", "aarch64": "arm64"}.get(os.uname().machine, "")
@@ -229,14 +230,14 @@ def test_images_user_is_found_by_name_or_number() -> None:
     ],
 )  # fmt: skip
 def test_no_directory_of_the_system_is_a_working_directory(declared: str, workdir: str) -> None:
-    assert workdir_owner.workdir_of(declared) == workdir
+    assert additions.workdir_of(declared) == workdir
 
 
 @pytest.mark.requirement("R80")
 @given(st.text(alphabet="./abet", max_size=12))
 def test_a_working_directory_is_always_one_of_its_own(declared: str) -> None:
     """Whatever an image declares."""
-    workdir = workdir_owner.workdir_of(declared)
+    workdir = additions.workdir_of(declared)
     assert workdir.startswith("/") and workdir != "/" and ".." not in workdir.split("/")
 
 

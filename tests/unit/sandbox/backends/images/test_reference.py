@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from penstock_chassis.errors import InvalidArgument
-from penstock_sandbox.images.reference import parse
+from penstock_sandbox.backends.images.reference import parse
 
 _DIGEST = "sha256:" + "a" * 64
 

@@ -13,8 +13,8 @@ from typing import Final, Protocol
 import structlog
 
 from penstock_chassis import sockets
+from penstock_sandbox.backends.host.upstream import CHUNK, Streams, connect, reset
 from penstock_sandbox.domain.model import NetworkPolicy
-from penstock_sandbox.host.upstream import CHUNK, Streams, connect, reset
 
 MAX_CONNECTIONS: Final = 256
 """Maximum connections that one sandbox may have at a time."""

@@ -37,10 +37,10 @@ from penstock_chassis.aio.retry import Pause
 from penstock_chassis.aio.single_flight import SingleFlight
 from penstock_chassis.aio.tasks import TaskOwner
 from penstock_chassis.errors import DeadlineExceeded, PenstockError, ResourceExhausted
+from penstock_sandbox.backends.images import errors, reference, unpack
+from penstock_sandbox.backends.images.reference import Reference
+from penstock_sandbox.backends.images.registry import Blob, Manifest, Registry, RegistryOptions
 from penstock_sandbox.guest.common import walk
-from penstock_sandbox.images import errors, reference, unpack
-from penstock_sandbox.images.reference import Reference
-from penstock_sandbox.images.registry import Blob, Manifest, Registry, RegistryOptions
 
 MOST_ENTRIES: Final = 1_000_000
 """Maximum entries of a layer."""

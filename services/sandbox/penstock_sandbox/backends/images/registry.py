@@ -33,8 +33,8 @@ import structlog
 
 from penstock_chassis.aio.retry import Delays, Pause, retry
 from penstock_chassis.errors import PenstockError, ResourceExhausted, Unavailable
-from penstock_sandbox.images import errors
-from penstock_sandbox.images.reference import HUB, Reference
+from penstock_sandbox.backends.images import errors
+from penstock_sandbox.backends.images.reference import HUB, Reference
 
 if TYPE_CHECKING:
     import aiohttp

@@ -21,7 +21,7 @@ class GuestFailed(Exception):
 
 def write_program(folder: Path) -> Path:
     """Writes the program into a directory of the service's own; returns its path."""
-    from penstock_sandbox.guest_client import program
+    from penstock_sandbox.backends.guest_client import program
 
     path = folder / "attendant.py"
     path.write_text(program.text(), encoding="utf-8")

@@ -16,6 +16,13 @@ from dataclasses import dataclass
 
 from penstock_chassis.aio.tasks import TaskOwner
 from penstock_chassis.errors import FailedPrecondition
+from penstock_sandbox.backends.guest_client.endpoint import Endpoint
+from penstock_sandbox.backends.guest_client.files import Files, lost
+from penstock_sandbox.backends.guest_client.link import HEARTBEAT_S, LOST_AFTER_S, Judge, Link, NotExecuted
+from penstock_sandbox.backends.guest_client.messages import Exited, Greeting
+from penstock_sandbox.backends.guest_client.pipe import Opener
+from penstock_sandbox.backends.guest_client.process import AttendedProcess
+from penstock_sandbox.backends.guest_client.stream import LinkLost, Stream
 from penstock_sandbox.domain.backend import (
     FileReader,
     FileWriter,
@@ -28,13 +35,6 @@ from penstock_sandbox.domain.diffs import DEFAULT_BYTES
 from penstock_sandbox.domain.errno import Refused, file_error
 from penstock_sandbox.domain.model import FileInfo, NetworkPolicy, PtySize, Stats
 from penstock_sandbox.guest import frames
-from penstock_sandbox.guest_client.endpoint import Endpoint
-from penstock_sandbox.guest_client.files import Files, lost
-from penstock_sandbox.guest_client.link import HEARTBEAT_S, LOST_AFTER_S, Judge, Link, NotExecuted
-from penstock_sandbox.guest_client.messages import Exited, Greeting
-from penstock_sandbox.guest_client.pipe import Opener
-from penstock_sandbox.guest_client.process import AttendedProcess
-from penstock_sandbox.guest_client.stream import LinkLost, Stream
 
 _BY_A_GUEST = frozenset({"ATTENDANT_ENDED", "ATTENDANT_RESTARTED"})
 

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock_chassis.errors import FailedPrecondition, PenstockError, Unavailable
+from penstock_sandbox.backends.guest_client import ending
+from penstock_sandbox.backends.remote_machine import bootstrap
+from penstock_sandbox.backends.remote_machine.machine import Machine, Outcome
 from penstock_sandbox.guest import change_archive
-from penstock_sandbox.guest_client import ending
-from penstock_sandbox.remote_machine import bootstrap
-from penstock_sandbox.remote_machine.machine import Machine, Outcome
 
 _PROGRAM = f"{bootstrap.FOLDER}/change_archive.py"
 _NOTES = f"{bootstrap.FOLDER}/notes.json"

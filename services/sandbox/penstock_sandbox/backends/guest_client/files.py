@@ -18,14 +18,14 @@ from typing import TypeVar
 from pydantic import BaseModel
 
 from penstock_chassis.errors import PenstockError
+from penstock_sandbox.backends.guest_client.link import Link
+from penstock_sandbox.backends.guest_client.messages import Described, Entries, Unpacked
+from penstock_sandbox.backends.guest_client.stream import LinkLost, Stream, StreamReset
 from penstock_sandbox.domain.backend import MAX_ARCHIVE_BYTES, MAX_ARCHIVE_ENTRIES, FileReader, FileWriter
 from penstock_sandbox.domain.diffs import MAX_ENTRIES
 from penstock_sandbox.domain.errno import Refused, file_error, sandbox_lost
 from penstock_sandbox.domain.model import FileInfo, FileKind
 from penstock_sandbox.guest import frames
-from penstock_sandbox.guest_client.link import Link
-from penstock_sandbox.guest_client.messages import Described, Entries, Unpacked
-from penstock_sandbox.guest_client.stream import LinkLost, Stream, StreamReset
 
 _CHUNK = 256 * 1024
 _D = TypeVar("_D", bound=BaseModel)

@@ -1,4 +1,4 @@
-"""Additions to an image for sandboxes: files as tars, their paths, and its user's account.
+"""Additions to an image for sandboxes: files as tars, their paths, its user's account, and the working directory.
 
 Invariants: the ordinary user is never root, has an id that nobody else in the image has, and keeps its home if the
 image has that user already. Another user is one of the image's, by name or by id, or an id alone. Callers refuse
@@ -8,12 +8,13 @@ an account that is ``reserved``.
 from __future__ import annotations
 
 import io
+import posixpath
 import tarfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from penstock_sandbox.backends.docker.images.pause_program import USER_ID
+from penstock_sandbox.backends.images.pause_program import USER_ID
 from penstock_sandbox.guest.system import ASIDE
 
 USER = "agent"
@@ -27,11 +28,33 @@ SYSTEM_PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/b
 RESERVED: Final = frozenset({USER_ID, ASIDE})
 """Ids of the processes that hold and serve a sandbox: a workload with such an id could end or become them."""
 
+# Not these themselves, but directories below them may be.
+_SHARED = frozenset(
+    ("/", "/home", "/media", "/mnt", "/opt", "/srv", "/usr", "/usr/local", "/usr/src", "/var", "/var/lib", "/var/opt")
+)
+# Neither these nor anything below them.
+_SYSTEM = (
+    *("/bin", "/boot", "/dev", "/etc", "/lib", "/lib32", "/lib64", "/libx32", OURS, "/proc", "/run", "/sbin"),
+    *("/sys", "/tmp", "/usr/bin", "/usr/include", "/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/libexec", "/usr/sbin"),
+    *("/usr/local/bin", "/usr/local/lib", "/usr/local/sbin", "/usr/share", "/var/cache", "/var/lib/apt"),
+    *("/var/lib/dpkg", "/var/log", "/var/run", "/var/tmp"),
+)
 _HOLDER = "penstock-hold"
 _FIRST_UID, _LAST_UID = 1000, 60_000
 # Higher ids mean "none" to the kernel.
 _LARGEST_ID = 2**31 - 1
 _LONGEST_ID = 20
+
+
+def workdir_of(declared: str) -> str:
+    """Returns the working directory of sandboxes of an image that declares this one (empty: none)."""
+    if not declared.startswith("/"):
+        return WORKDIR
+    # A leading double slash means one here, whatever POSIX allows.
+    path = posixpath.normpath(f"/{declared.lstrip('/')}")
+    if path in _SHARED or any(path == folder or path.startswith(f"{folder}/") for folder in _SYSTEM):
+        return WORKDIR
+    return path
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +134,7 @@ def account_named(user: str, passwd: str, shell: str) -> Account | None:
             home = fields[5] if fields[5].startswith("/") else "/"
             return Account(fields[0] or user, int(fields[2]), int(fields[3]), home, shell)
     if number is not None:
-        return Account(str(number), number, number, "/tmp", shell)  # noqa: S108 - a path in the sandbox
+        return Account(str(number), number, number, "/tmp", shell)
     return None
 
 

@@ -15,8 +15,8 @@ import pytest
 import zstandard
 from tests.support.images.registry import Entry, digest, entry, layer
 
-from penstock_sandbox.images import unpack
-from penstock_sandbox.images.unpack import Refused, Unpacked
+from penstock_sandbox.backends.images import unpack
+from penstock_sandbox.backends.images.unpack import Refused, Unpacked
 
 _MANY = 1_000_000
 

@@ -14,15 +14,15 @@ from contextlib import AbstractAsyncContextManager
 import structlog
 
 from penstock_chassis.errors import Internal
+from penstock_sandbox.backends.guest_client.link import Link
+from penstock_sandbox.backends.guest_client.messages import Exited
+from penstock_sandbox.backends.guest_client.stream import LinkLost, Stream, StreamReset
 from penstock_sandbox.domain.backend import ProcessHandle, ProcessSink, RawExit
 from penstock_sandbox.domain.errno import Refused
 from penstock_sandbox.domain.model import PtySize
 from penstock_sandbox.domain.model import Stream as Output
 from penstock_sandbox.guest import frames
 from penstock_sandbox.guest.common import children
-from penstock_sandbox.guest_client.link import Link
-from penstock_sandbox.guest_client.messages import Exited
-from penstock_sandbox.guest_client.stream import LinkLost, Stream, StreamReset
 
 _log = structlog.get_logger(__name__)
 

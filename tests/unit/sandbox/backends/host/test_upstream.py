@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import trustme
 
+from penstock_sandbox.backends.host.upstream import connect, reset
 from penstock_sandbox.domain.model import NetworkKind, NetworkPolicy
-from penstock_sandbox.host.upstream import connect, reset
 from penstock_sandbox.sandboxes.policy import network_problems
 
 

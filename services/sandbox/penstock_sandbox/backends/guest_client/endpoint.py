@@ -7,9 +7,9 @@ here.
 from __future__ import annotations
 
 from penstock_chassis.aio.tasks import TaskOwner
+from penstock_sandbox.backends.guest_client.stream import LinkLost, Stream, StreamReset
+from penstock_sandbox.backends.host.relay import MAX_CONNECTIONS, relay
 from penstock_sandbox.domain.model import NetworkPolicy
-from penstock_sandbox.guest_client.stream import LinkLost, Stream, StreamReset
-from penstock_sandbox.host.relay import MAX_CONNECTIONS, relay
 
 
 class Endpoint:

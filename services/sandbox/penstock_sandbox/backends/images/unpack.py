@@ -2,7 +2,7 @@
 
 Purpose: a layer's tar becomes a directory that overlayfs takes as it is. Deletions (``.wh.NAME``) become whiteouts,
 and directories that hide those below (``.wh..wh..opq``) become opaque. Run by ``store`` as
-``python -m penstock_sandbox.images.unpack``; without the rights of root, with bounded memory.
+``python -m penstock_sandbox.backends.images.unpack``; without the rights of root, with bounded memory.
 
 Invariants
 - Nothing outside of the directory is read or written: each path is walked from there by descriptor and no link is

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from tests.support.waiting import GUARD_S, awaited
 
+from penstock_sandbox.backends.host import cgroups
+from penstock_sandbox.backends.host.cgroups import FREEZER, Cgroups, Group
 from penstock_sandbox.domain.model import Resources
-from penstock_sandbox.host import cgroups
-from penstock_sandbox.host.cgroups import FREEZER, Cgroups, Group
 
 
 @pytest.fixture(params=[1, 2])

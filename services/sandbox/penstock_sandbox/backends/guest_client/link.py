@@ -23,13 +23,13 @@ import structlog
 from pydantic import BaseModel, ValidationError
 
 from penstock_chassis.aio.retry import Backoff, Delays
+from penstock_sandbox.backends.guest_client.messages import Greeting, Hello, Opened, Refusal
+from penstock_sandbox.backends.guest_client.pipe import Opener, Pipe, SandboxGone
+from penstock_sandbox.backends.guest_client.stream import LinkLost, Stream
 from penstock_sandbox.domain.errno import Refused
 from penstock_sandbox.domain.model import ENDED_INSIDE
 from penstock_sandbox.guest import frames
 from penstock_sandbox.guest.frames import Malformed
-from penstock_sandbox.guest_client.messages import Greeting, Hello, Opened, Refusal
-from penstock_sandbox.guest_client.pipe import Opener, Pipe, SandboxGone
-from penstock_sandbox.guest_client.stream import LinkLost, Stream
 
 LOST_AFTER_S = 30.0
 HEARTBEAT_S = 10.0

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock_chassis.errors import FailedPrecondition, Unavailable
-from penstock_sandbox.remote_machine.machine import Machine
+from penstock_sandbox.backends.remote_machine.machine import Machine
 
 HOME = "/home/agent"
 WORKDIR = "/workspace"

@@ -21,11 +21,11 @@ from typing import Protocol
 from penstock_chassis.aio.single_flight import SingleFlight
 from penstock_chassis.aio.tasks import TaskOwner
 from penstock_chassis.errors import FailedPrecondition, PenstockError
+from penstock_sandbox.backends.guest_client.program import folders, pack
+from penstock_sandbox.backends.remote_machine.archive_transfer import Archive, capture
+from penstock_sandbox.backends.remote_machine.bootstrap import PreparedMachine
+from penstock_sandbox.backends.remote_machine.machine import Machine
 from penstock_sandbox.domain.backend import MountedToolbox, SealedLayer
-from penstock_sandbox.guest_client.program import folders, pack
-from penstock_sandbox.remote_machine.archive_transfer import Archive, capture
-from penstock_sandbox.remote_machine.bootstrap import PreparedMachine
-from penstock_sandbox.remote_machine.machine import Machine
 
 _UNUSED_KEPT = 4
 _Key = tuple[tuple[str, str], ...]
