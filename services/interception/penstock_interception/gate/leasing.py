@@ -22,7 +22,6 @@ from collections.abc import Container, Hashable
 
 from penstock_chassis.errors import ResourceExhausted
 from penstock_chassis.homes import random_id
-from penstock_interception import telemetry
 from penstock_interception.domain.calls import CallState, Mode
 from penstock_interception.domain.state import (
     HOLD,
@@ -35,6 +34,7 @@ from penstock_interception.domain.state import (
     SessionRequest,
     View,
 )
+from penstock_interception.gate import telemetry
 from penstock_interception.gate.call_timeouts import CallTimeouts
 from penstock_interception.gate.context import DeadlineKind, GateContext
 

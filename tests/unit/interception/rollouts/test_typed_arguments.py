@@ -10,10 +10,10 @@ from tests.support import families
 
 from penstock_codec import Codec
 from penstock_codec.chat import Message, Tool
-from penstock_interception.conversation.conversation import Conversation
 from penstock_interception.domain.calls import Mode, RolloutSpec
 from penstock_interception.domain.completions import Completion, Tokens
 from penstock_interception.domain.requests import ChatRequest
+from penstock_interception.rollouts.conversations import Conversation
 
 
 @pytest.mark.requirement("R81", "R82")

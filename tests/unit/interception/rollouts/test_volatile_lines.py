@@ -6,8 +6,8 @@ import pytest
 
 from penstock_chassis.errors import InvalidArgument
 from penstock_codec.chat import Message
-from penstock_interception.conversation.conversation import _compile
 from penstock_interception.domain.requests import BLANKED, blank_volatile
+from penstock_interception.rollouts.conversations import _compile
 
 
 @pytest.mark.requirement("R85")

@@ -18,11 +18,11 @@ from penstock_codec import Codec, tiny_tokenizer
 from penstock_codec import cache as codec_cache
 from penstock_codec.chat import FinishReason, Message, ToolCallPart
 from penstock_interception import cache
-from penstock_interception.conversation.conversation import Conversation
 from penstock_interception.domain.calls import AgentHints, Mode, RolloutSpec
 from penstock_interception.domain.requests import ChatRequest
 from penstock_interception.graph import GraphRecord, LogprobsMode, Plan, Sampled
 from penstock_interception.ingress.dialects.base import Ask, DialectCodec, Route
+from penstock_interception.rollouts.conversations import Conversation
 
 ROUTE: Final = Route(Ask.COMPLETION, "m")
 CODEC: Final = Codec.load(tiny_tokenizer.build(["You are a shell agent. Read the note, then write the file.\n"] * 4))
