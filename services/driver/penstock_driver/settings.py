@@ -11,10 +11,10 @@ from pydantic_settings import SettingsConfigDict
 from penstock_chassis.membership import members
 from penstock_chassis.settings import ServiceSettings
 from penstock_chassis.tls import ClientTls
-from penstock_driver.exports.destination import check_url
 from penstock_driver.grading.grader import DEFAULT_MAX_CHANGES_BYTES
 from penstock_driver.rollouts.event_limits import MAX_BYTES, MAX_EVENTS
 from penstock_driver.store.seal import MIN_KEY, split
+from penstock_driver.trajectories.exports.destination import check_url
 
 
 class DriverSettings(ServiceSettings):

@@ -83,6 +83,32 @@ def test_no_directory_has_more_than_20_modules() -> None:
     assert {folder: count for folder, count in folders.items() if count > 20 and "/stubs/" not in folder} == {}
 
 
+CROWDED = (
+    "services/interception/penstock_interception",
+    "services/driver/penstock_driver",
+    "services/sandbox/penstock_sandbox",
+    "clients/python/sdk/penstock/client",
+)
+MOST_ROOMS = 70
+
+
+def test_the_crowded_plans_have_at_most_70_rooms() -> None:
+    """A room is a module or package directly below the distribution: what a newcomer sees first (decision 026)."""
+    rooms = {
+        folder: sorted(
+            {
+                Path(path).relative_to(folder).parts[0].removesuffix(".py")
+                for path in checkout.files(f"{folder}/**/*.py")
+            }
+            - {"__init__"}
+        )
+        for folder in CROWDED
+    }
+    counts = {folder: len(names) for folder, names in rooms.items()}
+    assert min(counts.values()) > 10
+    assert sum(counts.values()) <= MOST_ROOMS, counts
+
+
 @pytest.mark.parametrize("component", FOLDERS)
 def test_no_modules_import_each_other_in_circles(component: str) -> None:
     """Not even for types: a circle is one module that was cut in two."""
@@ -102,7 +128,7 @@ def test_no_modules_import_each_other_in_circles(component: str) -> None:
 
 MOST_PARAMETERS = 8
 WIDE_CONSTRUCTORS = {
-    "penstock_driver/exports/exporter.py Exporter": 12,
+    "penstock_driver/trajectories/exports/exporter.py Exporter": 12,
     "penstock_sandbox/backends/kubernetes/sandbox.py PodSandbox": 9,
     "penstock_sandbox/backends/local/sandbox.py LocalSandbox": 9,
     "penstock_sandbox/guest/system.py Workload": 10,

@@ -82,8 +82,8 @@ from penstock_driver.rollouts.context import AttemptResult, AttemptSpec, Cancell
 from penstock_driver.rollouts.held_agent import HeldAgent
 from penstock_driver.rollouts.recorder import RolloutRecorder
 from penstock_driver.rollouts.recovery.replayed_answers import RecordingFile
+from penstock_driver.rollouts.workdir.capture import WorkdirCapture
 from penstock_driver.trajectories.turn_rewards import with_call_ids
-from penstock_driver.workdir.capture import WorkdirCapture
 
 CLEAN_UP_S: Final = 60.0
 LEAVE_S: Final = 5.0

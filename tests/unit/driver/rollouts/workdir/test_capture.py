@@ -15,8 +15,8 @@ from tests.unit.driver.world import bash, say
 
 from penstock_chassis.errors import PenstockError, PermissionDenied, ResourceExhausted
 from penstock_driver.agents.launch import FileToWrite
-from penstock_driver.workdir.diff import MAX_DIFF_BYTES, unified
-from penstock_driver.workdir.files import MAX_BYTES, MAX_FILE_BYTES, MAX_FILES, small_files
+from penstock_driver.rollouts.workdir.diff import MAX_DIFF_BYTES, unified
+from penstock_driver.rollouts.workdir.files import MAX_BYTES, MAX_FILE_BYTES, MAX_FILES, small_files
 
 
 def tar(files: dict[str, bytes], links: dict[str, str] | None = None) -> io.BytesIO:

@@ -24,13 +24,13 @@ from penstock_chassis.errors import FailedPrecondition, NotFound, Unavailable
 from penstock_chassis.journal import Journal
 from penstock_driver.app import MIGRATIONS
 from penstock_driver.domain.records import Record, RequestKey, RolloutEnd
-from penstock_driver.exports.destination import Destination, check_url
-from penstock_driver.exports.exporter import BatchLimits, Exporter, Failing, run_directory
 from penstock_driver.status import ExportHealth
 from penstock_driver.store.annotations import Annotations
 from penstock_driver.store.event_log import EventLog
 from penstock_driver.store.exports import ExportQueue
 from penstock_driver.store.records import Records
+from penstock_driver.trajectories.exports.destination import Destination, check_url
+from penstock_driver.trajectories.exports.exporter import BatchLimits, Exporter, Failing, run_directory
 
 NOW = Delays(0.001, 0.01)
 AT_ONCE = BatchLimits(wait_s=0.0)
@@ -415,7 +415,7 @@ async def test_a_missing_package_is_named_at_the_start(monkeypatch: pytest.Monke
 async def test_a_known_store_that_is_away_does_not_keep_a_driver_from_starting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock_driver.exports.destination.CHECK_S", 0.0)
+    monkeypatch.setattr("penstock_driver.trajectories.exports.destination.CHECK_S", 0.0)
     with ThreadPoolExecutor(1) as pool:
         destination = await Destination.opened(f"file://{tmp_path}", pool)
 
@@ -432,7 +432,7 @@ async def test_a_known_store_that_does_not_answer_delays_a_start_no_longer_than_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its filesystem repeats a request by itself, for longer than gates wait for a driver."""
-    monkeypatch.setattr("penstock_driver.exports.destination.CHECK_S", 0.01)
+    monkeypatch.setattr("penstock_driver.trajectories.exports.destination.CHECK_S", 0.01)
     with ThreadPoolExecutor(1) as pool:
         destination = await Destination.opened(f"file://{tmp_path}", pool)
 

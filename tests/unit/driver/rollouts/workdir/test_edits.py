@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock_driver.workdir import edits
-from penstock_driver.workdir.edits import Effort, hunks
+from penstock_driver.rollouts.workdir import edits
+from penstock_driver.rollouts.workdir.edits import Effort, hunks
 
 LINES = st.lists(st.sampled_from(["a", "b", "c", "", "d\f", "e\u2028"]), max_size=40)
 HEADING = re.compile(r"@@ -(\d+),(\d+) \+(\d+),(\d+) @@\n")

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import BinaryIO, Final
 
-from penstock_driver.workdir.edits import Effort, hunks
-from penstock_driver.workdir.files import MAX_ENTRIES, TooMany, entries, opened
+from penstock_driver.rollouts.workdir.edits import Effort, hunks
+from penstock_driver.rollouts.workdir.files import MAX_ENTRIES, TooMany, entries, opened
 
 NAME: Final = "changes.diff"
 """The artifact's name."""

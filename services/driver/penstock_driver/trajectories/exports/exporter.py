@@ -33,12 +33,12 @@ from penstock_chassis.auth import acting_in
 from penstock_chassis.errors import DeadlineExceeded, NotFound, PenstockError, ResourceExhausted, Unavailable
 from penstock_driver import metrics
 from penstock_driver.domain.ports import Captures
-from penstock_driver.exports.batch import Batch, clean
-from penstock_driver.exports.destination import Destination, described
 from penstock_driver.store.annotations import Annotations
 from penstock_driver.store.event_log import EventLog
 from penstock_driver.store.exports import Backlog, ExportQueue, Queued
 from penstock_driver.store.records import Records
+from penstock_driver.trajectories.exports.batch import Batch, clean
+from penstock_driver.trajectories.exports.destination import Destination, described
 from penstock_driver.trajectories.reading import whole
 
 DELAYS: Final = Delays(1.0, 60.0, jitter=(0.75, 1.25))

@@ -20,8 +20,8 @@ from penstock_chassis.errors import PenstockError, ResourceExhausted
 from penstock_driver.domain.failures import OF_THE_SANDBOX
 from penstock_driver.domain.ports import Sandboxes, SandboxFacts
 from penstock_driver.domain.rollout import DIFF_S, ArtifactCollected, Progress, RolloutEvent, Task
-from penstock_driver.workdir.diff import NAME, unified
-from penstock_driver.workdir.files import PREFIX, SmallFiles, TooMany, small_files
+from penstock_driver.rollouts.workdir.diff import NAME, unified
+from penstock_driver.rollouts.workdir.files import PREFIX, SmallFiles, TooMany, small_files
 
 MAX_TREE_BYTES: Final = 32 << 20
 """Maximum size of a working directory that is read."""
