@@ -10,6 +10,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+from docs import structure
 from google.protobuf.descriptor import FieldDescriptor
 from tests.unit.docs.code import FOLDERS, modules
 from tests.unit.docs.pages import ROOT
@@ -83,30 +84,16 @@ def test_no_directory_has_more_than_20_modules() -> None:
     assert {folder: count for folder, count in folders.items() if count > 20 and "/stubs/" not in folder} == {}
 
 
-CROWDED = (
-    "services/interception/penstock_interception",
-    "services/driver/penstock_driver",
-    "services/sandbox/penstock_sandbox",
-    "clients/python/sdk/penstock/client",
-)
 MOST_ROOMS = 70
 
 
 def test_the_crowded_plans_have_at_most_70_rooms() -> None:
-    """A room is a module or package directly below the distribution: what a newcomer sees first (decision 026)."""
-    rooms = {
-        folder: sorted(
-            {
-                Path(path).relative_to(folder).parts[0].removesuffix(".py")
-                for path in checkout.files(f"{folder}/**/*.py")
-            }
-            - {"__init__"}
-        )
-        for folder in CROWDED
-    }
-    counts = {folder: len(names) for folder, names in rooms.items()}
+    """A further one takes the place of another, or stands in one that is there: decision 026."""
+    plans = {package: structure.arrows(package) for package in structure.CROWDED}
+    counts = {package: len(rooms) for package, rooms in plans.items()}
     assert min(counts.values()) > 10
     assert sum(counts.values()) <= MOST_ROOMS, counts
+    assert all(structure.floors(rooms) > 5 for rooms in plans.values())  # no room is in a circle of them
 
 
 @pytest.mark.parametrize("component", FOLDERS)
