@@ -66,7 +66,7 @@ from penstock_driver.rollouts.agent_process import brings_files, fetch_artifacts
 from penstock_driver.rollouts.attempt_environments import AttemptEnvironments
 from penstock_driver.rollouts.attempt_resources import CLEAN_UP_S, AttemptResources
 from penstock_driver.rollouts.context import AttemptResult, AttemptSpec, Cancellation
-from penstock_driver.rollouts.end_state_keeper import EndStateKeeper
+from penstock_driver.rollouts.end_state_capture import EndStateCapture
 from penstock_driver.rollouts.held_agent import HeldAgent
 from penstock_driver.rollouts.recorder import RolloutRecorder
 from penstock_driver.rollouts.recovery.attempt_recording import AttemptRecording
@@ -98,7 +98,7 @@ class Attempt:
         self._asked = self._judge_of(verifier) if verifier else None
         """The verifier's judge."""
         self._grader = self._grader_of(verifier, self._spec.verifier_sha256) if verifier else None
-        self._end_states = EndStateKeeper(attempt, recorder)
+        self._end_states = EndStateCapture(attempt, recorder)
         # What is kept is read as if for a fresh fork, where the verifier itself does not need that.
         is_read = self._grader is not None and self._grader.grading.fresh_fork
         self._end_state_grader = (

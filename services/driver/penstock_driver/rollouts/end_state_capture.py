@@ -16,7 +16,7 @@ KEEP_S: Final = 30.0
 """Limit on packing an end state."""
 
 
-class EndStateKeeper:
+class EndStateCapture:
     """Keeps the end state of one attempt, if its spec and the driver's settings want it."""
 
     def __init__(self, attempt: AttemptSpec, recorder: RolloutRecorder) -> None:
