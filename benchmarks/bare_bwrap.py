@@ -24,7 +24,8 @@ from benchmarks import processes
 from benchmarks import sandbox_service as service
 from benchmarks.report import Row
 from benchmarks.timing import milliseconds
-from penstock_sandbox.backends.local import bubblewrap, layers, rootfs
+from penstock_sandbox.backends.host import layers
+from penstock_sandbox.backends.local import bubblewrap, rootfs
 
 TITLE: Final = "bwrap"
 CREATES: Final = 100

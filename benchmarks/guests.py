@@ -16,14 +16,14 @@ from typing import Final
 from benchmarks.report import Row, Section, percentile
 from benchmarks.timing import timed
 from penstock_sandbox.backends.docker.access.forkserver import Forkserver
+from penstock_sandbox.backends.guest_client import launch
+from penstock_sandbox.backends.guest_client.pipe import unix_socket
+from penstock_sandbox.backends.guest_client.sandbox import BackendHooks, GuestSandbox, ProcessDefaults
 from penstock_sandbox.backends.local.backend import LocalBackend, LocalOptions
 from penstock_sandbox.backends.local.sandbox import LocalSandbox
 from penstock_sandbox.domain import paths
 from penstock_sandbox.domain.backend import SandboxHandle
 from penstock_sandbox.domain.model import SandboxSpec
-from penstock_sandbox.guest_client import launch
-from penstock_sandbox.guest_client.pipe import unix_socket
-from penstock_sandbox.guest_client.sandbox import BackendHooks, GuestSandbox, ProcessDefaults
 from penstock_sandbox.processes.output import Collected
 
 STARTS: Final = 20

@@ -19,11 +19,11 @@ from pathlib import Path
 from tests.support.docker import base_images
 from tests.support.images.registry import entry, layer, registry
 
+from penstock_sandbox.backends.images.registry import RegistryOptions
+from penstock_sandbox.backends.images.store import ImageOptions
 from penstock_sandbox.backends.local.backend import HOST, LocalBackend, LocalOptions
 from penstock_sandbox.domain.backend import SandboxHandle
 from penstock_sandbox.domain.model import SandboxSpec
-from penstock_sandbox.images.registry import RegistryOptions
-from penstock_sandbox.images.store import ImageOptions
 from penstock_sandbox.processes.output import Collected
 
 _LAYERS = 8

@@ -37,7 +37,7 @@ PAGES: Final[Mapping[str, Page]] = {
     "rollouts.md": Page(
         "Rollouts and groups",
         "`ps.rollouts`, `ps.groups` and `ps.agents`: start rollouts, follow them, get their results.",
-        ("rollouts.", "types.results"),
+        ("rollouts.assays", "rollouts.client", "rollouts.handles", "types.results"),
         (
             "penstock.client.rollouts.client.RolloutsClient",
             "penstock.client.rollouts.client.GroupsClient",
@@ -87,8 +87,8 @@ PAGES: Final[Mapping[str, Page]] = {
     "runs.md": Page(
         "Metrics of runs",
         "`ps.runs` and `session.log`: what a trainer measures, by step.",
-        ("runs",),
-        ("penstock.client.runs.RunsClient",),
+        ("rollouts.runs",),
+        ("penstock.client.rollouts.runs.RunsClient",),
     ),
     "errors.md": Page(
         "Exceptions",

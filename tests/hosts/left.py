@@ -12,7 +12,7 @@ from typing import Final
 from tests.hosts.fleet import Fleet, uids
 
 from penstock.client import connect
-from penstock_sandbox.host.cgroups import group_name
+from penstock_sandbox.backends.host.cgroups import group_name
 
 LEFT_S: Final = 90.0
 """How long after the last end something may be left."""

@@ -39,8 +39,6 @@ from penstock_driver.domain.pauses import PauseLimits
 from penstock_driver.domain.ports import Captures, GateClient, GateReader, Sandboxes
 from penstock_driver.domain.records import Filter, new_id
 from penstock_driver.environments.throttle import AdaptiveThrottle
-from penstock_driver.exports.destination import Destination, described
-from penstock_driver.exports.exporter import BatchLimits, Exporter, Failing
 from penstock_driver.grading.carried import remove_others
 from penstock_driver.placement.everywhere import AllGates, AllSandboxes
 from penstock_driver.placement.fleet import (
@@ -86,6 +84,8 @@ from penstock_driver.terminals import records as terminal_records
 from penstock_driver.terminals.manager import TerminalManager
 from penstock_driver.terminals.records import TerminalRecords
 from penstock_driver.trajectories.annotating import Annotator
+from penstock_driver.trajectories.exports.destination import Destination, described
+from penstock_driver.trajectories.exports.exporter import BatchLimits, Exporter, Failing
 
 MIGRATIONS: Final = (
     *(registry.MIGRATION, records.MIGRATION, records.MIGRATION_ATTEMPTS, terminal_records.MIGRATION),

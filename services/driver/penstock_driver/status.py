@@ -13,10 +13,10 @@ from penstock_chassis.membership.reporting import PEER_LOST, PEER_UP, member_los
 from penstock_chassis.operations import Trouble
 from penstock_chassis.telemetry.metrics import Read, Reader
 from penstock_driver import metrics
-from penstock_driver.exports.exporter import Exporter
 from penstock_driver.placement.placement import Placement
 from penstock_driver.rollouts.manager import RolloutManager
 from penstock_driver.terminals.manager import TerminalManager
+from penstock_driver.trajectories.exports.exporter import Exporter
 
 EXPORT_PATIENCE_S: Final = 60.0
 """How long an export may fail before it is a problem."""

@@ -27,7 +27,6 @@ from penstock_chassis.tls import ClientTls
 from penstock_interception.clients.engines.health import EngineHealth
 from penstock_interception.clients.engines.pool import EnginePool, engine_list, one_engine, unreachable
 from penstock_interception.clients.inference import InferenceSource
-from penstock_interception.conversation.codecs import CodecCache
 from penstock_interception.domain.calls import CodecChoice, Dialect
 from penstock_interception.domain.kept_captures import CaptureLimits
 from penstock_interception.domain.requests import ChatRequest
@@ -48,6 +47,7 @@ from penstock_interception.rpc.intercept_service import FEATURES, InterceptServi
 from penstock_interception.rpc.results import JUDGED_ALONE
 from penstock_interception.settings import DEFAULT, InferenceEndpoint, InterceptionSettings
 from penstock_interception.sources.base import ModelSource
+from penstock_interception.sources.codecs import CodecCache
 from penstock_interception.sources.registry import Endpoint, Sources
 from penstock_interception.status.health import Health
 from penstock_interception.store.store import CallStore

@@ -20,8 +20,6 @@ from penstock_chassis.errors import NotFound, PenstockError, Unavailable
 from penstock_chassis.telemetry import tracing
 from penstock_codec import CodecError
 from penstock_codec.chat import Sampling
-from penstock_interception import telemetry
-from penstock_interception.conversation.conversation import Conversation
 from penstock_interception.domain.audit import Audit
 from penstock_interception.domain.calls import Answerer, CallRequest, CallState, Dialect, Prompt, RolloutState
 from penstock_interception.domain.completions import Completion, Failure
@@ -31,6 +29,7 @@ from penstock_interception.domain.recordings import Point, RecordedCall
 from penstock_interception.domain.requests import ChatRequest, Spell, merged_sampling, sampling_within
 from penstock_interception.domain.results import Accepted, Rejection
 from penstock_interception.domain.state import CALL_BYTES, Call, Rollout, Session, SessionRequest
+from penstock_interception.gate import telemetry
 from penstock_interception.gate.context import DeadlineKey, GateContext, GateLimits
 from penstock_interception.gate.events import CallEvents
 from penstock_interception.gate.gate import Gate
@@ -40,7 +39,7 @@ from penstock_interception.graph.paths import NO_TOKENS
 from penstock_interception.graph.values import IntArray
 from penstock_interception.rollouts.agent_keys import AgentKeys
 from penstock_interception.rollouts.answers import AnswerHandler, judge_trainer
-from penstock_interception.rollouts.conversations import Conversations
+from penstock_interception.rollouts.conversations import Conversation, Conversations
 from penstock_interception.rollouts.manager import Rollouts
 from penstock_interception.rollouts.replay import Replays
 from penstock_interception.sources.base import SourceError, answer
@@ -393,6 +392,12 @@ class Interceptor:
             if digest == plan.prompt_sha256:
                 self.gate.restore_lease(call, plan, sampling, session, lease_id)
                 return
+        if call.rollout.recording is None:
+            self._sample(call, plan, sampling)
+        else:
+            self._replay_or_sample(call, plan, sampling)
+
+    def _replay_or_sample(self, call: Call, plan: Plan, sampling: Sampling) -> None:
         recorded = self.replays.take(call, plan)
         if recorded is not None and recorded.point is Point.SAMPLED:
             self._sample(call, plan, sampling)

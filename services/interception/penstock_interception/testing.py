@@ -19,7 +19,6 @@ import aiohttp
 import orjson
 
 from penstock_codec.chat import Sampling
-from penstock_interception.conversation.codecs import CodecCache
 from penstock_interception.domain.calls import CallRequest, Dialect, Mode, RolloutSpec, TokenizerRef
 from penstock_interception.domain.deadlines import Clock
 from penstock_interception.domain.requests import ChatRequest
@@ -28,6 +27,7 @@ from penstock_interception.gate.context import GateLimits
 from penstock_interception.ingress.dialects.base import Ask, Route
 from penstock_interception.ingress.dialects.chat.dialect import ChatCompletions
 from penstock_interception.interceptor import Interceptor
+from penstock_interception.sources.codecs import CodecCache
 from penstock_interception.sources.registry import Sources
 from penstock_interception.store.store import CallStore
 

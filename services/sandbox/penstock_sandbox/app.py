@@ -25,12 +25,12 @@ from penstock_chassis.errors import FailedPrecondition
 from penstock_chassis.health import NOTICE_S, Draining
 from penstock_chassis.journal import Journal
 from penstock_chassis.server import Service
+from penstock_sandbox.backends.images.registry import RegistryOptions
+from penstock_sandbox.backends.images.store import ImageOptions
 from penstock_sandbox.backends.local.backend import LocalBackend, LocalOptions
 from penstock_sandbox.backends.local.disk.usage import Use
 from penstock_sandbox.domain.backend import ENTRY_POINTS, Backend
 from penstock_sandbox.egress.service import Egress, EgressOptions
-from penstock_sandbox.images.registry import RegistryOptions
-from penstock_sandbox.images.store import ImageOptions
 from penstock_sandbox.rpc.file_service import FileServicer
 from penstock_sandbox.rpc.process_service import ProcessServicer
 from penstock_sandbox.rpc.sandbox_service import SandboxServicer

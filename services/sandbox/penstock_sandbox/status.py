@@ -1,10 +1,12 @@
-"""The sandbox service's gauges and health checks. Read-only."""
+"""The sandbox service's gauges and health checks, and what is left of the machine that it runs on. Read-only."""
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 from penstock_chassis.operations import Trouble
 from penstock_chassis.telemetry.metrics import Read, Reader
@@ -13,6 +15,8 @@ from penstock_sandbox import metrics
 from penstock_sandbox.domain.model import State
 from penstock_sandbox.sandboxes.manager import Sandboxes
 from penstock_sandbox.snapshots.manager import Snapshots
+
+_MEMORY = Path("/proc/meminfo")
 
 
 class Health:
@@ -65,3 +69,18 @@ class Health:
     def _by_state(self) -> dict[tuple[str, ...], float]:
         counted = Counter((view.spec.backend, view.state.value) for view in self._sandboxes.table.matching({}))
         return {place: float(count) for place, count in counted.items()}
+
+
+def free_memory(path: Path = _MEMORY) -> int | None:
+    """Returns the bytes of memory that new processes can have without swapping; None if the kernel does not say."""
+    try:
+        lines = path.read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    found = next((line.split()[1] for line in lines if line.startswith("MemAvailable:")), None)
+    return None if found is None else int(found) * 1024
+
+
+def busy_cpus() -> float:
+    """Returns how many processes ran or waited for a processor, as the mean of the last minute."""
+    return os.getloadavg()[0]

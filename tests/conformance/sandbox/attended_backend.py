@@ -18,6 +18,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from penstock_chassis.errors import Internal
+from penstock_sandbox.backends.guest_client import launch
+from penstock_sandbox.backends.guest_client.pipe import Armoured, Opener, Pipe, StreamPipe, unix_socket
+from penstock_sandbox.backends.guest_client.sandbox import BackendHooks, GuestSandbox, ProcessDefaults
+from penstock_sandbox.backends.guest_client.stream import LinkLost
 from penstock_sandbox.backends.local.backend import LocalBackend, LocalOptions
 from penstock_sandbox.backends.local.sandbox import LocalSandbox
 from penstock_sandbox.backends.local.spawner import seccomp
@@ -25,10 +29,6 @@ from penstock_sandbox.domain import paths
 from penstock_sandbox.domain.backend import Backend, MountedToolbox, SandboxHandle, SealedLayer
 from penstock_sandbox.domain.errno import Refused
 from penstock_sandbox.domain.model import NetworkKind, NetworkPolicy, RepeatablePart, SandboxSpec
-from penstock_sandbox.guest_client import launch
-from penstock_sandbox.guest_client.pipe import Armoured, Opener, Pipe, StreamPipe, unix_socket
-from penstock_sandbox.guest_client.sandbox import BackendHooks, GuestSandbox, ProcessDefaults
-from penstock_sandbox.guest_client.stream import LinkLost
 from penstock_sandbox.settings import SandboxSettings
 from penstock_sandbox.toolboxes import runtimes
 

@@ -17,8 +17,8 @@ from tests.support.absent import absent
 
 from penstock_chassis import sockets
 from penstock_chassis.aio.retry import Delays, retry
+from penstock_sandbox.backends.host.upstream import connect
 from penstock_sandbox.domain.model import NetworkKind, NetworkPolicy
-from penstock_sandbox.host.upstream import connect
 
 ROOT = Path(__file__).parents[3]
 _LIMIT_S = 240

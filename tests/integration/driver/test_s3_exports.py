@@ -14,15 +14,15 @@ import pytest
 from tests.support.endpoints import s3
 from tests.support.endpoints.s3 import Proxy
 from tests.support.waiting import eventually
-from tests.unit.driver.exports.test_exporter import World
+from tests.unit.driver.trajectories.exports.test_exporter import World
 
 from penstock.analysis.export import read_exports
 from penstock_chassis.errors import FailedPrecondition
 from penstock_chassis.journal import Journal
 from penstock_driver.app import MIGRATIONS
-from penstock_driver.exports.destination import Destination
-from penstock_driver.exports.exporter import BatchLimits, Exporter
 from penstock_driver.store.annotations import Annotations
+from penstock_driver.trajectories.exports.destination import Destination
+from penstock_driver.trajectories.exports.exporter import BatchLimits, Exporter
 
 ROLLOUTS = 40
 

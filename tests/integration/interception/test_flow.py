@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import aiohttp
 import pytest
 from tests.integration.interception.conftest import tokens_completion
 from tests.integration.interception.dialects.test_chat import ASK
+from tests.support.waiting import eventually
 
 from penstock.interception.v1 import intercept_service_pb2 as pb
 from penstock.interception.v1 import interception_pb2
@@ -209,3 +214,96 @@ async def test_a_completion_with_a_word_of_a_newer_version_is_refused_by_its_fie
         assert "that this version knows" in text
     await trainer.deliver(answer)
     await asked
+
+
+# The way of a call (decision 027) -------------------------------------------------------------------------------------
+
+SERVICE = "penstock_interception."
+SPINE = (
+    "ingress.connections",
+    "ingress.server",
+    "ingress.bodies",
+    "ingress.dialects.chat.dialect",
+    "ingress.retries",
+    "interceptor",
+    "gate.gate",
+    "rollouts.conversations",
+    "graph.token_graph",
+    "gate.leasing",
+    "store.store",
+    "rpc.intercept_stream",
+    "rpc.frames",
+    "wire.convert",
+    "rpc.results",
+    "rollouts.answers",
+)
+"""The modules that a held call goes through, in order, as the service's README follows it. All others are leaves."""
+ENTERED_MOST = 52
+"""Modules of the service with at least one function that is called, leaves included."""
+HANDED_ON = frozenset({"<lambda>", "frames"})
+"""What a leaf calls because it was given it, and the generator of the session, whose RPC runs before the call."""
+
+
+@dataclass
+class Walk:
+    """Calls between modules of the service: from, to, function. "" stands for what is not of the service."""
+
+    steps: list[tuple[str, str, str]]
+
+    @property
+    def entered(self) -> set[str]:
+        return {to for _, to, _ in self.steps}
+
+
+@contextmanager
+def walked() -> Iterator[Walk]:
+    """Notes which modules of the service call which others in this thread, libraries between them left out."""
+    walk = Walk([])
+
+    def note(frame: FrameType, event: str, _arg: object) -> None:
+        module = frame.f_globals.get("__name__", "")
+        if event != "call" or not module.startswith(SERVICE):
+            return
+        back = frame.f_back
+        while back is not None and not back.f_globals.get("__name__", "").startswith(SERVICE):
+            back = back.f_back
+        origin = "" if back is None else back.f_globals["__name__"]
+        if origin != module:
+            walk.steps.append((origin.removeprefix(SERVICE), module.removeprefix(SERVICE), frame.f_code.co_name))
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        yield walk
+    finally:
+        sys.setprofile(before)
+
+
+async def test_a_held_call_goes_through_16_modules_and_enters_the_gate_4_times(service: Any) -> None:
+    """The README's steps; whatever else is called is a leaf, which calls no module of the spine."""
+    rollout = await service.open()
+    trainer = await service.trainer()
+
+    async def one_call(text: str) -> None:
+        asked = [{"role": "user", "content": text}]
+        async with rollout.client() as client:
+            answer = asyncio.create_task(client.chat.completions.create(model="m", messages=asked))
+            call = await trainer.answer(TEXT)
+            await answer
+        # The client's end confirms that it has the answer.
+        held = service.interceptor.registry.call(call.call_id)
+        await eventually(lambda: held.answer_sent and held.attached == 0, "the answer was sent")
+
+    await one_call("a first call loads what is loaded once")
+    with walked() as walk:
+        await one_call("and this one is followed")
+    assert set(SPINE) <= walk.entered
+    assert len(SPINE) <= 16
+    assert len(walk.entered) <= ENTERED_MOST, sorted(walk.entered)
+    gate = [(origin, name) for origin, to, name in walk.steps if to == "gate.gate"]
+    assert sorted(name for origin, name in gate if origin) == ["accept", "admit", "answer_sent", "offer"]
+    assert sorted(name for origin, name in gate if not origin) == ["_call_written", "_committed"]  # of its own writes
+    back = {
+        step for step in walk.steps if step[0] not in {"", *SPINE} and step[1] in SPINE and step[2] not in HANDED_ON
+    }
+    assert back == set()

@@ -14,7 +14,7 @@ from penstock.chat.v1 import chat_pb2, completion_pb2
 from penstock.interception.v1 import intercept_service_pb2 as intercept
 from penstock.trajectory.v1 import trajectory_pb2
 from penstock_codec.chat import Message, ReasoningPart, TextPart, ToolCallPart
-from penstock_interception.conversation.conversation import before_stop
+from penstock_interception.rollouts.conversations import before_stop
 
 ASK, MORE = "list the files", "and now?"
 DIALECTS = ("chat", "messages", "responses", "generate_content")

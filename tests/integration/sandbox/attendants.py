@@ -11,14 +11,14 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from penstock_sandbox.backends.guest_client import launch
+from penstock_sandbox.backends.guest_client.pipe import Opener, Pipe, unix_socket
+from penstock_sandbox.backends.guest_client.sandbox import BackendHooks, GuestSandbox, ProcessDefaults
 from penstock_sandbox.backends.local.backend import LocalBackend
 from penstock_sandbox.backends.local.sandbox import LocalSandbox
 from penstock_sandbox.domain import paths
 from penstock_sandbox.domain.backend import ProcessHandle, ProcessSink, RawExit
 from penstock_sandbox.domain.model import SandboxSpec, Stream
-from penstock_sandbox.guest_client import launch
-from penstock_sandbox.guest_client.pipe import Opener, Pipe, unix_socket
-from penstock_sandbox.guest_client.sandbox import BackendHooks, GuestSandbox, ProcessDefaults
 
 
 class Heard(ProcessSink):

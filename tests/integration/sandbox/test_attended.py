@@ -17,15 +17,15 @@ from tests.integration.sandbox.attendants import Attended, Cuts, Heard, TwoWays,
 from tests.support.waiting import eventually
 
 from penstock_chassis.errors import FailedPrecondition, InvalidArgument, PermissionDenied
+from penstock_sandbox.backends.guest_client import program
+from penstock_sandbox.backends.guest_client.pipe import Armoured, Opener, Pipe, StreamPipe
+from penstock_sandbox.backends.guest_client.sandbox import BackendHooks, GuestSandbox, ProcessDefaults
+from penstock_sandbox.backends.guest_client.stream import LinkLost
 from penstock_sandbox.backends.local.backend import LocalBackend, LocalOptions
 from penstock_sandbox.backends.local.sandbox import LocalSandbox
 from penstock_sandbox.domain.model import NetworkKind, NetworkPolicy, PtySize, SandboxSpec
 from penstock_sandbox.domain.model import Stream as Output
 from penstock_sandbox.guest import frames
-from penstock_sandbox.guest_client import program
-from penstock_sandbox.guest_client.pipe import Armoured, Opener, Pipe, StreamPipe
-from penstock_sandbox.guest_client.sandbox import BackendHooks, GuestSandbox, ProcessDefaults
-from penstock_sandbox.guest_client.stream import LinkLost
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -344,7 +344,7 @@ async def test_another_service_finds_a_clean_table(local: LocalBackend, folder: 
         _, heard = await one.start("/bin/bash", "-c", "(setsid sleep 4951 &); echo up; sleep 4952")
         await heard.until(lambda: heard.out == b"up\n")
         await one.sandbox._link.aclose()
-        from penstock_sandbox.guest_client.pipe import unix_socket
+        from penstock_sandbox.backends.guest_client.pipe import unix_socket
 
         lost: list[str] = []
         second = GuestSandbox(

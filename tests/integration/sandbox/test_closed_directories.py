@@ -44,7 +44,7 @@ def test_tree_with_a_misleading_overlay_mode_is_removed() -> None:
 MEASURED = """
 import os, subprocess, sys
 from pathlib import Path
-from penstock_sandbox.backends.local import layers
+from penstock_sandbox.backends.host import layers
 from penstock_sandbox.backends.local.disk import usage
 
 top, user = Path(sys.argv[1]), 65534

@@ -19,10 +19,10 @@ from tests.support.waiting import eventually
 
 from penstock_chassis.errors import FailedPrecondition, InvalidArgument, PenstockError
 from penstock_sandbox.backends.docker.backend import DockerBackend
-from penstock_sandbox.backends.docker.images import pause_program
+from penstock_sandbox.backends.guest_client.sandbox import GuestSandbox
+from penstock_sandbox.backends.images import pause_program
 from penstock_sandbox.domain.model import Resources, SandboxSpec
 from penstock_sandbox.guest.system import ASIDE
-from penstock_sandbox.guest_client.sandbox import GuestSandbox
 from penstock_sandbox.processes.output import Collected
 
 pytestmark = pytest.mark.asyncio

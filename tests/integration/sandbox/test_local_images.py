@@ -26,12 +26,12 @@ from tests.support.images.registry import MACHINE, PASSWORD, USER, Registry, dig
 from tests.support.waiting import eventually
 
 from penstock_chassis.errors import PenstockError
+from penstock_sandbox.backends.images.registry import RegistryOptions
+from penstock_sandbox.backends.images.store import ImageOptions, ImageStore
 from penstock_sandbox.backends.local.backend import LocalBackend, LocalOptions
 from penstock_sandbox.backends.local.images import bases
 from penstock_sandbox.domain.backend import MountedToolbox, SandboxHandle
 from penstock_sandbox.domain.model import SandboxSpec
-from penstock_sandbox.images.registry import RegistryOptions
-from penstock_sandbox.images.store import ImageOptions, ImageStore
 from penstock_sandbox.processes.output import Collected
 
 _UNPACKER = 61_999
@@ -537,8 +537,8 @@ async def test_the_least_recently_used_is_evicted_but_none_in_use(folder: Path, 
 _KILLED = """
 import asyncio, os, signal, sys
 from pathlib import Path
-from penstock_sandbox.images.registry import RegistryOptions
-from penstock_sandbox.images.store import ImageOptions, ImageStore
+from penstock_sandbox.backends.images.registry import RegistryOptions
+from penstock_sandbox.backends.images.store import ImageOptions, ImageStore
 folder, host, image, steps = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])
 def counted(call):
     def step(*arguments, **options):
@@ -549,7 +549,7 @@ def counted(call):
         return call(*arguments, **options)
     return step
 Path.rename, Path.mkdir, Path.write_text = map(counted, (Path.rename, Path.mkdir, Path.write_text))
-import penstock_sandbox.images.store as module
+import penstock_sandbox.backends.images.store as module
 async def main():
     store = ImageStore(Path(folder) / "images", ImageOptions(RegistryOptions(plain_http=frozenset([host]))))
     await store.open()

@@ -15,10 +15,10 @@ import numpy as np
 from penstock_codec import Codec, tiny_tokenizer
 from penstock_codec.chat import FinishReason
 from penstock_codec.tokenizer_files import TokenizerFiles
-from penstock_interception.conversation.codecs import CodecCache
 from penstock_interception.domain.completions import Completion, Tokens
 from penstock_interception.graph import LogprobsMode
 from penstock_interception.graph.values import VersionSpan
+from penstock_interception.sources.codecs import CodecCache
 from penstock_interception.testing import OpenGate, open_gate
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from penstock_sandbox.host.cgroups import group_name
+from penstock_sandbox.backends.host.cgroups import group_name
 
 
 def processes_with(marker: str) -> list[int]:

@@ -10,6 +10,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+from docs import structure
 from google.protobuf.descriptor import FieldDescriptor
 from tests.unit.docs.code import FOLDERS, modules
 from tests.unit.docs.pages import ROOT
@@ -83,6 +84,18 @@ def test_no_directory_has_more_than_20_modules() -> None:
     assert {folder: count for folder, count in folders.items() if count > 20 and "/stubs/" not in folder} == {}
 
 
+MOST_ROOMS = 70
+
+
+def test_the_crowded_plans_have_at_most_70_rooms() -> None:
+    """A further one takes the place of another, or stands in one that is there: decision 026."""
+    plans = {package: structure.arrows(package) for package in structure.CROWDED}
+    counts = {package: len(rooms) for package, rooms in plans.items()}
+    assert min(counts.values()) > 10
+    assert sum(counts.values()) <= MOST_ROOMS, counts
+    assert all(structure.floors(rooms) > 5 for rooms in plans.values())  # no room is in a circle of them
+
+
 @pytest.mark.parametrize("component", FOLDERS)
 def test_no_modules_import_each_other_in_circles(component: str) -> None:
     """Not even for types: a circle is one module that was cut in two."""
@@ -102,7 +115,7 @@ def test_no_modules_import_each_other_in_circles(component: str) -> None:
 
 MOST_PARAMETERS = 8
 WIDE_CONSTRUCTORS = {
-    "penstock_driver/exports/exporter.py Exporter": 12,
+    "penstock_driver/trajectories/exports/exporter.py Exporter": 12,
     "penstock_sandbox/backends/kubernetes/sandbox.py PodSandbox": 9,
     "penstock_sandbox/backends/local/sandbox.py LocalSandbox": 9,
     "penstock_sandbox/guest/system.py Workload": 10,
@@ -129,7 +142,6 @@ VENDORS = re.compile(r"\b(docker|podman|kubernetes|e2b|bubblewrap)\b", re.IGNORE
 NAMES_VENDORS = (
     "penstock_sandbox/backends/",
     "penstock_sandbox/backends/local/spawner/",
-    "penstock_sandbox/images/",
     "penstock_sandbox/settings.py",
     "penstock/cli/commands/doctor/",
     "penstock/cli/commands/up.py",

@@ -30,7 +30,10 @@ ADDED = {"service", "job", "instance", "le"}
 @cache
 def families() -> dict[str, metrics.Family]:
     """Everything that the services declare."""
-    shared = (f"penstock_chassis.{name}" for name in ("interceptor", "journal", "telemetry.loop_lag", "operations"))
+    shared = (
+        f"penstock_chassis.{name}"
+        for name in ("interceptor", "journal", "membership.reporting", "operations", "telemetry.loop_lag")
+    )
     for module in (*shared, *(f"penstock_{service}.metrics" for service in SERVICES)):
         importlib.import_module(module)
     # Tests of the library declare some of their own.

@@ -79,6 +79,18 @@ class Record:
     grades: Sequence[rollout_pb2.Grade] = field(default=(), repr=False)
     """Further grades, oldest first."""
 
+    @property
+    def gates(self) -> tuple[str, ...]:
+        """The name of the gate at which the last attempt was opened, as far as it is recorded; at most one."""
+        return (self.home.gate,) if self.home is not None and self.home.gate else ()
+
+    def gates_to_report(self, opened: tuple[str, ...]) -> tuple[str, ...]:
+        """The gates that may have something of the rollout: those `opened` since it was recorded; empty = any may.
+
+        A record has the last attempt's gate alone, so after several attempts the others are not known.
+        """
+        return opened if self.attempts == 1 else ()
+
 
 @dataclass(frozen=True, slots=True)
 class GroupPlan:

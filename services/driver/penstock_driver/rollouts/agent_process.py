@@ -1,4 +1,4 @@
-"""Runs an agent's process in its sandbox, records its output as events, and fetches its artifacts.
+"""Plans and runs an agent's process in its sandbox, records its output as events, and fetches its artifacts.
 
 Invariant: when `watch_agent` returns, the agent and all processes that it started are dead (R60).
 """
@@ -10,22 +10,26 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Final
 
-from penstock_chassis.errors import FailedPrecondition, NotFound, PermissionDenied
-from penstock_driver.agents.launch import Launch, LaunchContext, artifact_paths
+from penstock_chassis.errors import FailedPrecondition, NotFound, PenstockError, PermissionDenied
+from penstock_driver.agents.launch import Launch, LaunchContext, artifact_paths, plan_launch
 from penstock_driver.agents.output_events import AgentEvent, EventParser
 from penstock_driver.agents.specs import AgentSpec, EventSource, PromptDelivery
-from penstock_driver.domain.failures import OF_THE_SANDBOX
-from penstock_driver.domain.ports import Command, Exit, ExitReason, Sandboxes, SandboxFacts
+from penstock_driver.domain.failures import OF_THE_SANDBOX, failure_of
+from penstock_driver.domain.ports import Command, Exit, ExitReason, GateOpening, Sandboxes, SandboxFacts
 from penstock_driver.domain.rollout import (
     AgentExit,
     ArtifactCollected,
     Cause,
+    Component,
     Failure,
     Phase,
     RolloutEvent,
+    RolloutFailed,
     RolloutSpec,
+    failed,
 )
 from penstock_driver.grading.carried import Fetched
+from penstock_driver.grading.judge import NAMELESS_MODEL
 from penstock_driver.rollouts.event_limits import Allowance, OutputEvents
 from penstock_driver.rollouts.process_watch import watched
 
@@ -46,6 +50,44 @@ class AgentRun:
 def brings_files(sandbox: SandboxFacts, launch: Launch) -> bool:
     """Whether `start_agent` writes the agent's files too, in one call less: small ones, where they are taken."""
     return sandbox.takes_files and sum(len(file.content) for file in launch.files) <= BROUGHT_BYTES
+
+
+def plan_agent(
+    spec: RolloutSpec,
+    rollout_id: str,
+    port: int,
+    sandbox: SandboxFacts,
+    toolbox: str,
+    opening: GateOpening,
+    phase: Phase,
+) -> Launch:
+    """Plan the launch of a rollout's agent in its sandbox.
+
+    `port`: of the sandbox's loopback, where the gate is. `toolbox`: where its programs are mounted.
+
+    Raises RolloutFailed: DIALECT_MISSING, and the reasons of `plan_launch`.
+    """
+    agent = spec.agent.spec
+    dialect = next((item for item in agent.dialects if item in opening.base_paths), None)
+    if dialect is None:
+        spoken = ", ".join(agent.dialects)
+        message = f"agent {agent.name} speaks {spoken}, which the gate does not support"
+        raise failed(Cause.INFRASTRUCTURE, "DIALECT_MISSING", message, phase, component=Component.OPERATOR)
+    place = LaunchContext(
+        home=sandbox.home,
+        workdir=sandbox.workdir,
+        toolbox=toolbox,
+        base_url=f"http://127.0.0.1:{port}{opening.base_paths[dialect]}",
+        api_key=opening.token,
+        model=opening.model_name or NAMELESS_MODEL,
+        rollout_id=rollout_id,
+        wall_time_s=spec.limits.agent_s,
+        tools_url=f"http://127.0.0.1:{port}{opening.mcp_path}" if opening.host_tools else "",
+    )
+    try:
+        return plan_launch(agent, spec.choice, place, spec.task.instruction)
+    except PenstockError as error:
+        raise RolloutFailed(failure_of(error, phase, Component.OPERATOR)) from error
 
 
 async def start_agent(sandboxes: Sandboxes, sandbox: SandboxFacts, spec: RolloutSpec, launch: Launch) -> None:

@@ -10,31 +10,22 @@ driver goes on there (`ContinuedAttempt`, decision 054).
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import replace
 from functools import partial
-from sqlite3 import Error as SqliteError
-from typing import Final, TypeVar
+from typing import TypeVar
 
 import structlog
 
-from penstock.sandbox.v1 import sandbox_pb2
 from penstock_chassis.errors import (
-    DeadlineExceeded,
-    InvalidArgument,
     NotFound,
     PenstockError,
-    ResourceExhausted,
-    Unsupported,
 )
 from penstock_chassis.telemetry.tracing import working_for
-from penstock_driver.agents.launch import Launch, LaunchContext, check_host_tools, plan_launch
+from penstock_driver.agents.launch import Launch, check_host_tools
 from penstock_driver.domain.failures import (
-    check_failure,
     classify_exit,
-    describe,
     ended_by_its_agent,
     failure_of,
     internal_failure,
@@ -42,57 +33,46 @@ from penstock_driver.domain.failures import (
 )
 from penstock_driver.domain.ports import (
     CallEnded,
-    CommandReport,
     Exit,
     ExitReason,
     GateClosing,
     GateOpening,
     JudgeRequest,
-    OpenRequest,
     SandboxFacts,
 )
-from penstock_driver.domain.records import recording_of
 from penstock_driver.domain.rollout import (
     CARRY_S,
     ArtifactCollected,
     Cause,
-    CommandFinished,
     Component,
     Failure,
     Outcome,
     Phase,
     Progress,
-    Replay,
     RolloutFailed,
-    RolloutSpec,
     Verifier,
     failed,
     with_failure,
 )
 from penstock_driver.domain.unended import AttemptPlace, Stage
 from penstock_driver.environments.cleanup import DRIVER_LABEL
-from penstock_driver.environments.prepare import PreparedEnvironment, SetupFailed, for_verifier, setup_of
-from penstock_driver.environments.throttle import never, patiently
+from penstock_driver.environments.prepare import PreparedEnvironment
+from penstock_driver.environments.throttle import patiently
 from penstock_driver.grading.carried import CarriedWork, Fetched
 from penstock_driver.grading.grader import ROOT, Grader, check_system
-from penstock_driver.grading.judge import NAMELESS_MODEL, Judge
+from penstock_driver.grading.judge import Judge
 from penstock_driver.placement.services import RunnerServices
-from penstock_driver.rollouts.agent_process import brings_files, fetch_artifacts, start_agent, watch_agent
+from penstock_driver.rollouts.agent_process import brings_files, fetch_artifacts, plan_agent, start_agent, watch_agent
+from penstock_driver.rollouts.attempt_environments import AttemptEnvironments
+from penstock_driver.rollouts.attempt_resources import CLEAN_UP_S, AttemptResources
 from penstock_driver.rollouts.context import AttemptResult, AttemptSpec, Cancellation
+from penstock_driver.rollouts.end_state_capture import EndStateCapture
 from penstock_driver.rollouts.held_agent import HeldAgent
 from penstock_driver.rollouts.recorder import RolloutRecorder
-from penstock_driver.rollouts.recovery.replayed_answers import RecordingFile
-from penstock_driver.trajectories.tensors import with_tensors
+from penstock_driver.rollouts.recovery.attempt_recording import AttemptRecording
+from penstock_driver.rollouts.workdir.capture import WorkdirCapture
 from penstock_driver.trajectories.turn_rewards import with_call_ids
-from penstock_driver.workdir.capture import WorkdirCapture
 
-CLEAN_UP_S: Final = 60.0
-LEAVE_S: Final = 5.0
-"""Limit on what a stopping driver still asks of the sandbox service."""
-HAND_ON_S: Final = 15.0
-"""Limit on writing down what a failed attempt was answered."""
-KEEP_S: Final = 30.0
-"""Limit on packing an end state."""
 _log = structlog.get_logger("penstock.driver")
 T = TypeVar("T")
 
@@ -111,40 +91,26 @@ class Attempt:
         self._gate = services.gate
         self._recorder = recorder
         self._cancellation = cancellation
-        self._sandbox: SandboxFacts | None = None
-        self._forking: asyncio.Task[SandboxFacts] | None = None
-        """The fork to grade in, from its request until it has the agent's changes. There may be two sandboxes then."""
-        self._deleting: asyncio.Task[None] | None = None
-        """The deletion of the agent's sandbox, which a fork replaces."""
-        self._releasing: list[tuple[str, asyncio.Task[None]]] = []
-        """The clean-up's requests, with what they release."""
-        self._gate_asked = attempt.taken_up is not None
-        """Whether the gate may have a rollout. No fork is requested before that, so without it there is no sandbox."""
+        self._resources = AttemptResources(attempt, services, recorder)
+        self._environments = AttemptEnvironments(attempt.rollout, services.environments, recorder)
         self._gate_closing: GateClosing | None = None
         verifier, spool = self._spec.task.verifier, services.spool
         self._asked = self._judge_of(verifier) if verifier else None
         """The verifier's judge."""
         self._grader = self._grader_of(verifier, self._spec.verifier_sha256) if verifier else None
+        self._end_states = EndStateCapture(attempt, recorder)
         # What is kept is read as if for a fresh fork, where the verifier itself does not need that.
         is_read = self._grader is not None and self._grader.grading.fresh_fork
         self._end_state_grader = (
             self._grader_of(replace(verifier or Verifier(()), fresh_fork=True))
-            if self._spec.keep_end_state and self._keeps and not is_read
+            if self._spec.keep_end_state and self._end_states.is_on and not is_read
             else None
         )
         self._work = WorkdirCapture(self._spec.task, self._sandboxes, spool=spool, record=recorder.append)
         self._artifacts: Sequence[Fetched] | None = None
-        self._recording = (
-            RecordingFile(services.recordings, self._id)
-            if services.recordings
-            and (attempt.record.branched_from or (self._spec.max_attempts > 1 and self._spec.replay is not Replay.OFF))
-            else None
-        )
+        self._recording = AttemptRecording(attempt, services, recorder)
         self._carried = CarriedWork(services.carried, self._id) if services.carried else None
-        self._life = secrets.token_hex(4) if attempt.is_moved or attempt.taken_up else ""
-        """Keeps this process's requests for forks apart from those of an attempt that began before."""
         self._outcome = Outcome()
-        self._cleanup_pending = False
 
     async def run(self) -> AttemptResult:
         """Run all phases in order, then clean up."""
@@ -152,13 +118,16 @@ class Attempt:
             await self._run_judged()
         except asyncio.CancelledError:
             if self._cancellation.is_left:
-                await self._leave()
+                try:
+                    await self._resources.leave()
+                finally:
+                    self._close_files()
                 raise
             self._fail(self._cancellation.at(self._phase))
-        if self._forking:
-            self._forking.cancel()
+        if self._resources.forking:
+            self._resources.forking.cancel()
         await self._clean_up()
-        return AttemptResult(self._outcome, self._cleanup_pending)
+        return AttemptResult(self._outcome, self._resources.cleanup_pending)
 
     async def _run_judged(self) -> None:
         try:
@@ -174,12 +143,12 @@ class Attempt:
     async def _run_phases(self) -> None:
         self._recorder.enter(Phase.PREPARING)
         if not self._attempt.is_first:
-            await self._find_recording()
+            await self._recording.find()
             await self._delete_last_capture()
-        prepared = await self._prepare()
-        await self._prepared_for_verifier(prepared)
+        prepared = await self._environments.for_agent()
+        await self._environments.for_verifier(prepared)
         opening = await self._open_gate()
-        await self._load_recording()
+        await self._recording.load()
         self._recorder.locate(gate=opening.home)
         sandbox, prepared = await self._fork_for_agent(prepared, opening)
         working_for(sandbox_id=sandbox.sandbox_id)
@@ -190,7 +159,8 @@ class Attempt:
         if self._end_state_grader:
             await self._end_state_grader.save_baseline(sandbox, prepared.plain)
         await self._work.keep(sandbox)
-        launch = self._plan(sandbox, prepared, opening)
+        toolbox = prepared.toolbox.mount_path
+        launch = plan_agent(self._spec, self._id, self._services.agent_port, sandbox, toolbox, opening, self._phase)
         if launch.files and not brings_files(sandbox, launch):
             await self._sandboxes.write_files(sandbox.sandbox_id, launch.files)
         async with self._attempt.pausing.holding(self._held(sandbox)):
@@ -217,7 +187,7 @@ class Attempt:
             return
         await self._work.collect(sandbox)
         if self._end_state_grader:
-            await self._take_end_state(self._end_state_grader, sandbox)
+            await self._end_states.take(self._end_state_grader, sandbox)
         if self._grader:
             self._recorder.enter(Phase.VERIFYING, so_far=self._outcome)
             await self._verify(self._grader, sandbox, prepared)
@@ -230,153 +200,6 @@ class Attempt:
 
     # Before the agent -------------------------------------------------------------------------------------------------
 
-    async def _prepare(self, *, again: bool = False) -> PreparedEnvironment:
-        prepared = await self._prepared(self._spec, again=again)
-        if not again:
-            self._record_setup(prepared.reports)
-        return prepared
-
-    async def _prepared_for_verifier(self, prepared: PreparedEnvironment) -> PreparedEnvironment:
-        """The state to grade in: the agent's, unless the verifier has another sandbox."""
-        spec = for_verifier(self._spec)
-        return prepared if spec is self._spec else await self._prepared(spec)
-
-    async def _prepared(self, spec: RolloutSpec, *, again: bool = False) -> PreparedEnvironment:
-        try:
-            return await self._services.environments.get(
-                spec, lambda line: self._recorder.append(Progress(line)), again=again
-            )
-        except SetupFailed as error:
-            raise self._setup_failure(error) from error
-        except TimeoutError:
-            message = f"preparing took longer than {self._spec.limits.prepare_s:g} s and the setup's limit"
-            raise failed(
-                Cause.INFRASTRUCTURE,
-                "PREPARE_TIMED_OUT",
-                message,
-                self._phase,
-                retriable=True,
-                component=Component.SANDBOX,
-            ) from None
-
-    def _record_setup(self, reports: Iterable[CommandReport]) -> None:
-        commands = setup_of(self._spec.task, self._spec.limits)
-        for report in reports:
-            event = CommandFinished.of(Phase.SETTING_UP, report.index, commands[report.index], report.result)
-            self._recorder.append(event)
-
-    def _setup_failure(self, error: SetupFailed) -> RolloutFailed:
-        if error.check:
-            return RolloutFailed(check_failure(error.check.result, self._phase))
-        if self._phase < Phase.SETTING_UP:  # else the verifier's state had to be made again
-            self._recorder.enter(Phase.SETTING_UP)
-            self._record_setup(error.reports)
-        ended = describe(error.reports[-1].result.exit) if error.reports else "unknown"
-        message = f"setup command {len(error.reports)} of {len(self._spec.task.setup)} failed: {ended}"
-        return failed(Cause.TASK, "SETUP_FAILED", message, self._phase)
-
-    async def _find_recording(self) -> None:
-        """Write the last attempt's answers to a file, if it did not do so itself at its end.
-
-        A gate that is away is waited for, as its disk has them. It never fails: the attempt then samples everything
-        again.
-        """
-        recording, last = self._recording, self._attempt.number - 1
-        if recording is None or await recording.attempt() == last:
-            return
-        waits_s = self._services.recording_wait_s if self._recorder.may_have_calls else 0.0
-        try:
-            async with asyncio.timeout(self._spec.limits.prepare_s):
-                await patiently(partial(self._keep_recording, recording, last), full_s=waits_s, absent_s=waits_s)
-        except NotFound as error:
-            if self._recorder.has_calls:
-                self._not_found(f"{error.reason}: its gate lost its disk, is no member any more, or never had it")
-        except (PenstockError, TimeoutError, OSError) as error:
-            why = getattr(error, "message", "") or getattr(error, "strerror", "") or "it took too long"
-            self._not_found(f"{error.reason}: {why}" if isinstance(error, PenstockError) else why)
-
-    def _not_found(self, why: str) -> None:
-        self._recorder.append(Progress(f"the last attempt's answers cannot be read, to be replayed: {why}"))
-
-    async def _keep_recording(self, recording: RecordingFile, attempt: int) -> None:
-        """Write an attempt's answers to a file. NotFound: its gate does not know it. PenstockError, OSError."""
-        captures = self._services.captures
-        if captures is None:
-            return
-        gates, home = self._recorder.gates, self._attempt.record.home
-        gate = gates[-1] if gates else home.gate if home else ""
-        captured = with_tensors(
-            captures,
-            self._id,
-            gate,
-            captures.capture(self._id, gate=gate, include_bodies=False, include_top=True),
-        )
-        results = partial(captures.tool_results, self._id, gate=gate)
-        async with self._services.loadings:  # a part is in memory, and a lost host loses many attempts at once
-            await recording.write(captured, attempt, exact=self._spec.replay is Replay.EXACT, results=results)
-
-    async def _hand_on(self) -> None:
-        """Keep what this attempt was answered for the next one, while its gate is there; else that one looks for it."""
-        failure, recording = self._outcome.failure, self._recording
-        is_last = self._attempt.number >= self._spec.max_attempts or failure is None or not failure.retriable
-        if recording is None or is_last or self._services.is_gate_lost() or not self._recorder.has_calls:
-            return
-        try:
-            async with asyncio.timeout(HAND_ON_S):
-                await self._keep_recording(recording, self._attempt.number)
-        except (PenstockError, TimeoutError, OSError) as error:
-            _log.warning("the next attempt looks for the recording", rollout_id=self._id, error=repr(error))
-
-    async def _load_recording(self) -> None:
-        """Give the gate the last attempt's answers, before the agent starts."""
-        recording = self._recording
-        if recording is None or not (recording.is_there or self._attempt.record.branched_from):
-            return
-        count = 0
-        try:
-            async with self._services.loadings:
-                whole = await recording.count()  # a damaged file is not loaded in part
-            offset: int | None = 0
-            while offset is not None:
-                load = partial(self._load_part, recording, offset, count)
-                count, offset = await patiently(load, full_s=CLEAN_UP_S, absent_s=CLEAN_UP_S)
-        except Unsupported as error:
-            self._not_loaded("nothing is replayed: the gate is older than LoadRecording", error)
-            return
-        except (InvalidArgument, ResourceExhausted, DeadlineExceeded, OSError, ValueError) as error:
-            self._not_loaded(f"the recording cannot be loaded, {count} calls of it are replayed: {error}", error)
-            return
-        except PenstockError as error:
-            raise RolloutFailed(failure_of(error, self._phase, Component.GATE)) from error
-        if self._attempt.record.branched_from is not None and count < whole:
-            self._not_loaded("the gate is older than branches: it leaves out the branch point", None)
-        branch = self._attempt.record.branched_from
-        if branch is not None and not branch.answer_given and not await recording.attempt():
-            count -= 1  # the branch point, which is sampled
-        self._recorder.replays(count)
-        if count:
-            self._recorder.append(Progress(f"{count} recorded calls are replayed as far as the agent asks the same"))
-
-    async def _load_part(self, recording: RecordingFile, offset: int, count: int) -> tuple[int, int | None]:
-        """Load the part at an offset; return how many calls the gate has, `count` before, and the next part's offset.
-
-        The part is in memory while few others are: a group of branches begins at once, and each has parts of its own.
-        """
-        async with self._services.loadings:
-            found = await asyncio.to_thread(recording.part, offset)
-            if found is None:
-                return count, None
-            return await self._gate.load_recording(found[0]), found[1]
-
-    def _not_loaded(self, message: str, error: Exception | None) -> None:
-        """Go on without a recording, except as a branch: that is none without what its parent was answered."""
-        if self._attempt.record.branched_from is None:
-            self._recorder.append(Progress(message))
-            return
-        raise failed(
-            Cause.INFRASTRUCTURE, "RECORDING_NOT_LOADED", message, self._phase, component=Component.DRIVER
-        ) from error
-
     async def _delete_last_capture(self) -> None:
         """Delete what the gate captured of the last attempt, so the trajectory has only this attempt."""
         await self._of_gate(
@@ -384,30 +207,13 @@ class Attempt:
         )
 
     async def _open_gate(self) -> GateOpening:
-        agent = self._spec.agent.spec
-        hints, record = agent.auxiliary_calls, self._attempt.record
-        request = OpenRequest(
-            rollout_id=self._id,
-            request_id=self._id if self._attempt.is_first else secrets.token_hex(16),
-            group_id=record.group_id,
-            group_index=record.index if record.group_id else None,
-            task_id=self._spec.task.task_id,
-            terms=self._spec.gate_terms,
-            dialects=tuple(agent.dialects),
-            title_system_prompts=tuple(hints.title_system_prompts),
-            compaction_system_prompts=tuple(hints.compaction_system_prompts),
-            session_headers=tuple(hints.session_headers),
-            volatile_line_patterns=tuple(hints.volatile_line_patterns),
-            labels={**self._spec.labels, **self._attempt.labels},
-            attempt=self._attempt.number,
-            branched_from=record.branched_from,
-        )
-        self._gate_asked = True
+        request = self._attempt.open_request()
+        self._resources.gate_asked = True
         opening = await self._of_gate(
             self._services.openings.run(lambda: self._gate.open(request), full_s=self._spec.limits.prepare_s)
         )
         try:
-            check_host_tools(agent, opening.host_tools)
+            check_host_tools(self._spec.agent.spec, opening.host_tools)
         except PenstockError as error:
             raise RolloutFailed(failure_of(error, self._phase, Component.OPERATOR)) from error
         return opening
@@ -424,67 +230,14 @@ class Attempt:
     ) -> tuple[SandboxFacts, PreparedEnvironment]:
         upstream = opening.ingress_address
         try:
-            sandbox = await self._fork(prepared, upstream=upstream)
+            sandbox = await self._resources.fork(prepared, upstream=upstream)
         except NotFound:
             # The sandbox service evicted the snapshot meanwhile.
-            prepared = await self._prepare(again=True)
-            sandbox = await self._fork(prepared, upstream=upstream)
-        self._sandbox = sandbox
+            prepared = await self._environments.for_agent(again=True)
+            sandbox = await self._resources.fork(prepared, upstream=upstream)
+        self._resources.sandbox = sandbox
         self._recorder.fork_kind = prepared.snapshot.fork_kind
         return sandbox, prepared
-
-    async def _fork(
-        self, prepared: PreparedEnvironment, *, upstream: str = "", purpose: str = "", joins: str = ""
-    ) -> SandboxFacts:
-        """Fork the prepared state; `purpose` distinguishes the attempt's forks, so that each request is idempotent."""
-        snapshot_id = prepared.snapshot.snapshot_id
-        return await self._services.forks.fork(
-            snapshot_id,
-            request_id=f"{self._id}/{self._attempt.number}/{snapshot_id}{purpose}{self._life and '/'}{self._life}",
-            backend=self._spec.sandbox.backend,
-            lease_s=self._spec.limits.sandbox_s,
-            labels=self._attempt.labels,
-            patience_s=self._spec.limits.prepare_s,
-            port=self._services.agent_port if upstream else 0,
-            upstream=upstream,
-            repeatable=self._spec.repeatable and not purpose,
-            allowlist=self._allowlist(purpose),
-            joins=joins,
-            has_room_elsewhere=never if purpose else self._services.has_room_elsewhere,
-        )
-
-    def _allowlist(self, purpose: str) -> sandbox_pb2.Allowlist | None:
-        """What a fork may reach. The verifier's recording is another one: no agent asks first for what it will get."""
-        given = self._spec.verifier_network if purpose else self._spec.agent_network
-        if given is None:
-            return None
-        listed = sandbox_pb2.Allowlist()
-        listed.CopyFrom(given)
-        listed.recording = given.recording or f"{recording_of(self._attempt.record)}{purpose}"
-        return listed
-
-    def _plan(self, sandbox: SandboxFacts, prepared: PreparedEnvironment, opening: GateOpening) -> Launch:
-        agent, spec = self._spec.agent.spec, self._spec
-        dialect = next((item for item in agent.dialects if item in opening.base_paths), None)
-        if dialect is None:
-            spoken = ", ".join(agent.dialects)
-            message = f"agent {agent.name} speaks {spoken}, which the gate does not support"
-            raise failed(Cause.INFRASTRUCTURE, "DIALECT_MISSING", message, self._phase, component=Component.OPERATOR)
-        place = LaunchContext(
-            home=sandbox.home,
-            workdir=sandbox.workdir,
-            toolbox=prepared.toolbox.mount_path,
-            base_url=f"http://127.0.0.1:{self._services.agent_port}{opening.base_paths[dialect]}",
-            api_key=opening.token,
-            model=opening.model_name or NAMELESS_MODEL,
-            rollout_id=self._id,
-            wall_time_s=spec.limits.agent_s,
-            tools_url=f"http://127.0.0.1:{self._services.agent_port}{opening.mcp_path}" if opening.host_tools else "",
-        )
-        try:
-            return plan_launch(agent, spec.choice, place, spec.task.instruction)
-        except PenstockError as error:
-            raise RolloutFailed(failure_of(error, self._phase, Component.OPERATOR)) from error
 
     # The agent --------------------------------------------------------------------------------------------------------
 
@@ -565,7 +318,7 @@ class Attempt:
         With companions it is kept, empty of programs, since the fork joins its network.
         """
         companions = sandbox is not None and bool(self._spec.sandbox.companions)
-        forking = self._forking or (None if companions else self._begin_to_fork(prepared))
+        forking = self._resources.forking or (None if companions else self._begin_to_fork(prepared))
         try:
             if sandbox is not None:
                 await grader.collect(
@@ -581,15 +334,12 @@ class Attempt:
             elif sandbox is not None:
                 # Start the deletion before waiting for the fork: rollouts that hold one slot while waiting for another
                 # would deadlock. It runs while the verifier runs; no verifier waits for it.
-                self._deleting = asyncio.ensure_future(
-                    self._try_release("sandbox", self._sandboxes.delete(sandbox.sandbox_id))
-                )
-                self._releasing.append(("sandbox", self._deleting))
-            await self._keep_end_state(grader)
+                self._resources.begin_to_delete(sandbox)
+            await self._end_states.keep(grader)
             assert forking is not None
-            self._sandbox = fork = await forking
+            self._resources.sandbox = fork = await forking
             await grader.put(fork)
-            self._forking = None
+            self._resources.forking = None
             if companions:
                 await self._recorder.reach(Stage.GRADING)
         except TimeoutError:
@@ -627,45 +377,6 @@ class Attempt:
             return
         await self._recorder.reach(Stage.CARRIED)
 
-    async def _take_end_state(self, grader: Grader, sandbox: SandboxFacts) -> None:
-        """Read and keep the agent's changes where the verifier does not need them. It never fails a rollout, but for
-        what becomes of its sandbox.
-        """
-        try:
-            await grader.take(sandbox)
-        except RolloutFailed as error:
-            self._recorder.append(Progress(f"the end state is not kept: {error.failure.message}"))
-            return
-        except OSError as error:
-            self._recorder.append(Progress(f"the end state is not kept: {error}"))
-            return
-        await self._keep_end_state(grader)
-
-    async def _keep_end_state(self, grader: Grader) -> None:
-        """Keep what was taken of the agent's work, for later verifiers."""
-        states = self._attempt.end_states
-        if states is None or not self._keeps:
-            return
-        record = self._attempt.record
-        try:
-            async with asyncio.timeout(KEEP_S):
-                changes, layer = grader.end_state()
-                kept = await states.keep(record.rollout_id, record.namespace, self._attempt.number, changes, layer)
-            if not kept:
-                self._recorder.append(Progress("the end state is not kept: it alone exceeds kept_end_state_bytes"))
-        except TimeoutError:  # an agent chooses how much there is to pack: no other rollout's grade waits longer for it
-            self._recorder.append(Progress(f"the end state is not kept: it could not be packed in {KEEP_S:g} s"))
-        except (OSError, SqliteError) as error:
-            self._recorder.append(Progress(f"the end state is not kept: {error}"))
-
-    @property
-    def _keeps(self) -> bool:
-        """Whether the end state is kept."""
-        states = self._attempt.end_states
-        # What the agent did to companions is in no end state.
-        wanted = self._spec.keep_end_state is not False and not self._spec.sandbox.companions
-        return states is not None and states.is_on and wanted
-
     def _grader_of(self, verifier: Verifier, sha256: str = "") -> Grader:
         services = self._services
         return Grader(
@@ -694,19 +405,19 @@ class Attempt:
         insisting = partial(self._services.openings.run, full_s=self._spec.limits.prepare_s)
 
         async def fork() -> SandboxFacts:
-            state = await self._prepared_for_verifier(prepared)
+            state = await self._environments.for_verifier(prepared)
             upstream = await self._asked.open(insisting) if self._asked else ""
             try:
-                return await self._fork(state, purpose="/grading", upstream=upstream, joins=joins)
+                return await self._resources.fork(state, purpose="/grading", upstream=upstream, joins=joins)
             except NotFound:
                 if state is prepared:
                     raise
                 # No sandbox stood on the verifier's state while the agent ran: the sandbox service may have evicted it.
-                again = await self._prepared(for_verifier(self._spec), again=True)
-                return await self._fork(again, purpose="/grading", upstream=upstream)
+                again = await self._environments.for_verifier(prepared, again=True)
+                return await self._resources.fork(again, purpose="/grading", upstream=upstream)
 
-        self._forking = asyncio.ensure_future(fork())
-        return self._forking
+        self._resources.forking = asyncio.ensure_future(fork())
+        return self._resources.forking
 
     async def _collect(self, sandbox: SandboxFacts, prepared: PreparedEnvironment) -> None:
         fetched = self._artifacts
@@ -733,28 +444,7 @@ class Attempt:
                     work.cancel()
                     await asyncio.wait([work])
                     raise
-                self._abandon_lost()
-
-    async def _leave(self) -> None:
-        """Leave the attempt to the next process. Its sandbox is kept for that, and no other one."""
-        for task in (self._forking, self._deleting):
-            if task is not None:
-                task.cancel()
-        needed = self._recorder.needed_sandbox
-        lease_s = min(self._services.leave_s, self._spec.limits.sandbox_s)
-        try:
-            async with asyncio.timeout(LEAVE_S):
-                # Killed before the disk knows that a sandbox is needed no more, the next process would look for it.
-                is_safe = self._gate_asked and await self._recorder.secure()
-                for sandbox_id in await self._sandboxes.labelled(self._attempt.labels) if is_safe else ():
-                    if sandbox_id == needed:
-                        await self._sandboxes.renew(sandbox_id, lease_s)
-                    else:
-                        await self._sandboxes.delete(sandbox_id)
-        except (PenstockError, TimeoutError) as error:
-            _log.warning("sandboxes are left with their whole lease", rollout_id=self._id, error=repr(error))
-        finally:
-            self._close_files()
+                self._resources.abandon_lost()
 
     def _close_files(self) -> None:
         for grader in (self._grader, self._end_state_grader):
@@ -769,54 +459,16 @@ class Attempt:
                 await self._recorder.reach(Stage.DECIDED, self._outcome)
             finally:
                 await self._release()
-            await self._hand_on()
+            await self._recording.hand_on(self._outcome.failure)
         else:
             await self._release()
 
-    def _abandon_lost(self) -> None:
-        """Stop waiting for what a lost place still has: it is released when that is back, or gone."""
-        is_lost = {"sandbox": self._services.is_node_lost(), "gate": self._services.is_gate_lost()}
-        for what, task in self._releasing:
-            if is_lost[what] and not task.done():
-                task.cancel()
-                self._cleanup_pending = True
-
     async def _release(self) -> None:
-        async with asyncio.TaskGroup() as tasks:
-            if self._services.is_node_lost():
-                self._cleanup_pending |= self._gate_asked
-            elif self._sandbox and self._forking is None and not self._life and not self._spec.sandbox.companions:
-                deletion = self._try_release("sandbox", self._sandboxes.delete(self._sandbox.sandbox_id))
-                self._releasing.append(("sandbox", tasks.create_task(deletion)))
-            elif self._gate_asked:
-                # There may be two, and a fork whose response was lost, or that an earlier process asked for, may have
-                # created one: all carry these labels.
-                deletion = self._try_release("sandbox", self._sandboxes.delete_labelled(self._attempt.labels))
-                self._releasing.append(("sandbox", tasks.create_task(deletion)))
-            if self._services.is_gate_lost():
-                self._cleanup_pending |= self._gate_asked
-            elif self._gate_asked and (self._gate_closing is None or (self._asked and self._asked.is_open)):
-                # With the rollout, its judge is closed: not before its end is on disk, since a next process asks again.
-                closing = patiently(
-                    lambda: self._gate.close(self._id, "ROLLOUT_ENDED"), full_s=CLEAN_UP_S, absent_s=CLEAN_UP_S
-                )
-                self._releasing.append(("gate", tasks.create_task(self._try_release("gate", closing))))
-            if self._deleting and self._services.is_node_lost():
-                self._deleting.cancel()
-            elif self._deleting:
-                await asyncio.wait([self._deleting])
+        is_closed = self._gate_closing is not None and not (self._asked and self._asked.is_open)
+        await self._resources.release(gate_is_closed=is_closed)
         self._close_files()
         if self._carried:
             await self._carried.remove()
-
-    async def _try_release(self, what: str, work: Awaitable[object]) -> None:
-        try:
-            async with asyncio.timeout(CLEAN_UP_S):
-                await work
-        except Exception as error:  # noqa: BLE001 - a failed cleanup never hides why the rollout ended (R49)
-            self._cleanup_pending = True
-            _log.warning("clean-up failed and is pending", what=what, rollout_id=self._id, error=repr(error))
-            self._recorder.append(Progress(f"releasing the {what} failed: {error}; it is retried until it succeeds"))
 
     # ------------------------------------------------------------------------------------------------------------------
 
@@ -826,9 +478,10 @@ class Attempt:
 
     async def _fail_classified(self, failure: Failure) -> None:
         """Fail, after checking who ended the sandbox if that is the cause."""
-        if is_of_a_sandbox_at_work(failure) and self._sandbox and not self._outcome.failure:
+        sandbox = self._resources.sandbox
+        if is_of_a_sandbox_at_work(failure) and sandbox and not self._outcome.failure:
             try:
-                if await self._sandboxes.ended_inside(self._sandbox.sandbox_id):
+                if await self._sandboxes.ended_inside(sandbox.sandbox_id):
                     failure = ended_by_its_agent(failure)
             except asyncio.CancelledError:
                 if self._cancellation.is_left:

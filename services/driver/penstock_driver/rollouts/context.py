@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass, field, replace
 from typing import Final
 
+from penstock_driver.domain.ports import OpenRequest
 from penstock_driver.domain.records import Record
 from penstock_driver.domain.rollout import Cause, Failure, Outcome, Phase, RolloutSpec
 from penstock_driver.domain.unended import AttemptPlace, Stage
@@ -48,6 +50,27 @@ class AttemptSpec:
     def is_first(self) -> bool:
         """Whether nothing of the rollout can be at a gate yet."""
         return self.number == 1 and not self.is_moved
+
+    def open_request(self) -> OpenRequest:
+        """Returns the request that opens the rollout at the gate. Only the first one repeats an earlier one's id."""
+        agent = self.rollout.agent.spec
+        hints, record = agent.auxiliary_calls, self.record
+        return OpenRequest(
+            rollout_id=record.rollout_id,
+            request_id=record.rollout_id if self.is_first else secrets.token_hex(16),
+            group_id=record.group_id,
+            group_index=record.index if record.group_id else None,
+            task_id=self.rollout.task.task_id,
+            terms=self.rollout.gate_terms,
+            dialects=tuple(agent.dialects),
+            title_system_prompts=tuple(hints.title_system_prompts),
+            compaction_system_prompts=tuple(hints.compaction_system_prompts),
+            session_headers=tuple(hints.session_headers),
+            volatile_line_patterns=tuple(hints.volatile_line_patterns),
+            labels={**self.rollout.labels, **self.labels},
+            attempt=self.number,
+            branched_from=record.branched_from,
+        )
 
 
 @dataclass(slots=True)

@@ -234,7 +234,7 @@ class RolloutManager:
             fork_kind=record.fork_kind,
             attempts=record.attempts,
             cleanup_pending=not released,
-            gates=(record.home.gate,) if record.home and record.home.gate and record.attempts == 1 else (),
+            gates=record.gates_to_report(record.gates),
         )
         await self._finish(record, outcome, end)
 

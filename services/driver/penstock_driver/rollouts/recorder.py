@@ -54,7 +54,6 @@ class RolloutRecorder:
         "_calls_without_event",
         "_closed",
         "_history",
-        "_knows_gates",
         "_limits",
         "_log",
         "_output",
@@ -80,9 +79,8 @@ class RolloutRecorder:
         self._limits = limits
         self._output = None if history is None else history.output
         self.fork_kind = record.fork_kind
-        self.gates: tuple[str, ...] = (record.home.gate,) if record.home and record.home.gate else ()
+        self.gates = record.gates
         """Names of the gates at which an attempt was opened, in that order."""
-        self._knows_gates = history is None or record.attempts == 1
         self.pause, self.paused_s, self.pauses = record.pause, record.paused_s, record.pauses
         self._log = log
         self._history = history
@@ -113,10 +111,8 @@ class RolloutRecorder:
         return self._calls
 
     def gates_to_report(self) -> tuple[str, ...]:
-        """The gates that may have something of the rollout; empty = any may: an earlier process of this driver made
-        several attempts.
-        """
-        return self.gates if self._knows_gates else ()
+        """The gates that may have something of the rollout; empty = any may."""
+        return self.record.gates_to_report(self.gates)
 
     def current(self, stored: Record) -> Record:
         """The stored record with the current phase and times."""

@@ -23,7 +23,6 @@ from penstock_driver.domain.ports import Captures
 from penstock_driver.domain.records import Filter, GroupPlan, GroupRecord, Record, RequestKey, new_records
 from penstock_driver.domain.rollout import FIRST_GRADE, RolloutSpec
 from penstock_driver.domain.validation import Violations, check_chosen_id, check_group, check_seeds
-from penstock_driver.exports.exporter import Exporter
 from penstock_driver.rollouts.branch_room import Recorded
 from penstock_driver.rollouts.branching import BranchOrder, Parents
 from penstock_driver.rollouts.manager import RolloutManager, end_not_recorded
@@ -36,6 +35,7 @@ from penstock_driver.store.end_states import EndStates, gone
 from penstock_driver.store.event_log import EventLog
 from penstock_driver.store.records import Records
 from penstock_driver.trajectories.annotating import Annotator
+from penstock_driver.trajectories.exports.exporter import Exporter
 from penstock_driver.trajectories.reading import fragments
 from penstock_driver.trajectories.tensors import Tensors
 from penstock_driver.wire.specs import effective_spec, rollout_spec, with_locks

@@ -1,1 +1,1 @@
-"""The trajectories of ended rollouts: what is read of them, rewards of their turns, and annotations."""
+"""The trajectories of ended rollouts: what is read of them, rewards of their turns, annotations, and exports."""

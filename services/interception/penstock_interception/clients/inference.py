@@ -28,13 +28,13 @@ from penstock_chassis.membership.routing import MAX_PREFIX_TOKENS, prefix_blocks
 from penstock_codec.chat import Message
 from penstock_interception.clients.engines.pool import EnginePool
 from penstock_interception.clients.engines.values import EXPECTED_TOKENS, Asked, Needs
-from penstock_interception.conversation.codecs import CodecCache
 from penstock_interception.domain.calls import Answerer, CodecChoice, Dialect, ModelFacts
 from penstock_interception.domain.completions import Completion
 from penstock_interception.domain.requests import ChatRequest
 from penstock_interception.domain.state import Call
 from penstock_interception.graph.values import Plan
 from penstock_interception.sources.base import ModelSource, Resolved, SourceError
+from penstock_interception.sources.codecs import CodecCache
 from penstock_interception.wire import convert
 
 CHECK_TIMEOUT_S = 10.0

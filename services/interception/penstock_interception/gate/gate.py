@@ -23,7 +23,6 @@ import structlog
 from penstock_chassis.errors import ResourceExhausted, Unavailable
 from penstock_chassis.homes import random_id
 from penstock_codec.chat import Sampling
-from penstock_interception import telemetry
 from penstock_interception.domain import models
 from penstock_interception.domain.calls import (
     CallRequest,
@@ -37,6 +36,7 @@ from penstock_interception.domain.kept_captures import Discarded
 from penstock_interception.domain.results import Accepted, Answered, PreparedAnswer
 from penstock_interception.domain.state import Call, Rollout, Selector, Session
 from penstock_interception.domain.totals import count_ended
+from penstock_interception.gate import telemetry
 from penstock_interception.gate.budgets import BudgetEnforcer
 from penstock_interception.gate.call_timeouts import CallTimeouts
 from penstock_interception.gate.context import DeadlineKind, GateContext

@@ -24,7 +24,6 @@ from penstock.values.models import MOST
 from penstock_chassis.errors import ResourceExhausted
 from penstock_chassis.homes import random_id
 from penstock_chassis.validation import invalid_field
-from penstock_interception import telemetry
 from penstock_interception.domain import models
 from penstock_interception.domain.calls import CallState, Mode
 from penstock_interception.domain.state import (
@@ -38,6 +37,7 @@ from penstock_interception.domain.state import (
     SessionRequest,
     View,
 )
+from penstock_interception.gate import telemetry
 from penstock_interception.gate.call_timeouts import CallTimeouts
 from penstock_interception.gate.context import DeadlineKind, GateContext
 

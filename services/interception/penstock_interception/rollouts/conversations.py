@@ -1,25 +1,211 @@
-"""The rollouts' conversations in memory: all of open rollouts, the last used of closed ones (LRU).
+"""The conversations of rollouts: token graphs, and codecs that make prompts from requests and text from answers.
 
-A closed rollout that was not used for long is evicted with its calls; the journal rebuilds both when it is read again.
+Planning changes nothing of the graph and may run in other threads while the event loop records. Sampled tokens are
+never tokenised again (R82): the graph finds the line that a request continues, and only new text is tokenised.
+
+In memory are the conversations of all open rollouts, and the last used of closed ones (LRU). A closed rollout that was
+not used for long is evicted with its calls; the journal rebuilds both when it is read again.
 """
 
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
-from penstock_chassis.errors import NotFound
-from penstock_interception.conversation.conversation import Conversation
-from penstock_interception.domain.calls import Dialect, RolloutSpec, RolloutState
+import re2
+
+from penstock_chassis.errors import FailedPrecondition, InvalidArgument, NotFound
+from penstock_chassis.validation import invalid_field
+from penstock_codec import Codec, ControlTokens
+from penstock_codec.chat import FinishReason, Message, ReasoningPart, TextPart, Tool, ToolCallPart, Usage
+from penstock_codec.fast_dataclass import quick
+from penstock_interception.domain.calls import Answerer, Dialect, Prompt, RolloutSpec, RolloutState
+from penstock_interception.domain.completions import Completion, Tokens, violations_of
 from penstock_interception.domain.live_rollouts import Registry
-from penstock_interception.domain.requests import ChatRequest
-from penstock_interception.domain.state import Rollout
+from penstock_interception.domain.requests import ChatRequest, LinePattern, Spell, blank_volatile, hints_for
+from penstock_interception.domain.results import CompletionRefused, PreparedAnswer
+from penstock_interception.domain.state import Call, Rollout
 from penstock_interception.gate.gate import Gate
+from penstock_interception.graph import CallClass, GraphRecord, Plan, Sampled, TokenGraph
+from penstock_interception.graph.paths import common_prefix
+from penstock_interception.graph.values import IntArray
 from penstock_interception.sources.base import Resolved
 from penstock_interception.sources.registry import Sources
 from penstock_interception.store.reading import StoredRollout
 from penstock_interception.store.store import CallStore
+
+_SPELLED = {
+    ControlTokens.PLAIN: "Control tokens in texts of the conversation were treated as text.",
+    ControlTokens.PARSE: "Control tokens in texts of the conversation were treated as control tokens, as requested.",
+}
+_MIXED_UP = (
+    "Control tokens in texts of the conversation were treated as control tokens: the chat template changes texts, "
+    "so they could not be distinguished from its own."
+)
+
+
+@quick
+@dataclass(frozen=True, slots=True)
+class ParsedAnswer:
+    """A completion's tokens, parsed; `last_chars` is the most characters that its last token can have contributed."""
+
+    message: Message
+    finish_reason: FinishReason
+    last_chars: int = 0
+
+
+class Conversation:
+    """The graph and codec of one rollout; `codec` is None if its source has no tokenizer."""
+
+    def __init__(
+        self, spec: RolloutSpec, codec: Codec | None, *, vocab_size: int | None, records: Sequence[GraphRecord] = ()
+    ) -> None:
+        """Raises InvalidArgument FIELD_INVALID."""
+        self._spec = spec
+        self._codec = codec
+        self.spell: Spell | None = None if codec is None else codec.token_bytes
+        # The ids of which one ends each complete turn; empty if there is no tokenizer.
+        self.stop_token_ids: tuple[int, ...] = () if codec is None else codec.stop_token_ids
+        self._volatile = _compile(spec.hints.volatile_line_patterns)
+        self.graph = TokenGraph.restore_unbroken(spec.rollout_id, codec, records, vocab_size=vocab_size)
+        # Held from making an answer's record to its commit: the next record builds on it.
+        self.recording = asyncio.Lock()
+        # The tools of all calls, by digest.
+        self.tools: dict[bytes, tuple[Tool, ...]] = {}
+        self._longest_body = 0
+
+    def add_tools(self, request: ChatRequest) -> None:
+        """Stores the tools of a new call: its answer is parsed with them."""
+        if request.tools:
+            self.tools.setdefault(request.tools_sha256, request.tools)
+
+    def new_bytes(self, request: ChatRequest) -> int:
+        """Estimates how many bytes of a request's body no answered call had, to judge the cost of planning."""
+        length = len(request.body)
+        return length - self._longest_body if length >= self._longest_body else length
+
+    def plan(self, request: ChatRequest, session: Sequence[tuple[str, str]] = ()) -> Plan:
+        """Returns the prompt for a request, and notes to record; `session` are the agent's session headers.
+
+        CPU work, in any thread. Raises CodecError if the template cannot render the conversation.
+        """
+        messages = request.messages
+        if self._volatile:
+            messages, _ = blank_volatile(messages, self._volatile)
+        hints = hints_for(request, self._spec.hints, session)
+        if self._spec.judge_of:
+            hints = replace(hints, call_class=CallClass.JUDGE)
+        plan = self.graph.plan(messages, request.tools, hints, template_kwargs=request.template_kwargs)
+        codec = self._codec
+        if codec is None or not codec.may_spell_control_tokens(request.body):
+            return plan
+        if not codec.spells_control_tokens(request.messages, request.tools):
+            return plan
+        return replace(plan, notes=(_MIXED_UP if plan.mixed_up else _SPELLED[codec.control_tokens],))
+
+    def count(self, request: ChatRequest) -> int:
+        """Returns a request's prompt length in tokens, as `plan` would make it. Raises CodecError; TOKENIZER_ABSENT."""
+        if self._codec is None:
+            raise FailedPrecondition("The rollout's source has no tokenizer.", reason="TOKENIZER_ABSENT")
+        return int(self.plan(request).prompt_ids.size)
+
+    def text_of(self, ids: IntArray) -> str:
+        """Returns the text of token ids; "" without a tokenizer."""
+        return "" if self._codec is None else self._codec.decode(ids)
+
+    def parse(self, plan: Plan, completion: Completion, tools_sha256: bytes) -> ParsedAnswer | None:
+        """Parses a completion's tokens; returns None without tokens or without a tokenizer. CPU work."""
+        if completion.tokens is None or self._codec is None:
+            return None
+        parsed = self._codec.parse(
+            completion.tokens.ids,
+            prompt_ids=plan.prompt_ids[-64:],
+            tools=self.tools.get(tools_sha256, ()),
+            finish_reason=completion.finish_reason,
+        )
+        if completion.stop_text is None:
+            return ParsedAnswer(parsed.message, parsed.finish_reason)
+        last = len(self._codec.decode(completion.tokens.ids[-1:]))
+        return ParsedAnswer(before_stop(parsed.message, completion.stop_text, last), parsed.finish_reason, last)
+
+    def prepare_answer(
+        self, call: Call, plan: Plan, completion: Completion, parsed: ParsedAnswer | None, answerer: Answerer
+    ) -> PreparedAnswer:
+        """Makes an answer's record for the graph. Raises CompletionRefused with every rule that it breaks (R83).
+
+        The caller holds `recording`; the record's `settle` releases it.
+        """
+        found = violations_of(completion)
+        if found or completion.finish_reason is None:
+            raise CompletionRefused(found)
+        finish = completion.finish_reason if parsed is None else parsed.finish_reason
+        given = completion.message
+        if given is not None and completion.stop_text is not None:
+            given = before_stop(given, completion.stop_text, parsed.last_chars if parsed is not None else 0)
+        message = given or (parsed.message if parsed is not None else None)
+        if message is None:
+            raise CompletionRefused(["completion.message: required, because the rollout's source has no tokenizer"])
+        if message.tool_calls and finish is FinishReason.STOP:
+            finish = FinishReason.TOOL_CALLS
+        injected = given is not None and (
+            answerer is Answerer.TRAINER if parsed is None else not _same(given, parsed.message)
+        )
+        tokens = completion.tokens
+        if self._codec is None and tokens is not None:
+            if completion.prompt_ids is None:
+                tokens = None  # without their prompt they make no sample: stored as text
+            else:
+                plan = self._observed(plan, completion.prompt_ids)
+        sampled = _sampled(completion, tokens, message, finish, injected, call.policy_id)
+        try:
+            record = self.graph.prepare(call.id, plan, sampled)
+        except InvalidArgument as error:
+            raise CompletionRefused(f"completion.{v.field}: {v.description}" for v in error.violations) from None
+        count = record.keep + int(record.suffix.size)
+        prompt = Prompt(count, record.keep, record.call_class, record.branch_id, record.parent_call_id)
+        usage = completion.usage
+        if tokens is not None or usage is None:
+            thought, cached = (usage.reasoning_tokens, usage.cached_tokens) if usage is not None else (None, None)
+            usage = Usage(count, completion.count, thought, cached)
+        taken = completion.taken(tokens, finish, usage)
+        self._longest_body = max(self._longest_body, call.request.body_bytes)
+        return PreparedAnswer(
+            completion=taken,
+            message=message,
+            prompt=prompt,
+            injected=injected,
+            record=record.to_bytes(),
+            chain_sha256=record.chain,
+            chain_index=len(self.graph.calls),
+            settle=partial(self._settle, record),
+        )
+
+    def _settle(self, record: GraphRecord, kept: bool) -> None:
+        try:
+            if kept:
+                self.graph.apply(record)
+        finally:
+            self.recording.release()
+
+    def _observed(self, plan: Plan, ids: IntArray) -> Plan:
+        """Replaces the planned prompt by the engine's; it continues the previous line only if it extends its tokens."""
+        parent = self.graph.calls.get(plan.parent_call_id or "")
+        before = self.graph.path(parent.call_id) if parent is not None else ids[:0]
+        keep = common_prefix(before, ids)
+        known = replace(plan, prompt_ids=ids, shared_prefix_len=keep, suffix_ids=ids[keep:])
+        if parent is None or keep == before.size:
+            return known
+        return replace(
+            known,
+            parent_call_id=parent.call_id if keep else None,
+            new_branch=True,
+            branch_id=secrets.token_hex(16),
+            reason="the engine's prompt does not continue the previous turn",
+        )
 
 
 class Conversations:
@@ -115,3 +301,73 @@ class Conversations:
         """Checks that the rollout was not deleted. The id alone is not enough: another rollout may have it by now."""
         if self._registry.find(rollout.id) is not rollout:
             raise NotFound("No such rollout.", reason="ROLLOUT_UNKNOWN")
+
+
+def before_stop(message: Message, stop: str, last_chars: int) -> Message:
+    """Cuts an answer, for the agent, at the stop text that ended it (R101). Its tokens stay as sampled.
+
+    The last token completed the stop text and may contain more after it. The stop text therefore lies within the last
+    `len(stop) + last_chars` characters. A stop text that the model wrote as a tool call counts as a tool call.
+    """
+    *before, last = message.parts or (TextPart(""),)
+    if not isinstance(last, TextPart | ReasoningPart):
+        return message
+    text = last.text
+    place = text.find(stop, max(0, len(text) - len(stop) - last_chars))
+    if place < 0:  # an answer's trailing white space is not part of it
+        short = stop.rstrip()
+        place = len(text) - len(short) if short and text.endswith(short) else -1
+    if place < 0:
+        return message
+    left = (replace(last, text=text[:place]),) if place else ()
+    return replace(message, parts=(*before, *left))
+
+
+def _compile(patterns: Iterable[str]) -> tuple[LinePattern, ...]:
+    """Compiles with RE2, which is linear in the text for any pattern: the text comes from an agent."""
+    options = re2.Options()
+    options.log_errors = False
+    compiled: list[LinePattern] = []
+    for index, pattern in enumerate(patterns):
+        try:
+            compiled.append(re2.compile(f"(?m){pattern}", options))
+        except re2.error as error:
+            raise invalid_field(
+                f"hints.volatile_line_patterns[{index}]", f"not a regular expression: {error}"
+            ) from error
+    return tuple(compiled)
+
+
+def _sampled(
+    completion: Completion,
+    tokens: Tokens | None,
+    message: Message,
+    finish: FinishReason,
+    injected: bool,
+    policy_id: str,
+) -> Sampled:
+    return Sampled(
+        message=message,
+        finish_reason=finish,
+        token_ids=tokens.ids if tokens is not None else None,
+        logprobs=tokens.logprobs if tokens is not None else None,
+        logprobs_mode=tokens.logprobs_mode if tokens is not None else None,
+        versions=tokens.versions if tokens is not None else (),
+        sampling_used=completion.sampling_used,
+        engine=completion.engine,
+        engine_version=completion.engine_version,
+        injected=injected,
+        top=tokens.top if tokens is not None else None,
+        tensors=tokens.tensors if tokens is not None else (),
+        policy_id=policy_id,
+    )
+
+
+def _same(given: Message, parsed: Message) -> bool:
+    """Returns whether two answers look the same to the agent, generated tool call ids aside."""
+    return _without_ids(given) == _without_ids(parsed)
+
+
+def _without_ids(message: Message) -> tuple[str, str, tuple[tuple[str, str], ...]]:
+    calls = tuple((c.name, c.arguments_json) for c in message.parts if isinstance(c, ToolCallPart))
+    return message.text, message.reasoning, calls

@@ -22,7 +22,6 @@ from penstock.chat.v1 import chat_pb2
 from penstock.trajectory.v1 import trajectory_pb2
 from penstock_chassis.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 from penstock_chassis.validation import invalid_field
-from penstock_interception.conversation.conversation import Conversation
 from penstock_interception.domain.calls import Answerer
 from penstock_interception.domain.completions import Completion
 from penstock_interception.domain.host_tools import ToolResult
@@ -40,6 +39,7 @@ from penstock_interception.domain.recordings import (
 from penstock_interception.domain.state import Call, Rollout
 from penstock_interception.graph.paths import NO_TOKENS, common_prefix
 from penstock_interception.graph.values import CallClass, IntArray, Plan, little_endian
+from penstock_interception.rollouts.conversations import Conversation
 from penstock_interception.store.commits import durable, failed
 from penstock_interception.store.recordings import StoredCall, StoredTool
 from penstock_interception.store.store import CallStore

@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from penstock_codec.chat import FinishReason
-from penstock_interception.conversation.conversation import Conversation
 from penstock_interception.domain.calls import CallState, Mode, RolloutState
 from penstock_interception.domain.models import is_trained
 from penstock_interception.domain.recordings import Divergence
 from penstock_interception.domain.state import Call, Rollout
 from penstock_interception.graph import Branch, CallClass, LogprobsMode, Sample
 from penstock_interception.graph.values import TurnSpan
+from penstock_interception.rollouts.conversations import Conversation
 
 _TRUNCATED, _BUDGET = "TRUNCATED", "BUDGET"
 _TRAINED_ELSEWHERE = ("SHARED", "OTHER_POLICY")

@@ -10,12 +10,12 @@ from google.protobuf.internal.containers import RepeatedCompositeFieldContainer
 
 from penstock.interception.v1 import intercept_service_pb2 as pb
 from penstock_chassis import times
-from penstock_interception import telemetry
 from penstock_interception.domain.calls import Dialect, RolloutState
 from penstock_interception.domain.completions import Failure
 from penstock_interception.domain.requests import ChatRequest
 from penstock_interception.domain.sent_prompts import SentPrompts
 from penstock_interception.domain.state import CALL_BYTES, Call, Outbox, View
+from penstock_interception.gate import telemetry
 from penstock_interception.rpc import tools
 from penstock_interception.wire import convert
 

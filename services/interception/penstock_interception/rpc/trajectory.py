@@ -11,13 +11,13 @@ from penstock.interception.v1 import rollout_gate_service_pb2 as gate_pb2
 from penstock.trajectory.v1 import trajectory_pb2 as pb
 from penstock.values import numbers, to_proto, token_tensors, writer
 from penstock_chassis import times
-from penstock_interception.conversation.conversation import Conversation
 from penstock_interception.domain import models
 from penstock_interception.domain.calls import BranchPoint, CallState, Mode, RolloutState, Totals
 from penstock_interception.domain.completions import Completion
 from penstock_interception.domain.state import Call, Rollout
 from penstock_interception.graph import Branch, CallClass, Sample, TurnSpan
 from penstock_interception.graph.values import little_endian
+from penstock_interception.rollouts.conversations import Conversation
 from penstock_interception.rollouts.trajectory import (
     Capture,
     CaptureLevel,

@@ -15,7 +15,6 @@ from penstock_chassis.errors import FailedPrecondition
 from penstock_chassis.validation import invalid_field
 from penstock_codec import Codec, CodecError
 from penstock_codec.tokenizer_files import TokenizerFiles
-from penstock_interception.conversation.codecs import CodecCache
 from penstock_interception.domain.calls import (
     Answerer,
     CallerUpstream,
@@ -32,6 +31,7 @@ from penstock_interception.domain.completions import Completion
 from penstock_interception.domain.requests import ChatRequest
 from penstock_interception.domain.state import Call
 from penstock_interception.sources.base import ModelSource, Resolved, SourceError
+from penstock_interception.sources.codecs import CodecCache
 from penstock_interception.sources.upstream import UpstreamSource
 
 FRESH_S: Final = 2.0

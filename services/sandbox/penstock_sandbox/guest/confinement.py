@@ -28,17 +28,41 @@ from penstock_sandbox.guest.common.filters import (
     refused,
 )
 
-_CLONE3 = 435
-_MOUNTS_BY_DESCRIPTOR = (428, 429, 430, 431, 432, 433, 442)
-# CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET.
-_NEW_NAMESPACES = 0x7E020000
+NEW_NAMESPACES = 0x7E020000
+"""Flags of clone: CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET."""
 
-# Clone, and the refused calls: unshare, setns, mount, umount2, pivot_root, chroot, swapon, swapoff, reboot, kexec_load,
-# kexec_file_load, init_module, finit_module, delete_module, acct, syslog, settimeofday, clock_settime, quotactl.
-_TABLES: Dict[str, Tuple[int, Tuple[int, ...]]] = {
-    "x86_64": (56, (272, 308, 165, 166, 155, 161, 167, 168, 169, 246, 320, 175, 313, 176, 163, 103, 164, 227, 179)),
-    "aarch64": (220, (97, 268, 40, 39, 41, 51, 224, 225, 142, 104, 294, 105, 273, 106, 89, 116, 170, 112, 60)),
+REFUSED: Dict[str, Tuple[int, int]] = {
+    "unshare": (272, 97),
+    "setns": (308, 268),
+    "mount": (165, 40),
+    "umount2": (166, 39),
+    "pivot_root": (155, 41),
+    "chroot": (161, 51),
+    "swapon": (167, 224),
+    "swapoff": (168, 225),
+    "reboot": (169, 142),
+    "kexec_load": (246, 104),
+    "kexec_file_load": (320, 294),
+    "init_module": (175, 105),
+    "finit_module": (313, 273),
+    "delete_module": (176, 106),
+    "acct": (163, 89),
+    "syslog": (103, 116),
+    "settimeofday": (164, 170),
+    "clock_settime": (227, 112),
+    "quotactl": (179, 60),
+    "open_tree": (428, 428),
+    "move_mount": (429, 429),
+    "fsopen": (430, 430),
+    "fsconfig": (431, 431),
+    "fsmount": (432, 432),
+    "fspick": (433, 433),
+    "mount_setattr": (442, 442),
 }
+"""Calls that fail with EPERM beside those of ``filters``, by name: their numbers on x86-64 and arm64."""
+ABSENT: Dict[str, Tuple[int, int]] = {"clone3": (435, 435)}
+"""Calls that fail with ENOSYS beside those of ``filters``."""
+_CLONE = {"x86_64": 56, "aarch64": 220}
 _IMAGE_NAMES = {"amd64": "x86_64", "arm64": "aarch64"}
 
 
@@ -48,17 +72,17 @@ def program(machine: str) -> bytes:
     That is a name of ``uname``, or the usual name of the same architecture in container images.
     """
     machine = _IMAGE_NAMES.get(machine, machine)
-    if machine not in _TABLES:
+    if machine not in ARCHITECTURES:
         return b""
-    clone, numbers = _TABLES[machine]
+    architecture = ARCHITECTURES[machine]
     return b"".join(
         [
-            *common(ARCHITECTURES[machine]),
-            *refused((*numbers, *_MOUNTS_BY_DESCRIPTOR), errno.EPERM),
-            *refused((_CLONE3,), errno.ENOSYS),
-            instruction(JUMP_EQUAL, clone, 0, 3),
+            *common(architecture),
+            *refused(architecture.numbers(REFUSED), errno.EPERM),
+            *refused(architecture.numbers(ABSENT), errno.ENOSYS),
+            instruction(JUMP_EQUAL, _CLONE[machine], 0, 3),
             load_argument(0),
-            instruction(JUMP_ANY_BIT, _NEW_NAMESPACES, 0, 1),
+            instruction(JUMP_ANY_BIT, NEW_NAMESPACES, 0, 1),
             instruction(RETURN, ERRNO | errno.EPERM),
             instruction(RETURN, ALLOW),
         ]

@@ -17,9 +17,8 @@ from penstock_chassis import times
 from penstock_chassis.auth import caller
 from penstock_chassis.errors import PenstockError
 from penstock_chassis.validation import check_request_id, invalid_field
-from penstock_sandbox import files
+from penstock_sandbox import files, status
 from penstock_sandbox.domain.model import Sandbox, Snapshot
-from penstock_sandbox.host import machine
 from penstock_sandbox.rpc import convert
 from penstock_sandbox.rpc.convert import page
 from penstock_sandbox.rpc.usage import stats_to, terms_from, usages
@@ -107,9 +106,9 @@ class SandboxServicer(sandbox_service_pb2_grpc.SandboxServiceServicer):
             sandbox_count=len(self._sandboxes.table.matching({})),
             waiting_count=self._sandboxes.waiting,
             room=self._sandboxes.room,
-            free_memory_bytes=machine.free_memory(),
+            free_memory_bytes=status.free_memory(),
             cpu_count=os.cpu_count() or 0,
-            busy_cpu_count=machine.busy_cpus(),
+            busy_cpu_count=status.busy_cpus(),
             snapshot_keys=dict.fromkeys(snapshot.key for snapshot in snapshots),
             toolbox_ids=(toolbox.id for toolbox in toolboxes),
         )

@@ -32,7 +32,7 @@ from penstock_chassis.aio.shared_work import SharedWork
 from penstock_chassis.auth import DEFAULT_NAMESPACE
 from penstock_chassis.errors import FailedPrecondition, NotFound, Violation
 from penstock_chassis.validation import invalid
-from penstock_sandbox.backends.local import layers
+from penstock_sandbox.backends.host import layers
 from penstock_sandbox.domain import paths
 from penstock_sandbox.domain.backend import MountedToolbox
 from penstock_sandbox.domain.model import PythonTarget, Runtime, RuntimeKind, Toolbox, ToolboxFile, ToolboxSpec

@@ -12,7 +12,7 @@ import pytest
 
 from penstock.client import ConfigurationError, InvalidArgument, MetricLog, Penstock, ResourceExhausted, Unavailable
 from penstock.client.intercept import metric_log as module
-from penstock.client.runs import _merged
+from penstock.client.rollouts.runs import _merged
 from penstock.client.transport.rpc import Backoff
 from penstock.driver.v1 import run_service_pb2 as pb
 

@@ -123,3 +123,5 @@ async def test_a_waiting_rollout_ends_if_its_spec_cannot_be_read(driver: Driver)
     assert driver.manager._live[whole.rollout_id].is_started
     for rollout_id in (whole.rollout_id, *full.rollout_ids):
         await driver.manager.cancel(rollout_id, "")
+    for rollout_id in (whole.rollout_id, *full.rollout_ids):  # a driver that stops before leaves them to the next one
+        await driver.manager.wait(rollout_id, 60)

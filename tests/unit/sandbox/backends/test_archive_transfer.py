@@ -9,9 +9,9 @@ import pytest
 
 from penstock_chassis.errors import FailedPrecondition
 from penstock_sandbox.backends.hf.client import Remote
-from penstock_sandbox.remote_machine.archive_transfer import capture
-from penstock_sandbox.remote_machine.bootstrap import PreparedMachine
-from penstock_sandbox.remote_machine.machine import Outcome
+from penstock_sandbox.backends.remote_machine.archive_transfer import capture
+from penstock_sandbox.backends.remote_machine.bootstrap import PreparedMachine
+from penstock_sandbox.backends.remote_machine.machine import Outcome
 
 
 class Reports:

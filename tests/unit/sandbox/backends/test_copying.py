@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock_sandbox.backends.local import layers
+from penstock_sandbox.backends.host import layers
 from penstock_sandbox.backends.local.copying import copy
 
 

@@ -21,7 +21,8 @@ from penstock_sandbox.backends.docker.engine.errors import Refused
 from penstock_sandbox.backends.docker.images import changes
 from penstock_sandbox.backends.docker.images.changes import Listed, plan
 from penstock_sandbox.backends.docker.images.diff_buffer import read_ahead
-from penstock_sandbox.backends.local import copying, layers
+from penstock_sandbox.backends.host import layers
+from penstock_sandbox.backends.local import copying
 from penstock_sandbox.domain import diffs
 from penstock_sandbox.domain.model import Stream
 from penstock_sandbox.processes.output import Collected
@@ -139,7 +140,7 @@ def test_second_names_are_links_as_far_as_first_ones_are_kept(tmp_path: Path, mo
     os.link(tmp_path / "a", tmp_path / "b")
     os.utime(tmp_path / "a", ns=(0, 1_000_000_000_123_456_789))
     for kept, kinds in ((diffs.MAX_KEPT, {tarfile.REGTYPE, tarfile.LNKTYPE}), (0, {tarfile.REGTYPE})):
-        monkeypatch.setattr("penstock_sandbox.backends.local.layers.MAX_KEPT", kept)
+        monkeypatch.setattr("penstock_sandbox.backends.host.layers.MAX_KEPT", kept)
         *chunks, _ = layers.diff(tmp_path)
         with tarfile.open(fileobj=io.BytesIO(b"".join(piece for piece in chunks if isinstance(piece, bytes)))) as found:
             assert {member.type for member in found} == kinds

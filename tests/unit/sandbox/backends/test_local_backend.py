@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from tests.support.waiting import GUARD_S
 
 from penstock_chassis.errors import InvalidArgument, ResourceExhausted
-from penstock_sandbox.backends.local import layers, rootfs
+from penstock_sandbox.backends.host import cgroups, layers
+from penstock_sandbox.backends.local import rootfs
 from penstock_sandbox.backends.local.backend import LocalBackend, LocalOptions
 from penstock_sandbox.backends.local.disk.limits import Allotment
 from penstock_sandbox.backends.local.disk.usage import AT_ONCE, DiskUse, Use, measure
@@ -23,7 +24,6 @@ from penstock_sandbox.backends.local.sandbox import LocalSandbox
 from penstock_sandbox.backends.local.stage import Stage
 from penstock_sandbox.domain.model import NetworkKind, NetworkPolicy, Resources, Runtime, RuntimeKind
 from penstock_sandbox.guest.common import walk
-from penstock_sandbox.host import cgroups
 from penstock_sandbox.rpc.convert import page
 from penstock_sandbox.sandboxes.policy import network_problems
 from penstock_sandbox.toolboxes import runtimes

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from penstock_sandbox.backends.remote_machine.archive_store import Archives
 from penstock_sandbox.domain.backend import MountedToolbox
-from penstock_sandbox.remote_machine.archive_store import Archives
 
 
 @asynccontextmanager

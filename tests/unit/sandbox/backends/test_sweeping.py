@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock_sandbox.remote_machine.sweeping import sweep_forever
+from penstock_sandbox.backends.remote_machine.sweeping import sweep_forever
 
 
 class Ended(Exception):

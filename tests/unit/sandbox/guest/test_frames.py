@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
+from penstock_sandbox.backends.guest_client import program
 from penstock_sandbox.guest import frames
 from penstock_sandbox.guest.frames import ACK, DATA, HELLO, Decoder, Ledger, Malformed, Unarmour
-from penstock_sandbox.guest_client import program
 
 payloads = st.binary(max_size=40)
 

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 import pytest
 from tests.support.endpoints.token_endpoint import unused_port
 
+from penstock_sandbox.backends.guest_client import endpoint as attended
+from penstock_sandbox.backends.guest_client.stream import Stream
 from penstock_sandbox.backends.local import endpoint as local
 from penstock_sandbox.domain.model import NetworkKind, NetworkPolicy
 from penstock_sandbox.guest import endpoint as attendant
 from penstock_sandbox.guest import frames
 from penstock_sandbox.guest.loop import Loop as AttendantLoop
 from penstock_sandbox.guest.processes import Streams as AttendantStreams
-from penstock_sandbox.guest_client import endpoint as attended
-from penstock_sandbox.guest_client.stream import Stream
 
 HANGS_S = 60.0
 

@@ -54,7 +54,7 @@ from penstock.client.pacing.stream import RolloutStream, StreamBatch, StreamedGr
 from penstock.client.rollouts.assays import Assays
 from penstock.client.rollouts.client import RolloutOptions
 from penstock.client.rollouts.handles import GroupHandle, RolloutHandle
-from penstock.client.runs import Metric
+from penstock.client.rollouts.runs import Metric
 from penstock.client.sandboxes.handle import Fork, SandboxHandle
 from penstock.client.sandboxes.processes import ProcessHandle
 from penstock.client.tasks.spec import (

@@ -16,7 +16,7 @@ from penstock.client.pacing.policies import Policy
 from penstock.client.pacing.stream import RolloutStream
 from penstock.client.rollouts.client import GroupsClient, RolloutOptions, RolloutsClient
 from penstock.client.rollouts.driver_rpc import Drivers
-from penstock.client.runs import RunsClient
+from penstock.client.rollouts.runs import RunsClient
 from penstock.client.sandboxes.client import SandboxesClient
 from penstock.client.sandboxes.toolboxes import ToolboxesClient
 from penstock.client.tasks.spec import AgentChoice

@@ -28,7 +28,7 @@ from penstock.client.operations import OperationsClient
 from penstock.client.pacing.stream import RolloutStream
 from penstock.client.rollouts.client import GroupsClient, RolloutsClient
 from penstock.client.rollouts.handles import GroupHandle, RolloutHandle
-from penstock.client.runs import RunsClient
+from penstock.client.rollouts.runs import RunsClient
 from penstock.client.sandboxes.client import SandboxesClient
 from penstock.client.sandboxes.handle import Fork, SandboxHandle
 from penstock.client.sandboxes.processes import ProcessHandle

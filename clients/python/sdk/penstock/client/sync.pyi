@@ -20,7 +20,7 @@ from penstock.client.pacing.meter import Bias
 from penstock.client.pacing.policies import Policy
 from penstock.client.pacing.stream import StreamBatch
 from penstock.client.rollouts.client import RolloutOptions
-from penstock.client.runs import Metric
+from penstock.client.rollouts.runs import Metric
 from penstock.client.tasks.spec import (
     AgentChoice,
     AgentKeyTerms,

@@ -26,7 +26,8 @@ from penstock_driver.domain.unended import AttemptPlace, Stage
 from penstock_driver.environments.prepare import PreparedEnvironment
 from penstock_driver.environments.throttle import patiently
 from penstock_driver.rollouts.agent_process import rejoin_agent
-from penstock_driver.rollouts.attempt import CLEAN_UP_S, Attempt
+from penstock_driver.rollouts.attempt import Attempt
+from penstock_driver.rollouts.attempt_resources import CLEAN_UP_S
 from penstock_driver.rollouts.context import TakenUp
 
 
@@ -45,7 +46,7 @@ class ContinuedAttempt(Attempt):
         if taken_up.stage is Stage.CARRIED:
             self._take_carried()
         else:
-            self._sandbox = place.sandbox
+            self._resources.sandbox = place.sandbox
             await self._rejoin(place.sandbox)
         await self._delete_others("" if taken_up.stage is Stage.CARRIED else place.sandbox.sandbox_id)
         if self._phase is Phase.RUNNING:
@@ -81,7 +82,7 @@ class ContinuedAttempt(Attempt):
 
     async def _begin_again(self) -> None:
         """Begin the attempt again, whose agent was never started."""
-        self._sandbox, self._outcome = None, Outcome()
+        self._resources.sandbox, self._outcome = None, Outcome()
         self._recorder.begin_again("the attempt begins again: the driver was restarted before it had started the agent")
         await self._recorder.secure()  # the process after this one would look for the sandbox
         await self._sandboxes.delete_labelled(self._attempt.labels)
@@ -136,14 +137,14 @@ class ContinuedAttempt(Attempt):
         needs_before = before and self._work.needs_before
         if not needs_baseline and not needs_before:
             return
-        fork = await self._fork(prepared, purpose="/baseline")
+        fork = await self._resources.fork(prepared, purpose="/baseline")
         try:
             if needs_baseline and self._grader is not None:
                 await self._grader.save_baseline(fork, prepared.plain)
             if needs_before:
                 await self._work.keep(fork)
         finally:
-            await self._try_release("sandbox", self._sandboxes.delete(fork.sandbox_id))
+            await self._resources.try_release("sandbox", self._sandboxes.delete(fork.sandbox_id))
 
     async def _record_missed_calls(self) -> None:
         """Record the calls that ended while no driver watched."""

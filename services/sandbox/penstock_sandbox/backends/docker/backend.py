@@ -30,7 +30,6 @@ from penstock_sandbox.backends.docker.cleanup.reaper import Owner, Reaper
 from penstock_sandbox.backends.docker.companions import Companions
 from penstock_sandbox.backends.docker.engine.daemon import Daemon
 from penstock_sandbox.backends.docker.engine.errors import Missing, Refused
-from penstock_sandbox.backends.docker.images.additions import USER
 from penstock_sandbox.backends.docker.images.images import Images
 from penstock_sandbox.backends.docker.images.layers import Layers, name_of
 from penstock_sandbox.backends.docker.images.prepared_images import Prepared, ReadyImage, described
@@ -39,6 +38,7 @@ from penstock_sandbox.backends.docker.names_files import NamesFiles
 from penstock_sandbox.backends.docker.options import DockerOptions
 from penstock_sandbox.backends.docker.probe.trial_container import Trial, keeps_apart, unusable
 from penstock_sandbox.backends.docker.sandboxes import DockerSandboxes
+from penstock_sandbox.backends.images.additions import USER
 from penstock_sandbox.domain.backend import Backend, MountedToolbox, SandboxHandle, SealedLayer
 from penstock_sandbox.domain.model import SandboxSpec
 

@@ -25,9 +25,9 @@ from penstock_sandbox.backends.docker.engine.daemon import Daemon
 from penstock_sandbox.backends.docker.engine.errors import Json, Missing, Refused
 from penstock_sandbox.backends.docker.images import account_files
 from penstock_sandbox.backends.docker.images.account_files import Ids
-from penstock_sandbox.backends.docker.images.additions import RESERVED
 from penstock_sandbox.backends.docker.images.images import Images
 from penstock_sandbox.backends.docker.options import DockerOptions
+from penstock_sandbox.backends.images.additions import RESERVED
 from penstock_sandbox.domain.model import Companion, HealthCheck
 
 # The longest pause between two runs of a health check.

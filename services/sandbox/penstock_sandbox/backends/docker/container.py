@@ -13,11 +13,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock_sandbox.backends.docker.engine.errors import Json
-from penstock_sandbox.backends.docker.images import account_files, pause_program
+from penstock_sandbox.backends.docker.images import account_files
 from penstock_sandbox.backends.docker.images.account_files import Ids
-from penstock_sandbox.backends.docker.images.additions import USER, WORKDIR, unwanted
 from penstock_sandbox.backends.docker.images.prepared_images import ReadyImage
 from penstock_sandbox.backends.docker.names_files import NOBODY
+from penstock_sandbox.backends.images import pause_program
+from penstock_sandbox.backends.images.additions import USER, WORKDIR, unwanted
 from penstock_sandbox.domain.model import Companion, NetworkKind, Resources
 
 HOSTNAME = "sandbox"

@@ -18,7 +18,7 @@ from penstock_chassis.aio.single_flight import SingleFlight
 from penstock_sandbox.backends.docker.cleanup.reaper import Owner, Reaper
 from penstock_sandbox.backends.docker.engine.daemon import Daemon
 from penstock_sandbox.backends.docker.engine.errors import Json
-from penstock_sandbox.backends.local.layers import Collector
+from penstock_sandbox.backends.host.layers import Collector
 from penstock_sandbox.domain.backend import MountedToolbox
 
 _FILL = "/fill"

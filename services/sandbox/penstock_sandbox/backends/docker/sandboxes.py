@@ -25,17 +25,17 @@ from penstock_sandbox.backends.docker.container import HOSTNAME
 from penstock_sandbox.backends.docker.engine.daemon import Daemon
 from penstock_sandbox.backends.docker.engine.errors import Json, Missing, Refused
 from penstock_sandbox.backends.docker.images import account_files, changes
-from penstock_sandbox.backends.docker.images.additions import SYSTEM_PATH, unwanted
 from penstock_sandbox.backends.docker.images.diff_buffer import read_ahead
 from penstock_sandbox.backends.docker.images.layers import REPOSITORY, Layers, name_of
 from penstock_sandbox.backends.docker.images.prepared_images import ReadyImage, described
 from penstock_sandbox.backends.docker.names_files import NamesFiles
 from penstock_sandbox.backends.docker.options import DockerOptions
+from penstock_sandbox.backends.guest_client.sandbox import BackendHooks, GuestSandbox, ProcessDefaults
+from penstock_sandbox.backends.guest_client.stream import LinkLost
+from penstock_sandbox.backends.images.additions import SYSTEM_PATH, unwanted
 from penstock_sandbox.domain.backend import SandboxHandle
 from penstock_sandbox.domain.errno import Refused as RefusedInside
 from penstock_sandbox.domain.model import NetworkKind, SandboxSpec
-from penstock_sandbox.guest_client.sandbox import BackendHooks, GuestSandbox, ProcessDefaults
-from penstock_sandbox.guest_client.stream import LinkLost
 
 TRIAL = "trial"
 """The sandbox id of the trial."""

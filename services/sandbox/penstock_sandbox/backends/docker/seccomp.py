@@ -4,8 +4,8 @@ Purpose: no guest agent sets a filter in the programs of a companion (``guest.co
 profile leaves what is the whole machine's: vsock, io_uring, and the events of ``io_setup``.
 
 Invariants
-- All that ``guest.confinement`` refuses is refused here with the same error, and further calls that containers without
-  capabilities have no use for, most of which the kernel refuses them anyway.
+- All that ``guest.confinement`` refuses is refused here with the same error, by its own tables; and further calls that
+  containers without capabilities have no use for, most of which the kernel refuses them anyway.
 - Calls by another architecture's convention end the process.
 """
 
@@ -14,31 +14,19 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
-import socket
 from pathlib import Path
 from typing import Any, Final
 
 from penstock_sandbox.backends.docker.engine.daemon import Daemon
+from penstock_sandbox.guest import confinement
+from penstock_sandbox.guest.common import filters
 
-REFUSED: Final = (
-    "acct", "add_key", "bpf", "chroot", "clock_settime", "delete_module", "fanotify_init", "finit_module", "fsconfig",
-    "fsmount", "fsopen", "fspick", "init_module", "kcmp", "kexec_file_load", "kexec_load", "keyctl", "mount",
-    "mount_setattr", "move_mount", "open_by_handle_at", "open_tree", "perf_event_open", "pivot_root", "quotactl",
-    "reboot", "request_key", "setns", "settimeofday", "swapoff", "swapon", "syslog", "umount2", "unshare",
-    "userfaultfd",
-)  # fmt: skip
-"""As ``guest.confinement``."""
-ABSENT: Final = ("clone3", "io_setup", "io_uring_enter", "io_uring_register", "io_uring_setup")
-"""As ``guest.confinement``: programs can do without them."""
 _FURTHER: Final = (
     "get_mempolicy", "ioperm", "iopl", "lookup_dcookie", "mbind", "migrate_pages", "move_pages", "nfsservctl",
     "pidfd_getfd", "process_madvise", "quotactl_fd", "set_mempolicy", "set_mempolicy_home_node", "setdomainname",
     "sethostname", "sysfs", "uselib", "ustat", "vhangup",
 )  # fmt: skip
-FAMILIES: Final = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6, socket.AF_NETLINK)
 _FILE = "companions-seccomp.json"
-# CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET.
-_NEW_NAMESPACES: Final = tuple(1 << bit for bit in (17, 25, 26, 27, 28, 29, 30))
 
 
 async def offered(daemon: Daemon, folder: Path) -> str:
@@ -53,14 +41,15 @@ async def offered(daemon: Daemon, folder: Path) -> str:
 
 def profile() -> str:
     """Returns the profile in the daemon's format, JSON."""
+    namespaces = [1 << bit for bit in range(32) if confinement.NEW_NAMESPACES >> bit & 1]
     rules = [
-        _refusal((*REFUSED, *_FURTHER), errno.EPERM),
-        _refusal(ABSENT, errno.ENOSYS),
-        *(_refusal(("clone",), errno.EPERM, _argument("MASKED_EQ", flag, flag)) for flag in _NEW_NAMESPACES),
+        _refusal((*filters.REFUSED, *confinement.REFUSED, *_FURTHER), errno.EPERM),
+        _refusal((*filters.ABSENT, *confinement.ABSENT), errno.ENOSYS),
+        *(_refusal(("clone",), errno.EPERM, _argument("MASKED_EQ", flag, flag)) for flag in namespaces),
     ]
     # A rule cannot say "none of these": so each other family, and all that are higher.
-    others = [family for family in range(max(FAMILIES)) if family not in FAMILIES]
-    refused = [*(_argument("EQ", family) for family in others), _argument("GT", max(FAMILIES))]
+    others = [family for family in range(max(filters.FAMILIES)) if family not in filters.FAMILIES]
+    refused = [*(_argument("EQ", family) for family in others), _argument("GT", max(filters.FAMILIES))]
     rules += [_refusal(("socket", "socketpair"), errno.EAFNOSUPPORT, argument) for argument in refused]
     architectures = [{"architecture": f"SCMP_ARCH_{name}", "subArchitectures": []} for name in ("X86_64", "AARCH64")]
     return json.dumps({"defaultAction": "SCMP_ACT_ALLOW", "archMap": architectures, "syscalls": rules})

@@ -42,11 +42,11 @@ from penstock_sandbox.backends.e2b.layers import Layers
 from penstock_sandbox.backends.e2b.provisioning import equip
 from penstock_sandbox.backends.e2b.sandbox import E2BSandbox, process_defaults
 from penstock_sandbox.backends.e2b.trial_checks import holds_processes, leak, pauses
+from penstock_sandbox.backends.guest_client.stream import LinkLost
+from penstock_sandbox.backends.remote_machine.sweeping import SWEEP_S, sweep_forever
 from penstock_sandbox.domain.backend import Backend, MountedToolbox, SandboxHandle, SealedLayer
 from penstock_sandbox.domain.errno import Refused
 from penstock_sandbox.domain.model import Capabilities, ForkKind, NetworkKind, NetworkPolicy, SandboxSpec
-from penstock_sandbox.guest_client.stream import LinkLost
-from penstock_sandbox.remote_machine.sweeping import SWEEP_S, sweep_forever
 
 _MARGIN_S = 60.0
 _TRIAL_S = 120.0

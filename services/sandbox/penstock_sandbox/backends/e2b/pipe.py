@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from penstock_chassis.errors import PenstockError
 from penstock_sandbox.backends.e2b.errors import Denied, Gone, asked
-from penstock_sandbox.guest_client.pipe import Armoured, Pipe, SandboxGone
+from penstock_sandbox.backends.guest_client.pipe import Armoured, Pipe, SandboxGone
 
 if TYPE_CHECKING:
     from e2b import AsyncCommandHandle, AsyncSandbox

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Final
 
 from penstock_chassis.errors import FailedPrecondition
 from penstock_sandbox.backends.e2b.errors import asked
+from penstock_sandbox.backends.guest_client import ending, program
+from penstock_sandbox.backends.guest_client.program import pack
 from penstock_sandbox.domain.backend import MountedToolbox
-from penstock_sandbox.guest_client import ending, program
-from penstock_sandbox.guest_client.program import pack
 
 if TYPE_CHECKING:
     from e2b import AsyncSandbox

@@ -23,11 +23,11 @@ from penstock_sandbox.backends.e2b.cloud import Cloud
 from penstock_sandbox.backends.e2b.errors import Denied, Gone
 from penstock_sandbox.backends.e2b.pipe import GONE, open_pipe
 from penstock_sandbox.backends.e2b.provisioning import WORKDIR, Workload, attach_command
+from penstock_sandbox.backends.guest_client.files import lost
+from penstock_sandbox.backends.guest_client.messages import Greeting
+from penstock_sandbox.backends.guest_client.sandbox import BackendHooks, GuestSandbox, ProcessDefaults
+from penstock_sandbox.backends.guest_client.stream import LinkLost
 from penstock_sandbox.domain.model import NetworkKind, NetworkPolicy, SandboxSpec, Stats
-from penstock_sandbox.guest_client.files import lost
-from penstock_sandbox.guest_client.messages import Greeting
-from penstock_sandbox.guest_client.sandbox import BackendHooks, GuestSandbox, ProcessDefaults
-from penstock_sandbox.guest_client.stream import LinkLost
 
 if TYPE_CHECKING:
     from e2b import AsyncSandbox

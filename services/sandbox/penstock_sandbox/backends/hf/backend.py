@@ -25,20 +25,20 @@ import structlog
 from penstock_chassis.aio.deletion import DELAYS, Deletions
 from penstock_chassis.aio.retry import Backoff
 from penstock_chassis.errors import FailedPrecondition, PenstockError, ResourceExhausted, Unavailable
+from penstock_sandbox.backends.guest_client import program
+from penstock_sandbox.backends.guest_client.stream import LinkLost
 from penstock_sandbox.backends.hf import hub_sdk
 from penstock_sandbox.backends.hf.client import Client, HfOptions, Remote
 from penstock_sandbox.backends.hf.hub_sdk import HubClient
 from penstock_sandbox.backends.hf.legacy_sdk import LegacyClient
 from penstock_sandbox.backends.hf.sandbox import HfSandbox
 from penstock_sandbox.backends.hf.threads import Threads
+from penstock_sandbox.backends.remote_machine import bootstrap
+from penstock_sandbox.backends.remote_machine.archive_store import Archives
+from penstock_sandbox.backends.remote_machine.archive_transfer import equip
 from penstock_sandbox.domain.backend import Backend, MountedToolbox, SandboxHandle, SealedLayer
 from penstock_sandbox.domain.errno import Refused
 from penstock_sandbox.domain.model import Capabilities, ForkKind, NetworkKind, SandboxSpec
-from penstock_sandbox.guest_client import program
-from penstock_sandbox.guest_client.stream import LinkLost
-from penstock_sandbox.remote_machine import bootstrap
-from penstock_sandbox.remote_machine.archive_store import Archives
-from penstock_sandbox.remote_machine.archive_transfer import equip
 from penstock_sandbox.settings import SandboxSettings
 
 NO_TOKEN = "no Hugging Face token: set PENSTOCK_SANDBOX_HF_TOKEN or HF_TOKEN"  # noqa: S105 - says that there is none

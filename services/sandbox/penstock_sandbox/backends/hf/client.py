@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 from penstock_chassis.aio.tasks import TaskOwner
 from penstock_chassis.errors import FailedPrecondition, PenstockError, ResourceExhausted, Unavailable
+from penstock_sandbox.backends.guest_client.pipe import Pipe
 from penstock_sandbox.backends.hf.threads import Threads
-from penstock_sandbox.guest_client.pipe import Pipe
-from penstock_sandbox.remote_machine.machine import Machine, Outcome
+from penstock_sandbox.backends.remote_machine.machine import Machine, Outcome
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi

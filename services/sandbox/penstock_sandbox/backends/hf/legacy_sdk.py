@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING
 
 import structlog
 
+from penstock_sandbox.backends.guest_client.pipe import Armoured, Pipe
 from penstock_sandbox.backends.hf.client import Client, HfOptions, Jobs, Remote, explain
 from penstock_sandbox.backends.hf.pipes import Feed, SplitPipe
 from penstock_sandbox.backends.hf.threads import Threads
+from penstock_sandbox.backends.remote_machine import bootstrap
+from penstock_sandbox.backends.remote_machine.machine import Outcome
 from penstock_sandbox.guest import poller
-from penstock_sandbox.guest_client.pipe import Armoured, Pipe
-from penstock_sandbox.remote_machine import bootstrap
-from penstock_sandbox.remote_machine.machine import Outcome
 
 if TYPE_CHECKING:
     from hf_sandbox import Sandbox

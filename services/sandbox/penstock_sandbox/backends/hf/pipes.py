@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 import structlog
 
 from penstock_chassis.errors import PenstockError
+from penstock_sandbox.backends.guest_client.pipe import SandboxGone
 from penstock_sandbox.backends.hf.threads import Threads, call_on_loop
+from penstock_sandbox.backends.remote_machine import bootstrap
 from penstock_sandbox.guest.handshake import NO_GUEST
-from penstock_sandbox.guest_client.pipe import SandboxGone
-from penstock_sandbox.remote_machine import bootstrap
 
 if TYPE_CHECKING:
     from penstock_sandbox.backends.hf.client import Remote

@@ -12,10 +12,15 @@ from collections.abc import Awaitable, Callable, Sequence
 import structlog
 
 from penstock_chassis.errors import Unavailable
+from penstock_sandbox.backends.guest_client.pipe import Pipe, SandboxGone
+from penstock_sandbox.backends.guest_client.sandbox import (
+    BackendHooks,
+    GuestSandbox,
+    ProcessDefaults,
+    by_what_serves_it,
+)
 from penstock_sandbox.backends.hf.client import Remote
-from penstock_sandbox.guest_client.pipe import Pipe, SandboxGone
-from penstock_sandbox.guest_client.sandbox import BackendHooks, GuestSandbox, ProcessDefaults, by_what_serves_it
-from penstock_sandbox.remote_machine import bootstrap
+from penstock_sandbox.backends.remote_machine import bootstrap
 
 # Each heartbeat of a silent sandbox is a request to it.
 _HEARTBEAT_S = 20.0

@@ -32,6 +32,8 @@ from penstock_chassis.aio.retry import Backoff, Delays
 from penstock_chassis.aio.tasks import TaskOwner
 from penstock_chassis.errors import FailedPrecondition, PenstockError, Unavailable
 from penstock_chassis.times import even_time
+from penstock_sandbox.backends.guest_client import program
+from penstock_sandbox.backends.guest_client.stream import LinkLost
 from penstock_sandbox.backends.kubernetes import diagnosis, trial_checks
 from penstock_sandbox.backends.kubernetes.claims import Claims, Followed
 from penstock_sandbox.backends.kubernetes.cluster import ClaimState, Cluster, missing
@@ -39,15 +41,13 @@ from penstock_sandbox.backends.kubernetes.errors import Gone
 from penstock_sandbox.backends.kubernetes.keys import ClaimKey, client_context
 from penstock_sandbox.backends.kubernetes.pod import Address, AdoptedPod
 from penstock_sandbox.backends.kubernetes.sandbox import MARGIN_S, PodSandbox
+from penstock_sandbox.backends.remote_machine import bootstrap
+from penstock_sandbox.backends.remote_machine.archive_store import Archives
+from penstock_sandbox.backends.remote_machine.archive_transfer import equip
+from penstock_sandbox.backends.remote_machine.sweeping import SWEEP_S, sweep_forever
 from penstock_sandbox.domain.backend import Backend, MountedToolbox, SandboxHandle, SealedLayer
 from penstock_sandbox.domain.errno import Refused
 from penstock_sandbox.domain.model import Capabilities, ForkKind, NetworkKind, NetworkPolicy, SandboxSpec
-from penstock_sandbox.guest_client import program
-from penstock_sandbox.guest_client.stream import LinkLost
-from penstock_sandbox.remote_machine import bootstrap
-from penstock_sandbox.remote_machine.archive_store import Archives
-from penstock_sandbox.remote_machine.archive_transfer import equip
-from penstock_sandbox.remote_machine.sweeping import SWEEP_S, sweep_forever
 
 _TRIAL_S: Final = 120.0
 _LOOK_S: Final = 3.0

@@ -23,10 +23,10 @@ from typing import Any, Final
 
 from penstock_chassis.aio.retry import Delays, retry
 from penstock_chassis.errors import FailedPrecondition, Unavailable
+from penstock_sandbox.backends.guest_client.pipe import Pipe, SandboxGone, StreamPipe
 from penstock_sandbox.backends.kubernetes import entrypoint
 from penstock_sandbox.backends.kubernetes.keys import ClaimKey
-from penstock_sandbox.guest_client.pipe import Pipe, SandboxGone, StreamPipe
-from penstock_sandbox.remote_machine.machine import Outcome
+from penstock_sandbox.backends.remote_machine.machine import Outcome
 
 _CONNECT_S: Final = 10.0
 _ADOPT_S: Final = 30.0

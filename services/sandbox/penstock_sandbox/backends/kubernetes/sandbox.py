@@ -13,17 +13,22 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
 from penstock_chassis.times import even_time
+from penstock_sandbox.backends.guest_client.files import lost
+from penstock_sandbox.backends.guest_client.messages import Greeting
+from penstock_sandbox.backends.guest_client.pipe import Pipe
+from penstock_sandbox.backends.guest_client.sandbox import (
+    BackendHooks,
+    GuestSandbox,
+    ProcessDefaults,
+    by_what_serves_it,
+)
+from penstock_sandbox.backends.guest_client.stream import LinkLost
 from penstock_sandbox.backends.kubernetes import diagnosis
 from penstock_sandbox.backends.kubernetes.cluster import ClaimState, Cluster
 from penstock_sandbox.backends.kubernetes.errors import Gone
 from penstock_sandbox.backends.kubernetes.pod import AdoptedPod
+from penstock_sandbox.backends.remote_machine import bootstrap
 from penstock_sandbox.domain.model import POD_OUT_OF_MEMORY, NetworkPolicy
-from penstock_sandbox.guest_client.files import lost
-from penstock_sandbox.guest_client.messages import Greeting
-from penstock_sandbox.guest_client.pipe import Pipe
-from penstock_sandbox.guest_client.sandbox import BackendHooks, GuestSandbox, ProcessDefaults, by_what_serves_it
-from penstock_sandbox.guest_client.stream import LinkLost
-from penstock_sandbox.remote_machine import bootstrap
 
 MARGIN_S: Final = 300.0
 """After the lease the cluster itself ends a sandbox so much later. Within it a renewal needs no request."""

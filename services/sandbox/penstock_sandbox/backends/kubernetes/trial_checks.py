@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import Final
 
 from penstock_sandbox.backends.kubernetes.cluster import Object
-from penstock_sandbox.remote_machine.bootstrap import PreparedMachine
-from penstock_sandbox.remote_machine.machine import Machine
+from penstock_sandbox.backends.remote_machine.bootstrap import PreparedMachine
+from penstock_sandbox.backends.remote_machine.machine import Machine
 
 # Public resolvers by address, since names may be blocked and addresses open; and the API server, by the address that
 # every pod has. Only a connection that is accepted counts.

@@ -24,7 +24,11 @@ import structlog
 
 from penstock_chassis.aio.tasks import TaskOwner
 from penstock_chassis.errors import FailedPrecondition, Internal, PenstockError, Unavailable
-from penstock_sandbox.backends.local import bubblewrap, layers, rootfs
+from penstock_sandbox.backends.host import cgroups, layers
+from penstock_sandbox.backends.host.cgroups import Cgroups, Group
+from penstock_sandbox.backends.images import reference
+from penstock_sandbox.backends.images.store import ImageOptions, ImageStore
+from penstock_sandbox.backends.local import bubblewrap, rootfs
 from penstock_sandbox.backends.local.channel import ChannelClosed
 from penstock_sandbox.backends.local.disk.limits import Disk
 from penstock_sandbox.backends.local.disk.usage import Use
@@ -47,10 +51,6 @@ from penstock_sandbox.domain.model import (
     RepeatablePart,
     SandboxSpec,
 )
-from penstock_sandbox.host import cgroups
-from penstock_sandbox.host.cgroups import Cgroups, Group
-from penstock_sandbox.images import reference
-from penstock_sandbox.images.store import ImageOptions, ImageStore
 
 _STAGES = ("/mnt", "/srv", "/media")
 _EMPTY_GROUP_WAIT_S = 0.002

@@ -16,9 +16,9 @@ import structlog
 
 from penstock_chassis import sockets
 from penstock_chassis.aio.tasks import TaskOwner
+from penstock_sandbox.backends.host.relay import MAX_CONNECTIONS, relay
+from penstock_sandbox.backends.host.upstream import CHUNK, reset
 from penstock_sandbox.domain.model import NetworkPolicy
-from penstock_sandbox.host.relay import MAX_CONNECTIONS, relay
-from penstock_sandbox.host.upstream import CHUNK, reset
 
 _ACCEPT_PAUSE_S = 0.05
 

@@ -14,8 +14,8 @@ from contextlib import asynccontextmanager
 from typing import TypeVar
 
 from penstock_chassis.errors import FailedPrecondition, Unavailable
+from penstock_sandbox.backends.host.cgroups import Group
 from penstock_sandbox.domain.errno import sandbox_lost
-from penstock_sandbox.host.cgroups import Group
 
 _FREEZE_DEADLINE_S = 10.0
 _FREEZE_POLL_S = 0.001

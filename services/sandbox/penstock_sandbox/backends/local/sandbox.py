@@ -17,7 +17,9 @@ from functools import partial
 from pathlib import Path
 
 from penstock_chassis.errors import FailedPrecondition, Internal, PenstockError
-from penstock_sandbox.backends.local import layers, tree_jobs
+from penstock_sandbox.backends.host import layers
+from penstock_sandbox.backends.host.cgroups import Group
+from penstock_sandbox.backends.local import tree_jobs
 from penstock_sandbox.backends.local.channel import Channel, ChannelClosed, Reply
 from penstock_sandbox.backends.local.disk.limits import Allotment
 from penstock_sandbox.backends.local.endpoint import Endpoint
@@ -40,7 +42,6 @@ from penstock_sandbox.domain.backend import (
 )
 from penstock_sandbox.domain.errno import Refused, file_error, sandbox_lost
 from penstock_sandbox.domain.model import FileInfo, NetworkKind, NetworkPolicy, PtySize, Stats, Stream
-from penstock_sandbox.host.cgroups import Group
 
 _VERDICT_S = 5.0
 _KILL_S, _KILL_SOON_S = 10.0, 2.0

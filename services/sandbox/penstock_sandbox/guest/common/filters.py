@@ -23,8 +23,8 @@ LOAD, JUMP_EQUAL, JUMP_AT_LEAST, JUMP_ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 
 ALLOW, ERRNO = 0x7FFF0000, 0x00050000
 _NUMBER, _ARCHITECTURE, _ARGUMENTS, _ARGUMENT_BYTES = 0, 4, 16, 8
 
-_FAMILIES = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6, socket.AF_NETLINK)
-_IO_URING = (425, 426, 427)
+FAMILIES = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6, socket.AF_NETLINK)
+"""Socket families that programs may have; for others there is EAFNOSUPPORT."""
 
 
 class Architecture(NamedTuple):
@@ -33,21 +33,40 @@ class Architecture(NamedTuple):
     number: int
     foreign: int
     """First number of a foreign convention; 0 = it has none."""
-    refused: Tuple[int, ...]
-    io_setup: int
     sockets: Tuple[int, ...]
+    column: int
+    """Its place in a table of calls."""
+
+    def numbers(self, calls: Dict[str, Tuple[int, int]]) -> List[int]:
+        """Returns the numbers of a table's calls."""
+        return [numbers[self.column] for numbers in calls.values()]
 
 
-# Refused: add_key, request_key, keyctl, perf_event_open, open_by_handle_at, kcmp, bpf, userfaultfd, fanotify_init.
 ARCHITECTURES: Dict[str, Architecture] = {
-    "x86_64": Architecture(
-        0xC000003E, 0x40000000, (248, 249, 250, 298, 304, 312, 321, 323, 300), io_setup=206, sockets=(41, 53)
-    ),
-    "aarch64": Architecture(
-        0xC00000B7, 0, (217, 218, 219, 241, 265, 272, 280, 282, 262), io_setup=0, sockets=(198, 199)
-    ),
+    "x86_64": Architecture(0xC000003E, 0x40000000, sockets=(41, 53), column=0),
+    "aarch64": Architecture(0xC00000B7, 0, sockets=(198, 199), column=1),
 }
 """By the machine's name (``uname``)."""
+
+REFUSED: Dict[str, Tuple[int, int]] = {
+    "add_key": (248, 217),
+    "request_key": (249, 218),
+    "keyctl": (250, 219),
+    "perf_event_open": (298, 241),
+    "open_by_handle_at": (304, 265),
+    "kcmp": (312, 272),
+    "bpf": (321, 280),
+    "userfaultfd": (323, 282),
+    "fanotify_init": (300, 262),
+}
+"""Calls that fail with EPERM, by name: their numbers on x86-64 and arm64."""
+ABSENT: Dict[str, Tuple[int, int]] = {
+    "io_uring_setup": (425, 425),
+    "io_uring_enter": (426, 426),
+    "io_uring_register": (427, 427),
+    "io_setup": (206, 0),
+}
+"""Calls that fail with ENOSYS."""
 
 
 def common(architecture: Architecture) -> List[bytes]:
@@ -60,10 +79,10 @@ def common(architecture: Architecture) -> List[bytes]:
     ]
     if architecture.foreign:
         code += [instruction(JUMP_AT_LEAST, architecture.foreign, 0, 1), instruction(RETURN, ERRNO | errno.EPERM)]
-    code += refused(architecture.refused, errno.EPERM)
-    code += refused((*_IO_URING, architecture.io_setup), errno.ENOSYS)
+    code += refused(architecture.numbers(REFUSED), errno.EPERM)
+    code += refused(architecture.numbers(ABSENT), errno.ENOSYS)
     for number in architecture.sockets:
-        code += by_argument(number, 0, _FAMILIES, ALLOW, ERRNO | errno.EAFNOSUPPORT)
+        code += by_argument(number, 0, FAMILIES, ALLOW, ERRNO | errno.EAFNOSUPPORT)
     return code
 
 

@@ -10,7 +10,7 @@ from penstock_chassis.errors import FailedPrecondition, InvalidArgument, NotFoun
 from penstock_sandbox.backends.docker.engine.errors import Json, Missing
 from penstock_sandbox.backends.docker.images.images import Images
 from penstock_sandbox.backends.docker.images.prepared_images import Prepared
-from penstock_sandbox.images import reference
+from penstock_sandbox.backends.images import reference
 from penstock_sandbox.settings import SandboxSettings
 
 _SNAPSHOT = f"sha256:ad{'1' * 62}"

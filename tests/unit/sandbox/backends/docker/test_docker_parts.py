@@ -25,13 +25,16 @@ from hypothesis import strategies as st
 from tests.support.waiting import eventually
 
 from penstock_chassis.errors import FailedPrecondition, NotFound, Unavailable
+from penstock_sandbox.backends.docker import seccomp
 from penstock_sandbox.backends.docker.engine.daemon import Daemon
 from penstock_sandbox.backends.docker.engine.errors import Missing, Refused
 from penstock_sandbox.backends.docker.engine.streams import CommandPipes
-from penstock_sandbox.backends.docker.images import additions, changes, pause_program, workdir_owner
+from penstock_sandbox.backends.docker.images import changes, workdir_owner
 from penstock_sandbox.backends.docker.images.images import Images
 from penstock_sandbox.backends.docker.images.prepared_images import Prepared, described
+from penstock_sandbox.backends.images import additions, pause_program
 from penstock_sandbox.guest import confinement
+from penstock_sandbox.guest.common import filters
 
 MACHINE = {"x86_64": "amd64", "aarch64": "arm64"}.get(os.uname().machine, "")
 
@@ -141,6 +144,25 @@ def test_filter_allows_four_socket_families_wherever_a_guest_serves(
     assert confinement.program("riscv64") == b""
 
 
+@pytest.mark.requirement("R55", "R80")
+@pytest.mark.parametrize(("architecture", "column"), [(0xC000003E, 0), (0xC00000B7, 1)])
+def test_what_a_guest_refuses_is_refused_to_companions_with_the_same_error(architecture: int, column: int) -> None:
+    """A companion has no guest: its daemon's profile refuses by name what the guest's filter refuses by number."""
+    program = confinement.program(("x86_64", "aarch64")[column])
+    rules = [rule for rule in json.loads(seccomp.profile())["syscalls"] if "args" not in rule]
+    errors = {name: rule["errnoRet"] for rule in rules for name in rule["names"]}
+    tables = (filters.REFUSED, filters.ABSENT, confinement.REFUSED, confinement.ABSENT)
+    numbers = {name: number[column] for table in tables for name, number in table.items()}
+    assert {"mount", "unshare", "io_uring_setup", "clone3", "bpf"} <= numbers.keys()
+    judged = {name: _judge(program, architecture, number, 0) for name, number in numbers.items()}
+    assert judged == {name: 0x00050000 | errors[name] for name in numbers}
+    # No number stands twice, as it does where one of a neighbour was copied; and nothing else is refused outright.
+    assert len(set(numbers.values())) == len(numbers)
+    assert {number for number in range(600) if _judge(program, architecture, number, 1) in (EPERM, ENOSYS)} == {
+        *numbers.values()
+    }
+
+
 # Accounts -------------------------------------------------------------------------------------------------------------
 
 
@@ -229,14 +251,14 @@ def test_images_user_is_found_by_name_or_number() -> None:
     ],
 )  # fmt: skip
 def test_no_directory_of_the_system_is_a_working_directory(declared: str, workdir: str) -> None:
-    assert workdir_owner.workdir_of(declared) == workdir
+    assert additions.workdir_of(declared) == workdir
 
 
 @pytest.mark.requirement("R80")
 @given(st.text(alphabet="./abet", max_size=12))
 def test_a_working_directory_is_always_one_of_its_own(declared: str) -> None:
     """Whatever an image declares."""
-    workdir = workdir_owner.workdir_of(declared)
+    workdir = additions.workdir_of(declared)
     assert workdir.startswith("/") and workdir != "/" and ".." not in workdir.split("/")
 
 

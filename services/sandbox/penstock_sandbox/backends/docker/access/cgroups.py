@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from penstock_sandbox.host.cgroups import Group
+from penstock_sandbox.backends.host.cgroups import Group
 
 
 def of_container(pid: int, container: str) -> tuple[Group, list[str]]:

@@ -17,7 +17,7 @@ import tarfile
 from collections.abc import Iterable, Iterator
 
 from penstock_sandbox.backends.docker.images.changes import Source
-from penstock_sandbox.backends.local.layers import Collector
+from penstock_sandbox.backends.host.layers import Collector
 
 FOLDERS = ("/bin", "/lib", "/lib64", "/usr/bin", "/usr/lib", "/usr/lib64", "/usr/local/bin", "/usr/local/lib")
 """Possible paths in an image; in many images some of them are links to others."""

@@ -30,15 +30,15 @@ from penstock_sandbox.backends.docker.access.ways import ENDED, ROOT_MODE, Piped
 from penstock_sandbox.backends.docker.cleanup.reaper import Owner, Reaper
 from penstock_sandbox.backends.docker.engine.daemon import Daemon
 from penstock_sandbox.backends.docker.engine.errors import Json, Refused
-from penstock_sandbox.backends.docker.images import pause_program
-from penstock_sandbox.backends.docker.images.additions import OURS, File, packed
 from penstock_sandbox.backends.docker.images.images import Images
 from penstock_sandbox.backends.docker.images.prepared_images import ReadyImage
 from penstock_sandbox.backends.docker.mounts import Mounts
+from penstock_sandbox.backends.guest_client import ending, program
+from penstock_sandbox.backends.guest_client.pipe import SandboxGone
+from penstock_sandbox.backends.images import pause_program
+from penstock_sandbox.backends.images.additions import OURS, File, packed
 from penstock_sandbox.domain.model import Resources, Stats
 from penstock_sandbox.guest import confinement
-from penstock_sandbox.guest_client import ending, program
-from penstock_sandbox.guest_client.pipe import SandboxGone
 
 PLACE: Final = f"{OURS}/inside"
 _SERVING: Final = f"{OURS}/attendant"

@@ -33,16 +33,16 @@ from penstock_sandbox.backends.docker.access.forkserver import Forkserver
 from penstock_sandbox.backends.docker.cleanup.reaper import SANDBOX, Owner, Reaper
 from penstock_sandbox.backends.docker.engine.daemon import Daemon
 from penstock_sandbox.backends.docker.engine.errors import Json, Missing, Refused
-from penstock_sandbox.backends.docker.images import pause_program
-from penstock_sandbox.backends.docker.images.additions import OURS
 from penstock_sandbox.backends.docker.images.images import Images
 from penstock_sandbox.backends.docker.images.prepared_images import ReadyImage
+from penstock_sandbox.backends.guest_client import launch, program
+from penstock_sandbox.backends.guest_client.pipe import Opener, Pipe, SandboxGone, unix_socket
+from penstock_sandbox.backends.host.cgroups import Group
+from penstock_sandbox.backends.images import pause_program
+from penstock_sandbox.backends.images.additions import OURS
 from penstock_sandbox.domain.model import Resources, Stats
 from penstock_sandbox.guest import confinement
 from penstock_sandbox.guest.handshake import NO_GUEST
-from penstock_sandbox.guest_client import launch, program
-from penstock_sandbox.guest_client.pipe import Opener, Pipe, SandboxGone, unix_socket
-from penstock_sandbox.host.cgroups import Group
 
 if TYPE_CHECKING:
     from penstock_sandbox.backends.docker.engine.streams import CommandPipes

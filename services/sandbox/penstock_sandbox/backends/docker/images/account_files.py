@@ -18,7 +18,7 @@ from typing import Final
 
 from penstock_sandbox.backends.docker.engine.daemon import GO_LINK, GO_TYPES, Daemon
 from penstock_sandbox.backends.docker.engine.errors import Missing, Refused
-from penstock_sandbox.backends.docker.images.additions import RESERVED, File, id_of, packed
+from penstock_sandbox.backends.images.additions import RESERVED, File, id_of, packed
 
 FOLDER: Final = "/etc"
 PATHS: Final = (f"{FOLDER}/passwd", f"{FOLDER}/group")

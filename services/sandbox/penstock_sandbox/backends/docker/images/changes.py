@@ -25,8 +25,8 @@ from typing import IO, Any
 from penstock_chassis.errors import FailedPrecondition
 from penstock_sandbox.backends.docker.engine.daemon import GO_SOCKET, Daemon
 from penstock_sandbox.backends.docker.engine.errors import Refused
-from penstock_sandbox.backends.docker.images.additions import OURS
-from penstock_sandbox.backends.local.layers import is_below
+from penstock_sandbox.backends.host.layers import is_below
+from penstock_sandbox.backends.images.additions import OURS
 from penstock_sandbox.domain.diffs import CHUNK, DEFAULT_BYTES, MAX_KEPT, DiffWriter, stepwise, too_large
 from penstock_sandbox.guest.common import trees
 

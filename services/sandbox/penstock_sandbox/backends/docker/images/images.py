@@ -19,8 +19,8 @@ from penstock_sandbox.backends.docker.engine.errors import Json, Missing, Refuse
 from penstock_sandbox.backends.docker.images import names
 from penstock_sandbox.backends.docker.images.account_files import Ids
 from penstock_sandbox.backends.docker.images.prepared_images import Prepared, ReadyImage
-from penstock_sandbox.images import errors
-from penstock_sandbox.images.reference import Reference
+from penstock_sandbox.backends.images import errors
+from penstock_sandbox.backends.images.reference import Reference
 
 _KEPT_IDS = 256
 # Of a daemon's messages, by what they have in them.

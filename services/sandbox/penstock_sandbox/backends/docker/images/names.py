@@ -17,8 +17,8 @@ from typing import Final
 from penstock_chassis.errors import FailedPrecondition, InvalidArgument
 from penstock_sandbox.backends.docker.cleanup.reaper import INSTANCE, KIND
 from penstock_sandbox.backends.docker.engine.errors import Json
-from penstock_sandbox.images import reference
-from penstock_sandbox.images.reference import HUB, HUB_NAMES, Reference
+from penstock_sandbox.backends.images import reference
+from penstock_sandbox.backends.images.reference import HUB, HUB_NAMES, Reference
 
 OURS: Final = "penstock-"
 """How the names of repositories begin in which this backend keeps its images."""

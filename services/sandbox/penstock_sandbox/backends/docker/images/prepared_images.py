@@ -29,9 +29,10 @@ from penstock_chassis.errors import FailedPrecondition, InvalidArgument, Penstoc
 from penstock_sandbox.backends.docker.cleanup.reaper import KIND, Owner, Reaper
 from penstock_sandbox.backends.docker.engine.daemon import GO_DIRECTORY, Daemon
 from penstock_sandbox.backends.docker.engine.errors import Json, Missing, Refused
-from penstock_sandbox.backends.docker.images import account_files, pause_program, workdir_owner
+from penstock_sandbox.backends.docker.images import account_files, workdir_owner
 from penstock_sandbox.backends.docker.images.account_files import Ids
-from penstock_sandbox.backends.docker.images.additions import (
+from penstock_sandbox.backends.images import pause_program
+from penstock_sandbox.backends.images.additions import (
     OURS,
     RESERVED,
     TOOLBOXES,
@@ -43,6 +44,7 @@ from penstock_sandbox.backends.docker.images.additions import (
     account_named,
     packed,
     with_holder,
+    workdir_of,
 )
 
 _REPOSITORY = "penstock-prepared"
@@ -225,7 +227,7 @@ class Prepared:
             _refuse_reserved(image, user, account)
             workdir = WORKDIR
             if not self._keep_workdir:
-                workdir = workdir_owner.workdir_of(str((base.get("Config") or {}).get("WorkingDir") or ""))
+                workdir = workdir_of(str((base.get("Config") or {}).get("WorkingDir") or ""))
             added = 0
             there = await self._daemon.stat(container, workdir)
             if there is None:

@@ -6,7 +6,7 @@ the prepared image: once per image, and no sandbox waits for it again.
 
 Invariants
 - Nothing of the image is run; files are read from one container that never starts and written to another.
-- No system directory is ever handed over; such an image, like one without a working directory, gets ``WORKDIR``.
+- No system directory is ever handed over (``additions.workdir_of``).
 - Content, times and modes stay; a file's set-user-id or set-group-id bit does not. Files that the user owns already,
   devices and sockets are left unchanged.
 """
@@ -18,33 +18,11 @@ import stat
 import tarfile
 from collections.abc import Iterable, Iterator
 
-from penstock_sandbox.backends.docker.images.additions import OURS, WORKDIR, Account
 from penstock_sandbox.backends.docker.images.changes import Source
-from penstock_sandbox.backends.local.layers import Collector
+from penstock_sandbox.backends.host.layers import Collector
+from penstock_sandbox.backends.images.additions import Account
 
 _CHUNK = 256 * 1024
-# Not these themselves, but directories below them may be.
-_SHARED = frozenset(
-    ("/", "/home", "/media", "/mnt", "/opt", "/srv", "/usr", "/usr/local", "/usr/src", "/var", "/var/lib", "/var/opt")
-)
-# Neither these nor anything below them.
-_SYSTEM = (
-    *("/bin", "/boot", "/dev", "/etc", "/lib", "/lib32", "/lib64", "/libx32", OURS, "/proc", "/run", "/sbin"),
-    *("/sys", "/tmp", "/usr/bin", "/usr/include", "/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/libexec", "/usr/sbin"),  # noqa: S108
-    *("/usr/local/bin", "/usr/local/lib", "/usr/local/sbin", "/usr/share", "/var/cache", "/var/lib/apt"),
-    *("/var/lib/dpkg", "/var/log", "/var/run", "/var/tmp"),  # noqa: S108 - paths in the sandbox
-)
-
-
-def workdir_of(declared: str) -> str:
-    """Returns the working directory of sandboxes of an image that declares this one (empty: none)."""
-    if not declared.startswith("/"):
-        return WORKDIR
-    # A leading double slash means one here, whatever POSIX allows.
-    path = posixpath.normpath(f"/{declared.lstrip('/')}")
-    if path in _SHARED or any(path == folder or path.startswith(f"{folder}/") for folder in _SYSTEM):
-        return WORKDIR
-    return path
 
 
 def handed_over(chunks: Iterable[bytes], folder: str, account: Account) -> Iterator[bytes]:

@@ -19,13 +19,15 @@ from penstock_sandbox.backends.docker.access.ways import Reach
 from penstock_sandbox.backends.docker.cleanup.reaper import Owner, Reaper
 from penstock_sandbox.backends.docker.engine.daemon import Daemon
 from penstock_sandbox.backends.docker.engine.errors import Json, Refused
-from penstock_sandbox.backends.docker.images.additions import OURS
 from penstock_sandbox.backends.docker.images.images import Images
 from penstock_sandbox.backends.docker.images.prepared_images import ReadyImage
 from penstock_sandbox.backends.docker.mounts import Mounts, bind
 from penstock_sandbox.backends.docker.options import DockerOptions
 from penstock_sandbox.backends.docker.probe.inspection import look, look_closer, reads, write_nonce
 from penstock_sandbox.backends.docker.sandboxes import TRIAL, DockerSandboxes
+from penstock_sandbox.backends.guest_client.sandbox import GuestSandbox
+from penstock_sandbox.backends.guest_client.stream import LinkLost
+from penstock_sandbox.backends.images.additions import OURS
 from penstock_sandbox.domain.errno import Refused as RefusedInside
 from penstock_sandbox.domain.model import (
     Capabilities,
@@ -36,8 +38,6 @@ from penstock_sandbox.domain.model import (
     Resources,
     SandboxSpec,
 )
-from penstock_sandbox.guest_client.sandbox import GuestSandbox
-from penstock_sandbox.guest_client.stream import LinkLost
 
 _TRIAL = Resources(cpu=0.5, memory_bytes=256 * 1024 * 1024, pids=64)
 # Number of processes really started, within the operator's memory for one sandbox.

@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from penstock_sandbox.backends.local import layers
+from penstock_sandbox.backends.host import layers
 from penstock_sandbox.backends.local.disk.usage import Limit, Use
 
 _QUOTACTL_FD: Final = 443  # the same number on every architecture, Linux 5.14

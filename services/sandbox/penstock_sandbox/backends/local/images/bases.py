@@ -26,16 +26,15 @@ from typing import Final
 
 from penstock_chassis.aio.single_flight import SingleFlight
 from penstock_chassis.errors import FailedPrecondition, InvalidArgument, PenstockError, Violation
-from penstock_sandbox.backends.docker.images.additions import USER, Account, account_in, account_named, unwanted
-from penstock_sandbox.backends.docker.images.workdir_owner import workdir_of
+from penstock_sandbox.backends.images import errors
+from penstock_sandbox.backends.images.additions import USER, Account, account_in, account_named, unwanted, workdir_of
+from penstock_sandbox.backends.images.store import Image, ImageStore, machine
+from penstock_sandbox.backends.images.unpack import OPAQUE
 from penstock_sandbox.backends.local import rootfs
 from penstock_sandbox.backends.local.host_users import UserPool
 from penstock_sandbox.backends.local.images import first_process, merged
 from penstock_sandbox.backends.local.images.merged import Merged
 from penstock_sandbox.domain import paths
-from penstock_sandbox.images import errors
-from penstock_sandbox.images.store import Image, ImageStore, machine
-from penstock_sandbox.images.unpack import OPAQUE
 
 _KEPT: Final = 8
 _ACCOUNTS_LIMIT = 4 * 1024 * 1024

@@ -11,7 +11,7 @@ from __future__ import annotations
 import struct
 from typing import Final
 
-from penstock_sandbox.backends.docker.images.pause_program import executable
+from penstock_sandbox.backends.images.pause_program import executable
 
 PATH: Final = "/opt/penstock/first"
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock_sandbox.images.unpack import OPAQUE
+from penstock_sandbox.backends.images.unpack import OPAQUE
 
 _MOST_LINKS = 40
 

@@ -1,1 +1,0 @@
-"""Parsing of agents' conversations, turn by turn, into tokens."""
