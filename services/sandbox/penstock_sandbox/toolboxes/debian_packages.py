@@ -24,9 +24,9 @@ from typing import IO, TYPE_CHECKING, Final
 from penstock.values.locks import DebianPackage
 from penstock_chassis.aio.retry import Delays, Pause, retry
 from penstock_chassis.errors import FailedPrecondition, Unavailable
-from penstock_sandbox.images import unpack
-from penstock_sandbox.images.registry import proxy_of
-from penstock_sandbox.images.store import machine, unpacked
+from penstock_sandbox.backends.images import unpack
+from penstock_sandbox.backends.images.registry import proxy_of
+from penstock_sandbox.backends.images.store import machine, unpacked
 from penstock_sandbox.toolboxes.installer import take_over
 
 if TYPE_CHECKING:
