@@ -57,7 +57,7 @@ class InferenceSettings(ServiceSettings):
         None,
         ge=2,
         description="most tokens of prompt and completion together; unset = 4096 for numpy, 2**20 for scripted, the "
-        "model's for vllm",
+        "model's for vllm and none",
     )
     kv_cache_bytes: int | None = Field(
         None,

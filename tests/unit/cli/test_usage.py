@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from penstock.cli.commands import up
 from penstock.cli.main import app
+from penstock.client.errors import ConfigurationError
 from penstock.client.transport.endpoints import SERVICES
 from penstock.client.types.trajectories import Call
 from penstock.client.wire import results  # noqa: F401 - declares how calls are read
@@ -153,3 +154,28 @@ def test_every_error_begins_alike(line: list[str]) -> None:
     assert done.exit_code == 2, done.output
     assert "error: " in done.output and "Error" not in done.output, done.output
     assert "--help' for help" in done.output
+
+
+@pytest.mark.parametrize(
+    ("options", "limit"),
+    [((), up.OWN_ENGINE_CONTEXT), (("--set", "inference.max_context_tokens=9000"), 9000), (("--model-dir", "."), None)],
+    ids=["the small model's tokenizer", "set", "a model"],
+)
+def test_an_engine_of_ones_own_has_not_the_context_of_the_small_model(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, options: tuple[str, ...], limit: int | None
+) -> None:
+    """A pytest's output alone is longer than that."""
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "config.json").write_text("{}")
+    given: dict[str, dict[str, object]] = {}
+
+    def launched(_on: str, _own: object, chosen: dict[str, dict[str, dict[str, object]]]) -> None:
+        given.update(chosen["settings"])
+        raise ConfigurationError("nothing is started", reason="CLIENT")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(up, "unnamed_model", lambda *_, **__: tmp_path)
+    monkeypatch.setattr(up, "launched", launched)
+    done = CliRunner().invoke(app, ["up", "--engine", "none", *options])
+    assert "nothing is started" in done.output
+    assert given.get("inference", {}).get("max_context_tokens") == limit

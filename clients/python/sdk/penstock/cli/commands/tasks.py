@@ -95,8 +95,8 @@ def check(
         )
     if not as_json:
         out.print(rows)
-        verb = "holds" if len(given) == 1 else "hold"
-        err.print(f"{counted(len(given), 'task')} of {escape(given.name)} {verb}", style="dim")
+        verb = "is" if len(given) == 1 else "are"
+        err.print(f"{counted(len(given), 'task')} of {escape(given.name)} {verb} valid", style="dim")
 
 
 @app.command("lock", short_help="Write the lock of a task's Debian packages, as apt would install them here.")

@@ -43,6 +43,9 @@ from penstock.local.stack import FIXED_PORTS, StackFailed, UpstreamEndpoint
 from penstock.local.supervision import ServiceRestart
 from penstock.values.similar_names import did_you_mean
 
+OWN_ENGINE_CONTEXT: Final = 131_072
+"""Tokens of a prompt and its completion with `--engine none` and no model: the small model's own are few."""
+
 _COMMAND_STOP_S: Final = 10.0
 """Seconds that the command has to end when the services stop first."""
 
@@ -140,11 +143,14 @@ def up(
     if not here and (model_dir is not None or script is not None or engine != "numpy"):
         usage_error("--model-dir, --engine and --script: on Kubernetes the model and its engine stand in --values FILE")
     unnamed = unnamed_model(engine, scripted=script is not None, upstreams=bool(endpoints)) if here else None
+    services = _settings(settings or [])
+    if engine == "none" and unnamed is not None and model_dir is None:
+        services.setdefault("inference", {}).setdefault("max_context_tokens", OWN_ENGINE_CONTEXT)
     choice = replace(
         model_choice(model_dir or unnamed, engine, script, endpoints),
         engine_options=dict(_pair(item, "--engine-option") for item in engine_option or []),
         engine_key=api_key(engine_key_env, "--engine-key-env"),
-        settings=_settings(settings or []),
+        settings=services,
     )
     local = on == "local"
     own = {

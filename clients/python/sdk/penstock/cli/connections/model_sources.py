@@ -24,7 +24,8 @@ _NOT_SERVED: Final = (
 
 
 NO_ENGINE: Final = (
-    "answer calls from a program of yours (docs/guides/own-repository.md), or set --upstream URL --model M of a rollout"
+    "answer calls from a program of yours (the guide: your own agent, repository and engine), or set --upstream URL"
+    " --model M of a rollout"
 )
 
 
