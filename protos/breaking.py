@@ -55,7 +55,8 @@ def breaking(tree: Path, commit: str) -> str:
         sys.exit(f"the baseline of the protos cannot be read: {reason}\nIn a shallow clone, run: git fetch --unshallow")
     with tempfile.TemporaryDirectory() as scratch:
         with tarfile.open(fileobj=io.BytesIO(baseline.stdout)) as archive:
-            archive.extractall(scratch, filter="data")
+            archive.extraction_filter = getattr(tarfile, "data_filter", None)  # since Python 3.11.4
+            archive.extractall(scratch)
         return compared(tree, Path(scratch))
 
 

@@ -222,7 +222,8 @@ def _unpack(tars: Path, folder: Path) -> Mapping[str, Path]:
             sys.exit(f"go.mod requires {source.module} {wanted}, and Debian {SUITE} has {version}: change one of them")
         target = folder / source.package
         with tarfile.open(found) as archive:
-            archive.extractall(target, filter="data")
+            archive.extraction_filter = getattr(tarfile, "data_filter", None)  # since Python 3.11.4
+            archive.extractall(target)
         trees[source.module] = next(target.iterdir())
     return trees
 

@@ -55,7 +55,8 @@ def of_commit(commit: str) -> Path:
             advice = f"{archive.stderr.decode().strip()}\nIn a shallow clone, run: git fetch --unshallow"
             assert archive.returncode == 0, f"commit {commit} is not here: {advice}"
             with tempfile.TemporaryDirectory() as scratch, tarfile.open(fileobj=io.BytesIO(archive.stdout)) as content:
-                content.extractall(scratch, filter="data")
+                content.extraction_filter = getattr(tarfile, "data_filter", None)  # since Python 3.11.4
+                content.extractall(scratch)
                 _build(Path(scratch), kept)
     return kept
 
