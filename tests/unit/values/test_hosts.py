@@ -28,6 +28,10 @@ from penstock.values import hosts
         ("a.example", "10.0.0.0/8", False),
         ("a.example", "*", True),
         ("10.1.2.3", "*", False),
+        ("0x7f000001", "*", False),
+        ("127.0.0.0x1", "*", False),
+        ("0177.0x1", "*", False),
+        ("0x.a.example", "*", True),
     ],
 )
 def test_a_host_matches_names_and_blocks(host: str, pattern: str, matches: bool) -> None:

@@ -20,6 +20,17 @@ _CARRIERS = tuple(
     map(ipaddress.ip_network, ("::ffff:0:0/96", "::/96", "64:ff9b::/96", "64:ff9b:1::/48", "2001::/32", "2002::/16"))
 )
 
+# Whatever the version of Python takes for public: special addresses of RFC 6890 and later, and those of clouds' services.
+_SPECIAL = tuple(
+    map(
+        ipaddress.ip_network,
+        (
+            *("0.0.0.0/8", "100.64.0.0/10", "168.63.129.16/32", "192.0.0.0/24", "198.18.0.0/15"),
+            *("3fff::/20", "5f00::/16", "fec0::/10"),
+        ),
+    )
+)
+
 
 class AddressRefused(OSError):
     """No address of a host may be connected to."""
@@ -35,7 +46,7 @@ class Addresses:
         """Whether the proxy may connect to an address."""
         if any(address.version == block.version and address in block for block in self._private):
             return True
-        if any(address.version == carrier.version and address in carrier for carrier in _CARRIERS):
+        if any(address.version == block.version and address in block for block in (*_CARRIERS, *_SPECIAL)):
             return False
         return address.is_global and not address.is_multicast and not address.is_reserved
 

@@ -25,6 +25,7 @@ from penstock_sandbox.egress.addresses import Addresses, AddressRefused, Checked
             "169.254.169.254",
         ),
         *("224.0.0.1", "240.0.0.1", "255.255.255.255", "::", "::1", "fe80::1", "fc00::1", "fd00:ec2::254", "ff02::1"),
+        *("168.63.129.16", "192.0.0.192", "198.18.0.1", "fec0::1", "3fff::1"),
         # Those that carry another address.
         *("::ffff:127.0.0.1", "::ffff:8.8.8.8", "::127.0.0.1", "64:ff9b::7f00:1", "2002:7f00:1::", "2001::1"),
     ],

@@ -20,6 +20,8 @@ ANY: Final = "*"
 MOST: Final = 256
 """Entries of a list, and as many that are denied."""
 _SHOWN: Final = 80
+_NUMBER: Final = re.compile(r"[0-9]+|0x[0-9a-f]*")
+"""What resolvers take for a part of an address, in last place."""
 _LABEL: Final = re.compile(r"[a-z0-9_](?:[a-z0-9_-]{0,61}[a-z0-9_])?")
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -45,7 +47,7 @@ def address(host: str) -> Address | None:
 def is_name(host: str) -> bool:
     """Whether a host is a well-formed name in lower case."""
     labels = host.split(".")
-    return len(host) <= 253 and all(_LABEL.fullmatch(label) for label in labels) and not labels[-1].isdigit()
+    return len(host) <= 253 and all(map(_LABEL.fullmatch, labels)) and not _NUMBER.fullmatch(labels[-1])
 
 
 def is_pattern(pattern: str) -> bool:
@@ -114,6 +116,8 @@ def matches(host: str, patterns: Iterable[str]) -> bool:
         if written is not None:
             if found is not None and written in found:
                 return True
-        elif found is None and (pattern in (ANY, host) or (pattern.startswith("*.") and host.endswith(pattern[1:]))):
+        elif found is None and pattern == ANY and is_name(host):
+            return True
+        elif found is None and (pattern == host or (pattern.startswith("*.") and host.endswith(pattern[1:]))):
             return True
     return False

@@ -227,8 +227,14 @@ class Registry:
                 error, aiohttp.ClientError | TimeoutError | ConnectionError
             ):
                 raise  # the disk's, of the caller
-            what = str(error) or type(error).__name__
-            raise errors.pull_failed(str(image), f"the registry {place.name} does not answer: {what}") from error
+            _log.warning(
+                "a registry failed",
+                registry=place.name,
+                error=type(error).__name__,
+                text=errors.without_login(str(error)),
+            )
+            why = errors.why_no_answer(error)
+            raise errors.pull_failed(str(image), f"the registry {place.name} {why}") from error
 
     @asynccontextmanager
     async def _followed(

@@ -196,6 +196,8 @@ def unpack(blob: IO[bytes], root: int, most_bytes: int, most_entries: int) -> Un
         with tarfile.open(fileobj=stream, mode="r|", bufsize=_CHUNK, errorlevel=2) as archive:  # type: ignore[call-overload]
             for member in archive:
                 entries += 1
+                if member.size < 0:  # an extended header may say so
+                    raise Refused(DAMAGED, f"{member.name!r} has a negative size")
                 size += member.size if member.isreg() else 0
                 if entries > most_entries:
                     raise Refused(LARGE, f"a layer has more than {most_entries} entries")
@@ -315,8 +317,12 @@ def _link(tree: _Tree, source: tuple[int, str], parent: int, name: str) -> None:
 def _write(archive: tarfile.TarFile, member: tarfile.TarInfo, parent: int, name: str) -> None:
     content = archive.extractfile(member)
     assert content is not None
+    left = member.size
     with open(os.open(name, _FILE, 0o600, dir_fd=parent), "wb", buffering=0) as file:
         while piece := content.read(_CHUNK):
+            left -= len(piece)
+            if left < 0:  # the holes of a sparse file are in no header that was counted
+                raise Refused(DAMAGED, f"{member.name!r} is longer than its size")
             written = file.write(piece)
             while written < len(piece):
                 written += file.write(piece[written:])

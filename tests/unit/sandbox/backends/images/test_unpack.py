@@ -231,3 +231,25 @@ def test_a_damaged_layer_is_refused(tmp_path: Path, content: bytes) -> None:
     with pytest.raises(Refused) as refused:
         _unpack(tmp_path / "layer", content)
     assert refused.value.kind == unpack.DAMAGED
+
+
+@pytest.mark.requirement("R142")
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"GNU.sparse.realsize": str(-(10**15))},
+        {"GNU.sparse.map": f"{64 << 20},0", "GNU.sparse.size": str(64 << 20)},
+    ],
+    ids=["a negative size", "a hole that no size counts"],
+)
+def test_what_is_written_is_counted_whatever_extended_headers_say(tmp_path: Path, headers: dict[str, str]) -> None:
+    """A few hundred bytes would otherwise become as many zeros as their author likes."""
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        member = tarfile.TarInfo("big")
+        member.pax_headers = headers
+        archive.addfile(member)
+    with pytest.raises(Refused) as refused:
+        _unpack(tmp_path / "layer", content.getvalue())
+    assert refused.value.kind in (unpack.DAMAGED, unpack.LARGE)
+    assert sum(one.stat().st_blocks * 512 for one in (tmp_path / "layer").iterdir()) <= _MANY
