@@ -20,7 +20,7 @@ _CARRIERS = tuple(
     map(ipaddress.ip_network, ("::ffff:0:0/96", "::/96", "64:ff9b::/96", "64:ff9b:1::/48", "2001::/32", "2002::/16"))
 )
 
-# Whatever the version of Python takes for public: special addresses of RFC 6890 and later, and those of clouds' services.
+# Whatever the version of Python takes for public: special addresses of RFC 6890 and later, and clouds' own services.
 _SPECIAL = tuple(
     map(
         ipaddress.ip_network,

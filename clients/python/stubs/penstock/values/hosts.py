@@ -111,13 +111,12 @@ def _overlap(one: str, other: str) -> bool:
 def matches(host: str, patterns: Iterable[str]) -> bool:
     """Whether a host as a request writes it, a name in lower case or an address, matches a pattern."""
     written = address(host)
-    for pattern in patterns:
-        found = block(pattern)
-        if written is not None:
-            if found is not None and written in found:
-                return True
-        elif found is None and pattern == ANY and is_name(host):
-            return True
-        elif found is None and (pattern == host or (pattern.startswith("*.") and host.endswith(pattern[1:]))):
-            return True
-    return False
+    if written is not None:
+        return any(found is not None and written in found for found in map(block, patterns))
+    return any(_names(pattern, host) for pattern in patterns)
+
+
+def _names(pattern: str, host: str) -> bool:
+    if pattern == ANY:
+        return is_name(host)
+    return block(pattern) is None and (pattern == host or (pattern.startswith("*.") and host.endswith(pattern[1:])))

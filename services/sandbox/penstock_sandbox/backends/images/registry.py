@@ -227,12 +227,8 @@ class Registry:
                 error, aiohttp.ClientError | TimeoutError | ConnectionError
             ):
                 raise  # the disk's, of the caller
-            _log.warning(
-                "a registry failed",
-                registry=place.name,
-                error=type(error).__name__,
-                text=errors.without_login(str(error)),
-            )
+            text = errors.without_login(str(error))
+            _log.warning("a registry failed", registry=place.name, error=type(error).__name__, text=text)
             why = errors.why_no_answer(error)
             raise errors.pull_failed(str(image), f"the registry {place.name} {why}") from error
 
