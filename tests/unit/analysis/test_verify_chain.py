@@ -9,13 +9,20 @@ import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.services.inner_gate import completion, inner_gate
+from tests.support.waiting import eventually
 
 from penstock.analysis.export import read_rows
 from penstock.analysis.verify_chain import Row, verify
 from penstock.client import InvalidArgument
+from penstock.tables import rows
+from penstock.trajectory.v1 import trajectory_pb2
 from penstock_codec.chat import FinishReason, Message, Sampling
+from penstock_interception.domain.calls import CallState
 from penstock_interception.graph.record import chain_next, chain_start
 from penstock_interception.graph.values import LogprobsMode, Sampled, TopLogprobs, VersionSpan
+from penstock_interception.rollouts.trajectory import capture
+from penstock_interception.rpc.trajectory import fragments
 
 TOP = ("completion_top_token_ids", "completion_top_logprobs")
 
@@ -261,3 +268,25 @@ def test_an_origin_that_names_no_call_is_refused(named: Any) -> None:
         verify(turns)
     with pytest.raises(InvalidArgument, match="replayed_from"):
         verify(origins, against=turns)
+
+
+@pytest.mark.requirement("R82", "R84")
+async def test_what_a_gate_recorded_of_one_model_is_valid_as_it_is_exported(tmp_path: Path) -> None:
+    """With each column of both tables, those included that only rollouts of several models use."""
+    async with inner_gate(tmp_path) as gate:
+        rollout, session = await gate.open(), gate.join()
+        call = await gate.ask(rollout, "list the files")
+        await eventually(lambda: call.state is CallState.LEASED, "it is sampled")
+        await gate.interceptor.deliver(call.id, "", completion("four", version=3), session=session)
+        await call.ended
+        await gate.interceptor.rollouts.close(rollout.id, "completed")
+        conversation = await gate.interceptor.conversations.of(rollout)
+        whole = trajectory_pb2.Trajectory()
+        captured = capture(rollout, conversation, include_top=True)
+        async for part in fragments(captured, conversation, None, include_top=True):
+            whole.MergeFrom(part)
+    turns, sequences = list(rows.turns(whole)), list(rows.sequences(whole))
+    proof = verify(turns, sequences)
+    assert not proof.problems and (proof.calls, proof.samples) == (1, 1)
+    sequences[0]["turn_policies"] = ["another"]
+    assert verify(turns, sequences).problems

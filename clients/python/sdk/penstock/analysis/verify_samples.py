@@ -68,8 +68,11 @@ def _check_span(row: Row, span: Mapping[str, Any], call: Row) -> Iterator[str]:
         yield "trains only a part of the call's sampled tokens"
     if why is not None and (any(mask) == bool(why) or (why == "PARTIAL") != partial):
         yield f"its mask is not that of a turn with untrained_reason {why!r}"
-    if any(mask) and row.get("policy_id") != call.get("policy_id"):
+    is_own = row.get("policy_id") == call.get("policy_id")
+    if any(mask) and not is_own:
         yield "is trained, but is of another policy than the sample"
+    if why == "OTHER_POLICY" and is_own:
+        yield "is of the sample's policy, but its untrained_reason is 'OTHER_POLICY'"
     if any(mask) and call["completion_logprobs"] is not None:
         given = None if row["logprobs"] is None else row["logprobs"][start:end]
         if given != call["completion_logprobs"]:
@@ -91,7 +94,7 @@ def _check_whole(row: Row, calls: Mapping[str, Row], whole: int) -> Iterator[str
         "samplings": samplings,
         "temperatures": [(sampling or {}).get("temperature") for sampling in samplings],
         "weight": sum(row["loss_mask"]) / whole if whole else 0.0,
-        "turn_policies": [call.get("policy_id") for call in own],
+        "turn_policies": [call.get("policy_id") or "" for call in own] if row.get("policy_id") else None,
     }
     last = row["sample_id"].removeprefix(f"{row['rollout_id']}-")
     leaf = calls.get(last) or calls.get(last.removesuffix(f"-{row.get('policy_id')}"))

@@ -170,7 +170,7 @@ def sequences(
             "token_rewards": _token_rewards(sample),
             "tensors": _tensors(sample.tensors),
             "policy_id": sample.policy_id or None,
-            "turn_policies": [turn.policy_id or None for turn in sample.turns],
+            "turn_policies": [turn.policy_id for turn in sample.turns] if sample.policy_id else None,
         }
         yield sealed(row, len(trajectory.samples))
 
