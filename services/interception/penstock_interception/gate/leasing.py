@@ -148,8 +148,6 @@ class Leasing:
         bounds = models.bounds_of(spec, call.model, policy_id)
         announced = self._newest.get(_run_of(call.rollout), {})
         newest = announced.get(policy_id)
-        if policy_id and policy_id == models.only_trained(spec):
-            newest = max((version for version in (newest, announced.get("")) if version is not None), default=None)
         least = bounds.min_version
         if bounds.max_staleness is not None and newest is not None:
             least = max(newest - bounds.max_staleness, least if least is not None else 0)
@@ -251,7 +249,7 @@ class Leasing:
         _check_room(queue, [policy_id])
         queue.newest[policy_id] = max(policy_version, queue.newest.get(policy_id, 0))
         for rollout in queue.rollouts.values():
-            self._announce_for(rollout, {policy_id: policy_version})
+            self._announce_for(rollout, queue.selector, {policy_id: policy_version})
 
     def granted(self, credit: Credits) -> Credits:
         """Returns the credits, capped by the operator's limits."""
@@ -359,11 +357,14 @@ class Leasing:
         telemetry.moved(call)
         self._events.call_changed(call)
 
-    def _announce_for(self, rollout: Rollout, versions: Mapping[str, int]) -> None:
-        own = {"", *(model.policy_id for model in rollout.spec.models)}
+    def _announce_for(self, rollout: Rollout, selector: Selector, versions: Mapping[str, int]) -> None:
+        own = {model.policy_id for model in rollout.spec.models} or {""}
         newest = self._newest.setdefault(_run_of(rollout), {})
-        for policy_id in own & versions.keys():
-            newest[policy_id] = max(versions[policy_id], newest.get(policy_id, 0))
+        for named, version in versions.items():
+            policy_id = named or models.only_trained(rollout.spec)
+            # Without a policy it is of those that its session trains.
+            if policy_id in own and (named or not selector.policy_ids or policy_id in selector.policy_ids):
+                newest[policy_id] = max(version, newest.get(policy_id, 0))
 
     def _forget_newest(self, rollout: Rollout) -> None:
         run_key = rollout.spec.run_key
@@ -422,7 +423,7 @@ class Leasing:
         queue.rollouts[rollout.id] = rollout
         rollout.queues.append(queue)
         if queue.newest:
-            self._announce_for(rollout, queue.newest)
+            self._announce_for(rollout, queue.selector, queue.newest)
         for session_id in queue.paused_by:
             self._pause(rollout, session_id)
 
@@ -448,8 +449,13 @@ class Leasing:
 
     def _take_over(self, old: Session, session: Session, has: Container[str] | None) -> list[Call]:
         self._deadlines.drop((DeadlineKind.SESSION, old.id))
+        unwanted: list[Call] = []
         for call in list(old.held.values()):
             old.release(call)
+            if not session.queue.selector.wants(call):
+                call.holder = None
+                unwanted.append(call)
+                continue
             call.holder = session
             session.hold(call)
         unsent = {call.id for call in old.drain_calls()}
@@ -460,7 +466,10 @@ class Leasing:
         old.taken_over = True
         if old.id in old.queue.paused_by:
             self.pause(session, PAUSE_AFTER_RESUME_S)
-        return self._forget(old)
+        to_source = self._forget(old)
+        for call in unwanted:
+            self.requeue(call)
+        return to_source
 
     def _forget(self, session: Session) -> list[Call]:
         if not self._registry.drop_session(session):

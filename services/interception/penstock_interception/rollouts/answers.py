@@ -127,7 +127,11 @@ def judge_trainer(call: Call | None, call_id: str, lease_id: str, session: Sessi
         return call_unknown(call_id)
     if call.state.terminal or call.claimed:
         return Rejection(call_id, RejectionReason.CALL_ENDED, f"The call has ended: {call.end_reason or 'answered'}.")
-    own = lease_id == call.lease_id or (session is not None and call.holder is session)
+    held = session is not None and call.holder is session
+    own = lease_id == call.lease_id or held
+    # A call that nobody holds has no lease.
+    if session is not None and not (held or (lease_id and own)) and not session.queue.selector.wants(call):
+        return Rejection(call_id, RejectionReason.NOT_LEASED, "This session does not take calls of that policy.")
     if not call.offered or call.state is CallState.DISPATCHED or (call.state is CallState.LEASED and not own):
         return Rejection(call_id, RejectionReason.NOT_LEASED, "The call is leased to another session.")
     return call

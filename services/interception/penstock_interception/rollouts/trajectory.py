@@ -152,8 +152,10 @@ def _findings(
     yield from _replayed(rollout)
     for call in rollout.calls:
         side = classes.get(call.id, CallClass.MAIN) in _SIDE
-        yield from _findings_of(call, side, is_trained(rollout.spec, call.model, call.policy_id))
-        yield from _of_its_end(call, side, stop_token_ids)
+        trained = is_trained(rollout.spec, call.model, call.policy_id)
+        yield from _findings_of(call, side, trained)
+        if trained:
+            yield from _of_its_end(call, side, stop_token_ids)
     if samples is not None and not any(sample.loss_mask.any() for sample in samples):
         yield Finding(Severity.FATAL, "NOTHING_TO_TRAIN", "No token of any sample can be trained.")
     if samples is not None and rollout.state is RolloutState.CLOSED:
