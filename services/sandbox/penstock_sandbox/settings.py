@@ -79,7 +79,10 @@ class SandboxSettings(ServiceSettings):
         "http://deb.debian.org/debian and http://deb.debian.org/debian-security; empty = none are installed",
     )
     debian_max_bytes: int = Field(
-        2 * 1024**3, ge=1024, description="most bytes of one task's Debian packages: of the files, and unpacked"
+        2 * 1024**3,
+        ge=1024,
+        description="most bytes of one task's Debian packages: of the files, and unpacked, where each entry counts 4096 "
+        "more",
     )
     keep_snapshots: bool = Field(
         False,

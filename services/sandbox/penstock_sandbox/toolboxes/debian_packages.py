@@ -5,7 +5,7 @@ Invariants
 - No maintainer script, trigger or program of a package runs. Its files are taken by `images.unpack`, in a process
   without the rights of root; no set-user-id bit, owner, device or link is followed or kept that would lead outside.
 - The result has usr, etc and var alone. What a package has in /bin, /sbin or /lib is in usr, as in Debian since 12.
-- What is downloaded, and what it unpacks to, are bounded each. All packages are there, or none.
+- What is downloaded, and what it unpacks to, are bounded each, over all packages; each entry counts. All packages are there, or none.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import stat
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Final
+from typing import IO, TYPE_CHECKING, Any, Final
 
 from penstock.values.locks import DebianPackage
 from penstock_chassis.aio.retry import Delays, Pause, retry
 from penstock_chassis.errors import FailedPrecondition, Unavailable
 from penstock_sandbox.backends.images import unpack
 from penstock_sandbox.backends.images.registry import proxy_of
-from penstock_sandbox.backends.images.store import machine, unpacked
+from penstock_sandbox.backends.images.store import MOST_ENTRIES, machine, unpacked
 from penstock_sandbox.toolboxes.installer import take_over
 
 if TYPE_CHECKING:
@@ -42,6 +42,8 @@ _DELAYS: Final = Delays(1.0, 4.0)
 _AT_ONCE: Final = 4
 _CONNECT_S, _SILENCE_S, _FILE_S = 10.0, 60.0, 900.0
 _CHUNK: Final = 1024 * 1024
+_ENTRY_BYTES: Final = 4096
+"""What an entry counts, beside its content, as in images: an inode and its place in a directory."""
 _AR: Final = b"!<arch>\n"
 _AR_HEADER: Final = 60
 _DATA: Final = frozenset({"data.tar", "data.tar.gz", "data.tar.xz", "data.tar.zst"})
@@ -103,9 +105,20 @@ class DebianPackages:
         try:
             with tempfile.TemporaryDirectory(dir=target.parent) as folder:
                 files = await self._downloaded(packages, Path(folder), report)
-                left = self._max_bytes
+                left, entries = self._max_bytes, MOST_ENTRIES
                 for package, file in zip(packages, files, strict=True):
-                    left -= await self._unpacked(package, file, tree, left)
+                    done = await self._unpacked(package, file, tree, left)
+                    left -= int(done["size"]) + _ENTRY_BYTES * int(done["entries"])
+                    entries -= int(done["entries"])
+                    if left < 0:
+                        raise _too_large(package, self._max_bytes)
+                    if entries < 0:
+                        raise _Failed(
+                            package,
+                            "TOO_LARGE",
+                            f"with it the packages have more than {MOST_ENTRIES} entries",
+                            "lock fewer packages",
+                        )
             await asyncio.to_thread(take_over, tree)
             try:
                 dropped = await asyncio.to_thread(_arrange, tree)
@@ -233,13 +246,13 @@ class DebianPackages:
 
     # Unpacking ---------------------------------------------------------------------------------------------------
 
-    async def _unpacked(self, package: DebianPackage, file: Path, tree: Path, most_bytes: int) -> int:
-        """Unpacks a package's files over those that are there; returns their bytes."""
+    async def _unpacked(self, package: DebianPackage, file: Path, tree: Path, most_bytes: int) -> dict[str, Any]:
+        """Unpacks a package's files over those that are there; returns their bytes (size) and their number (entries)."""
         data = file.with_suffix(".tar")
         try:
             await asyncio.to_thread(_write_data, file, data)
             with data.open("rb") as blob:
-                done = await unpacked(blob.fileno(), tree, self._uid, most_bytes)
+                return await unpacked(blob.fileno(), tree, self._uid, most_bytes)
         except unpack.Refused as refused:
             if refused.kind == unpack.LARGE:
                 raise _too_large(package, self._max_bytes) from None
@@ -247,7 +260,6 @@ class DebianPackages:
         finally:
             file.unlink()
             data.unlink(missing_ok=True)
-        return int(done["size"])
 
 
 def _too_large(package: DebianPackage, most: int) -> _Failed:

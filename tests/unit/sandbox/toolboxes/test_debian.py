@@ -18,6 +18,7 @@ from tests.support.endpoints.package_index import Index, index
 from penstock.values.locks import debian_lock
 from penstock_chassis.errors import FailedPrecondition, InvalidArgument, Unavailable
 from penstock_sandbox.domain.model import Toolbox, ToolboxSpec
+from penstock_sandbox.toolboxes import debian_packages
 from penstock_sandbox.toolboxes.debian_packages import DebianPackages
 from penstock_sandbox.toolboxes.installer import Installer
 from penstock_sandbox.toolboxes.manager import Toolboxes
@@ -44,6 +45,7 @@ def toolboxes(folder: Path, *mirrors: str, most: int = 10_000_000) -> Toolboxes:
     async def pause(_: float) -> None:
         pass
 
+    folder.mkdir(exist_ok=True)
     folder.chmod(0o755)
     made = Toolboxes(folder / "toolboxes", Installer(UID), debian=DebianPackages(mirrors, most, UID, pause=pause))
     made.open()
@@ -171,6 +173,21 @@ async def test_what_packages_unpack_to_is_bounded_together(tmp_path: Path, mirro
     boxes = toolboxes(tmp_path, f"{mirror.url}/debian", most=100_000)
     assert (await refusal(boxes, lock)).metadata["debian_code"] == "TOO_LARGE"
     assert len(debian_lock(lock)) == 2
+
+
+@pytest.mark.requirement("R151")
+async def test_entries_count_over_all_packages(tmp_path: Path, mirror: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Directories and links take no bytes of content, but inodes."""
+    lock = "".join(
+        add(mirror, name, archive(*((f"usr/{name}{number}", "nowhere", "") for number in range(20))))
+        for name in ("one", "two")
+    )
+    error = await refusal(toolboxes(tmp_path, f"{mirror.url}/debian", most=40 * 4096 - 1), lock)
+    assert error.metadata["debian_code"] == "TOO_LARGE" and error.metadata["packages"] == "two"
+    await prepared(toolboxes(tmp_path, f"{mirror.url}/debian", most=40 * 4096), lock)
+    monkeypatch.setattr(debian_packages, "MOST_ENTRIES", 39)
+    error = await refusal(toolboxes(tmp_path / "other", f"{mirror.url}/debian"), lock)
+    assert error.metadata["debian_code"] == "TOO_LARGE" and "39 entries" in error.message
 
 
 @pytest.mark.requirement("R151", "R90")
