@@ -1,11 +1,12 @@
 """Debian packages of a task: downloaded from the operator's mirrors, checked by hash, and unpacked, not run.
 
 Invariants
-- Only files that a lock names are asked of a mirror, by paths below it, and each has the lock's hash.
+- Only files that a lock names are asked of a mirror, by paths below it or another mirror, and each has the lock's hash.
 - No maintainer script, trigger or program of a package runs. Its files are taken by `images.unpack`, in a process
   without the rights of root; no set-user-id bit, owner, device or link is followed or kept that would lead outside.
 - The result has usr, etc and var alone. What a package has in /bin, /sbin or /lib is in usr, as in Debian since 12.
-- What is downloaded, and what it unpacks to, are bounded each, over all packages; each entry counts. All packages are there, or none.
+- What is downloaded, and what it unpacks to, are bounded each, over all packages; each entry counts. All packages are
+  there, or none.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final
 
+import structlog
+
 from penstock.values.locks import DebianPackage
 from penstock_chassis.aio.retry import Delays, Pause, retry
+from penstock_chassis.disk import REFUSED as DISK_REFUSED
 from penstock_chassis.errors import FailedPrecondition, Unavailable
 from penstock_sandbox.backends.images import unpack
-from penstock_sandbox.backends.images.registry import proxy_of
 from penstock_sandbox.backends.images.store import MOST_ENTRIES, machine, unpacked
 from penstock_sandbox.toolboxes.installer import take_over
 
@@ -47,6 +50,8 @@ _ENTRY_BYTES: Final = 4096
 _AR: Final = b"!<arch>\n"
 _AR_HEADER: Final = 60
 _DATA: Final = frozenset({"data.tar", "data.tar.gz", "data.tar.xz", "data.tar.zst"})
+
+_log = structlog.get_logger(__name__)
 
 
 class _Failed(Exception):
@@ -209,14 +214,13 @@ class DebianPackages:
         file: IO[bytes],
         take: Callable[[int], None],
     ) -> None:
-        import aiohttp
+        from penstock_sandbox.toolboxes import debian_mirrors
 
-        url = f"{mirror}/{package.path}"
         digest, size = hashlib.sha256(), 0
         file.seek(0)
         file.truncate()
         try:
-            async with session.get(url, proxy=proxy_of(url), max_redirects=5) as answer:
+            async with debian_mirrors.opened(session, f"{mirror}/{package.path}", self._mirrors) as answer:
                 if answer.status in (403, 404, 410):
                     raise _Failed(
                         package,
@@ -231,23 +235,26 @@ class DebianPackages:
                     size += len(piece)
                     digest.update(piece)
                     await asyncio.to_thread(file.write, piece)
-        except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
+        except debian_mirrors.FAILURES as error:
+            if isinstance(error, OSError) and error.errno in DISK_REFUSED:
+                raise
             take(-size)
-            raise _unreachable(package, f"a mirror does not answer: {str(error) or type(error).__name__}") from error
+            _log.warning("a Debian mirror failed", mirror=mirror, file=package.path, error=debian_mirrors.cause(error))
+            raise _unreachable(package, f"a mirror {debian_mirrors.why(error)}") from None
         file.flush()
         if digest.hexdigest() != package.sha256:
             take(-size)
             raise _Failed(
                 package,
                 "HASH_MISMATCH",
-                f"the mirror's file has the SHA-256 {digest.hexdigest()}",
+                "the mirror's file has another SHA-256",
                 "the file is not the one that was locked: lock it again, or check the mirror",
             )
 
     # Unpacking ---------------------------------------------------------------------------------------------------
 
     async def _unpacked(self, package: DebianPackage, file: Path, tree: Path, most_bytes: int) -> dict[str, Any]:
-        """Unpacks a package's files over those that are there; returns their bytes (size) and their number (entries)."""
+        """Unpacks a package's files over those that are there; returns their bytes, size, and number, entries."""
         data = file.with_suffix(".tar")
         try:
             await asyncio.to_thread(_write_data, file, data)

@@ -12,13 +12,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import structlog
+from aiohttp import test_utils, web
 from tests.support.endpoints.debian import line, package, path_of
 from tests.support.endpoints.package_index import Index, index
+from yarl import URL
 
 from penstock.values.locks import debian_lock
 from penstock_chassis.errors import FailedPrecondition, InvalidArgument, Unavailable
 from penstock_sandbox.domain.model import Toolbox, ToolboxSpec
-from penstock_sandbox.toolboxes import debian_packages
+from penstock_sandbox.toolboxes import debian_mirrors, debian_packages
 from penstock_sandbox.toolboxes.debian_packages import DebianPackages
 from penstock_sandbox.toolboxes.installer import Installer
 from penstock_sandbox.toolboxes.manager import Toolboxes
@@ -125,6 +128,77 @@ async def test_each_failure_is_typed_and_leaves_nothing(tmp_path: Path, mirror: 
     with pytest.raises(InvalidArgument) as invalid:
         await prepared(boxes, "hello")
     assert invalid.value.violations[0].field == "spec.debian_lock"
+
+
+@pytest.mark.requirement("R151", "R56")
+@pytest.mark.parametrize(
+    ("proxy", "reason"),
+    [
+        ("http://reader:hunter2@127.0.0.1:1", "through the proxy"),
+        ("reader:hunter2@127.0.0.1:1", "no valid answer"),
+    ],
+    ids=["away", "no URL"],
+)
+async def test_a_failure_shows_neither_addresses_nor_the_proxys_login(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, proxy: str, reason: str
+) -> None:
+    monkeypatch.setenv("http_proxy", proxy)
+    monkeypatch.setenv("no_proxy", "")
+    shown: list[str] = []
+    boxes = DebianPackages(["http://deb.invalid/debian"], 1_000_000, UID, pause=lambda _: asyncio.sleep(0))
+    (tmp_path / "content").mkdir()
+    with structlog.testing.capture_logs() as logs, pytest.raises(Unavailable, match=reason) as refused:
+        await boxes.install(debian_lock(line("hello", b"")), tmp_path / "content", shown.append)
+    assert refused.value.metadata["debian_code"] == "UNREACHABLE" and len(logs) == 4
+    text = " ".join([refused.value.message, *shown])
+    assert not any(secret in text for secret in ("hunter2", "reader", "127.0.0.1", "deb.invalid"))
+    assert "hunter2" not in str(logs)
+
+
+@pytest.mark.requirement("R151", "R90")
+async def test_a_redirect_is_followed_below_the_mirrors_alone(tmp_path: Path) -> None:
+    content = package(tmp_path, "hello", HELLO)
+    asked: list[str] = []
+    targets = {"/good": "/other", "/out": "/elsewhere", "/damaged": "http://[bad", "/unnamed": "http://a..b/"}
+
+    async def answer(request: web.Request) -> web.Response:
+        asked.append(request.path)
+        top, _, path = request.path.removeprefix("/").partition("/")
+        if top == "other":
+            return web.Response(body=content)
+        target = targets[f"/{top}"]
+        raise web.HTTPFound(target if target.startswith("http") else f"{target}/{path}?signed")
+
+    app = web.Application()
+    app.router.add_get("/{path:.*}", answer)
+    async with test_utils.TestServer(app) as server:
+        url = str(server.make_url("")).rstrip("/")
+        for top in ("out", "damaged", "unnamed"):
+            error = await refusal(toolboxes(tmp_path, f"{url}/{top}"), line("hello", content))
+            assert error.metadata["debian_code"] == "UNREACHABLE" and "elsewhere" not in error.message
+        assert not any(path.startswith("/elsewhere") for path in asked)
+        await prepared(toolboxes(tmp_path, f"{url}/good", f"{url}/other"), line("hello", content))
+
+
+@pytest.mark.parametrize(
+    ("url", "is_below"),
+    [
+        ("http://m/debian/pool/x", True),
+        ("http://m/debian", False),
+        ("http://m/debian2/x", False),
+        ("http://m/debian/../x", False),
+        ("http://m/debian/%2e%2e/x", False),
+        ("http://m/debian/a%2f..%2f..%2fx", False),
+        ("http://m/debian/..%5cx", False),
+        ("http://m:81/debian/x", False),
+        ("https://m/debian/x", False),
+        ("http://u:p@m/debian/x", False),
+        ("file:///debian/x", False),
+        ("/debian/x", False),
+    ],
+)
+def test_only_a_place_below_a_mirror_is_below_it(url: str, is_below: bool) -> None:
+    assert debian_mirrors.below(URL(url), URL("http://m/debian")) is is_below
 
 
 def archive(*members: tuple[str, str, str]) -> bytes:
