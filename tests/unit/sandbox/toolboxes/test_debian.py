@@ -21,7 +21,7 @@ from yarl import URL
 from penstock.values.locks import debian_lock
 from penstock_chassis.errors import FailedPrecondition, InvalidArgument, Unavailable
 from penstock_sandbox.domain.model import Toolbox, ToolboxSpec
-from penstock_sandbox.toolboxes import debian_mirrors, debian_packages
+from penstock_sandbox.toolboxes import debian_mirrors, debian_packages, debian_tree
 from penstock_sandbox.toolboxes.debian_packages import DebianPackages
 from penstock_sandbox.toolboxes.installer import Installer
 from penstock_sandbox.toolboxes.manager import Toolboxes
@@ -227,8 +227,12 @@ def archive(*members: tuple[str, str, str]) -> bytes:
         (archive()[:-5], "ends early"),
         (b"!<arch>\n" + b"x" * 60, "has none of data.tar"),
         (b"no archive", "is no Debian package"),
+        (archive(("usr/.wh.python3", "", "")), "would delete another"),
+        (archive(("usr/lib/.wh..wh..opq", "", "")), "would hide a directory"),
+        (archive(("opt/" + "d/" * 300 + "x", "", "")), "nested more than 256 deep"),
+        (archive(("usr/" + "n" * 300, "", "")), "cannot be written: File name too long"),
     ],
-    ids=["out", "through a link", "short", "no data", "no archive"],
+    ids=["out", "through a link", "short", "no data", "no archive", "deletion", "opaque", "deep", "long name"],
 )
 async def test_a_package_that_is_no_plain_tree_is_refused(
     tmp_path: Path, mirror: Index, content: bytes, reason: str
@@ -237,6 +241,43 @@ async def test_a_package_that_is_no_plain_tree_is_refused(
     error = await refusal(toolboxes(tmp_path, f"{mirror.url}/debian"), lock)
     assert error.metadata["debian_code"] == "UNUSABLE" and reason in error.message
     assert sorted(child.name for child in tmp_path.iterdir()) == ["toolboxes"]
+
+
+@pytest.mark.requirement("R151")
+async def test_a_file_of_two_packages_is_the_same_ones_in_each_order(tmp_path: Path, mirror: Index) -> None:
+    """Both orders are one toolbox."""
+    lines = [add(mirror, name, archive(("usr/bin/tool", "", name))) for name in ("one", "two")]
+    found = []
+    for number, lock in enumerate(("".join(lines), "".join(reversed(lines)))):
+        boxes = toolboxes(tmp_path / f"{number}", f"{mirror.url}/debian")
+        box, _ = await prepared(boxes, lock)
+        layer = boxes.mounted(box.id).root_layer
+        assert layer is not None
+        found.append((box.id, (layer / "usr/bin/tool").read_text()))
+    assert found == [(found[0][0], "two")] * 2
+
+
+@pytest.mark.requirement("R151")
+async def test_names_of_a_packages_author_are_shown_printable_and_bounded(tmp_path: Path, mirror: Index) -> None:
+    lock = add(mirror, "odd", archive(("usr/x", "", ""), ("\x1b[2J", "", ""), ("n" * 250, "", "")))
+    _, progress = await prepared(toolboxes(tmp_path, f"{mirror.url}/debian"), lock)
+    (shown,) = (text for text in progress if "left out" in text)
+    assert r"\x1b[2J" in shown and "n" * 200 in shown and "n" * 201 not in shown and shown.isprintable()
+
+
+@pytest.mark.requirement("R151", "R142")
+def test_nothing_of_a_tree_can_be_written_by_others(tmp_path: Path) -> None:
+    """What its links lead to is left alone."""
+    outside, tree = tmp_path / "outside", tmp_path / "tree"
+    outside.touch()
+    (tree / "usr/closed").mkdir(parents=True)
+    (tree / "usr/closed/file").touch()
+    (tree / "usr/link").symlink_to(outside)
+    for path, mode in ((outside, 0o666), (tree / "usr/closed/file", 0o666), (tree / "usr/closed", 0o1072)):
+        path.chmod(mode)
+    debian_tree.check(tree)
+    kept = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (outside, *(tree / "usr").rglob("*"))}
+    assert kept == {"outside": 0o666, "link": 0o666, "closed": 0o1750, "file": 0o644}
 
 
 @pytest.mark.requirement("R151")
