@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import structlog
 from aiohttp import test_utils, web
+from pydantic import ValidationError
 from tests.support.endpoints.debian import line, package, path_of
 from tests.support.endpoints.package_index import Index, index
 from yarl import URL
@@ -21,6 +22,7 @@ from yarl import URL
 from penstock.values.locks import debian_lock
 from penstock_chassis.errors import FailedPrecondition, InvalidArgument, Unavailable
 from penstock_sandbox.domain.model import Toolbox, ToolboxSpec
+from penstock_sandbox.settings import SandboxSettings
 from penstock_sandbox.toolboxes import debian_mirrors, debian_packages, debian_tree
 from penstock_sandbox.toolboxes.debian_packages import DebianPackages
 from penstock_sandbox.toolboxes.installer import Installer
@@ -178,6 +180,36 @@ async def test_a_redirect_is_followed_below_the_mirrors_alone(tmp_path: Path) ->
             assert error.metadata["debian_code"] == "UNREACHABLE" and "elsewhere" not in error.message
         assert not any(path.startswith("/elsewhere") for path in asked)
         await prepared(toolboxes(tmp_path, f"{url}/good", f"{url}/other"), line("hello", content))
+
+
+@pytest.mark.requirement("R151")
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://u:hunter2@h/debian",
+        "http://:hunter2@h/debian",
+        "http://@h/hunter2",
+        "http://h/hunter2/../..",
+        "http://h/hunter2/%2e%2e/x",
+        "http://h/hunter2%2f..",
+        "http://h/hunter2\\..",
+        "http://h\n/hunter2",
+        "http://h/hunter2 x",
+        "http://h/hunter2\u2028",
+        "http://h:99999/hunter2",
+        "http://[h/hunter2",
+        "http:///hunter2",
+        "http://h/hunter2?x",
+        "file:///hunter2",
+    ],
+)
+def test_a_mirror_that_is_no_plain_url_is_refused_without_being_shown(url: str) -> None:
+    good = "http://deb.debian.org/debian"
+    assert SandboxSettings(debian_mirrors=(f"{good}/",), anonymous=True).debian_mirrors == (good,)
+    with pytest.raises(ValidationError, match="URL 2 must be as") as refused:
+        SandboxSettings(debian_mirrors=(good, url), anonymous=True)
+    assert refused.value.errors()[0]["loc"] == ("debian_mirrors",)
+    assert "hunter2" not in refused.value.errors()[0]["msg"]
 
 
 @pytest.mark.parametrize(
