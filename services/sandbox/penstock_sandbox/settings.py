@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Literal, Self, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from pydantic import Field, SecretStr, ValidationInfo, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
@@ -79,7 +79,10 @@ class SandboxSettings(ServiceSettings):
         "http://deb.debian.org/debian and http://deb.debian.org/debian-security; empty = none are installed",
     )
     debian_max_bytes: int = Field(
-        2 * 1024**3, ge=1024, description="most bytes of one task's Debian packages: of the files, and unpacked"
+        2 * 1024**3,
+        ge=1024,
+        description="most bytes of one task's Debian packages: of the files, and unpacked, where each entry counts "
+        "4096 more",
     )
     keep_snapshots: bool = Field(
         False,
@@ -356,16 +359,13 @@ class SandboxSettings(ServiceSettings):
     @field_validator("debian_mirrors")
     @classmethod
     def _mirrors(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        for url in value:
-            parts = urlsplit(url)
-            if (
-                parts.scheme not in ("http", "https")
-                or not parts.hostname
-                or parts.query
-                or parts.fragment
-                or parts.username
-            ):
-                raise ValueError(f"{url!r} must be as http://deb.debian.org/debian, without a login")
+        for number, url in enumerate(value, 1):
+            # Without the URL: it may have a login.
+            if not _is_mirror(url):
+                raise ValueError(
+                    f"URL {number} must be as http://deb.debian.org/debian, of printable characters, without a login, "
+                    "spaces or .."
+                )
         return tuple(url.rstrip("/") for url in value)
 
     @field_validator("egress_recordings")
@@ -442,3 +442,18 @@ def _lesser(default: Amount | None, most: Amount | None) -> Amount | None:
     if default is None or most is None:
         return most if default is None else default
     return min(default, most)
+
+
+def _is_mirror(url: str) -> bool:
+    if not url.isprintable() or any(sign in url for sign in " \\?#@"):
+        return False
+    try:
+        parts = urlsplit(url)
+        return (
+            parts.scheme in ("http", "https")
+            and bool(parts.hostname)
+            and parts.port != 0
+            and ".." not in unquote(parts.path).replace("\\", "/").split("/")
+        )
+    except ValueError:
+        return False

@@ -1,50 +1,57 @@
 """Debian packages of a task: downloaded from the operator's mirrors, checked by hash, and unpacked, not run.
 
 Invariants
-- Only files that a lock names are asked of a mirror, by paths below it, and each has the lock's hash.
+- Only files that a lock names are asked of a mirror, by paths below it or another mirror, and each has the lock's hash.
 - No maintainer script, trigger or program of a package runs. Its files are taken by `images.unpack`, in a process
   without the rights of root; no set-user-id bit, owner, device or link is followed or kept that would lead outside.
+- Callers' orders of a lock have one result: packages are unpacked in `ordered`'s, by which the toolbox's id goes, too.
 - The result has usr, etc and var alone. What a package has in /bin, /sbin or /lib is in usr, as in Debian since 12.
-- What is downloaded, and what it unpacks to, are bounded each. All packages are there, or none.
+- What is downloaded, and what it unpacks to, are bounded each, over all packages; each entry counts. All packages are
+  there, or none.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
 import math
 import os
-import shutil
-import stat
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Final
+from typing import IO, TYPE_CHECKING, Any, Final
+
+import structlog
 
 from penstock.values.locks import DebianPackage
 from penstock_chassis.aio.retry import Delays, Pause, retry
+from penstock_chassis.disk import REFUSED as DISK_REFUSED
 from penstock_chassis.errors import FailedPrecondition, Unavailable
 from penstock_sandbox.backends.images import unpack
-from penstock_sandbox.backends.images.registry import proxy_of
-from penstock_sandbox.backends.images.store import machine, unpacked
+from penstock_sandbox.backends.images.store import MOST_ENTRIES, machine, unpacked
+from penstock_sandbox.toolboxes import debian_tree
 from penstock_sandbox.toolboxes.installer import take_over
 
 if TYPE_CHECKING:
     import aiohttp
 
 FOLDER: Final = "debian"
-LAYOUT: Final = 1
+LAYOUT: Final = 2
 """Changes whenever what is made of a package does: earlier installations are then different toolboxes."""
-_KEPT: Final = frozenset({"usr", "etc", "var"})
-_MERGED: Final = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 _ATTEMPTS: Final = 4
 _DELAYS: Final = Delays(1.0, 4.0)
 _AT_ONCE: Final = 4
 _CONNECT_S, _SILENCE_S, _FILE_S = 10.0, 60.0, 900.0
 _CHUNK: Final = 1024 * 1024
+_MOST_SHOWN: Final = 200
+_ENTRY_BYTES: Final = 4096
+"""What an entry counts, beside its content, as in images: an inode and its place in a directory."""
 _AR: Final = b"!<arch>\n"
 _AR_HEADER: Final = 60
 _DATA: Final = frozenset({"data.tar", "data.tar.gz", "data.tar.xz", "data.tar.zst"})
+
+_log = structlog.get_logger(__name__)
 
 
 class _Failed(Exception):
@@ -68,6 +75,11 @@ class _Failed(Exception):
                 "permanent": str(not self.passes).lower(),
             },
         )
+
+
+def ordered(packages: Iterable[DebianPackage]) -> list[DebianPackage]:
+    """Returns packages in the order in which they are unpacked, whatever the order of their lock."""
+    return sorted(packages, key=lambda one: one.line)
 
 
 class DebianPackages:
@@ -96,26 +108,50 @@ class DebianPackages:
                 metadata={"capabilities": "debian_packages"},
             )
         report(f"Debian packages: {len(packages)}")
+        # A file of two packages is the later one's: callers' orders are one toolbox.
+        packages = ordered(packages)
+        try:
+            try:
+                await self._install(packages, target, report)
+            except (OSError, ValueError, RecursionError) as error:
+                if isinstance(error, OSError) and error.errno in DISK_REFUSED:
+                    raise
+                _log.warning("Debian packages cannot be installed", error=repr(error))
+                raise _unusable(packages[-1], "it, or one before it, cannot be installed here") from None
+        except _Failed as failed:
+            report(str(failed))
+            raise failed.typed() from None
+
+    async def _install(self, packages: Sequence[DebianPackage], target: Path, report: Callable[[str], None]) -> None:
         tree = target / FOLDER
         tree.mkdir(mode=0o755)
         if self._uid is not None:
             os.chown(tree, self._uid, self._uid)
+        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+            files = await self._downloaded(packages, Path(folder), report)
+            left, entries = self._max_bytes, MOST_ENTRIES
+            for package, file in zip(packages, files, strict=True):
+                done = await self._unpacked(package, file, tree, left)
+                left -= int(done["size"]) + _ENTRY_BYTES * int(done["entries"])
+                entries -= int(done["entries"])
+                if left < 0:
+                    raise _too_large(package, self._max_bytes)
+                if entries < 0:
+                    raise _Failed(
+                        package,
+                        "TOO_LARGE",
+                        f"with it the packages have more than {MOST_ENTRIES} entries",
+                        "lock fewer packages",
+                    )
         try:
-            with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-                files = await self._downloaded(packages, Path(folder), report)
-                left = self._max_bytes
-                for package, file in zip(packages, files, strict=True):
-                    left -= await self._unpacked(package, file, tree, left)
+            await asyncio.to_thread(debian_tree.check, tree)
             await asyncio.to_thread(take_over, tree)
-            try:
-                dropped = await asyncio.to_thread(_arrange, tree)
-            except unpack.Refused as refused:
-                raise _Failed(packages[-1], "UNUSABLE", str(refused), "lock other packages") from None
-            if dropped:
-                report(f"left out, as only usr, etc and var are taken: {', '.join(dropped[:10])}")
-        except _Failed as failed:
-            report(str(failed))
-            raise failed.typed() from None
+            dropped = await asyncio.to_thread(debian_tree.arrange, tree)
+        except unpack.Refused as refused:
+            raise _unusable(packages[-1], f"with it {_shown(str(refused))}") from None
+        if dropped:
+            shown = ", ".join(_shown(name) for name in dropped[:10])
+            report(f"left out, as only usr, etc and var are taken: {shown}")
 
     # Downloading -------------------------------------------------------------------------------------------------
 
@@ -196,14 +232,13 @@ class DebianPackages:
         file: IO[bytes],
         take: Callable[[int], None],
     ) -> None:
-        import aiohttp
+        from penstock_sandbox.toolboxes import debian_mirrors
 
-        url = f"{mirror}/{package.path}"
         digest, size = hashlib.sha256(), 0
         file.seek(0)
         file.truncate()
         try:
-            async with session.get(url, proxy=proxy_of(url), max_redirects=5) as answer:
+            async with debian_mirrors.opened(session, f"{mirror}/{package.path}", self._mirrors) as answer:
                 if answer.status in (403, 404, 410):
                     raise _Failed(
                         package,
@@ -218,41 +253,58 @@ class DebianPackages:
                     size += len(piece)
                     digest.update(piece)
                     await asyncio.to_thread(file.write, piece)
-        except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
+        except debian_mirrors.FAILURES as error:
+            if isinstance(error, OSError) and error.errno in DISK_REFUSED:
+                raise
             take(-size)
-            raise _unreachable(package, f"a mirror does not answer: {str(error) or type(error).__name__}") from error
+            _log.warning("a Debian mirror failed", mirror=mirror, file=package.path, error=debian_mirrors.cause(error))
+            raise _unreachable(package, f"a mirror {debian_mirrors.why(error)}") from None
         file.flush()
         if digest.hexdigest() != package.sha256:
             take(-size)
             raise _Failed(
                 package,
                 "HASH_MISMATCH",
-                f"the mirror's file has the SHA-256 {digest.hexdigest()}",
+                "the mirror's file has another SHA-256",
                 "the file is not the one that was locked: lock it again, or check the mirror",
             )
 
     # Unpacking ---------------------------------------------------------------------------------------------------
 
-    async def _unpacked(self, package: DebianPackage, file: Path, tree: Path, most_bytes: int) -> int:
-        """Unpacks a package's files over those that are there; returns their bytes."""
+    async def _unpacked(self, package: DebianPackage, file: Path, tree: Path, most_bytes: int) -> dict[str, Any]:
+        """Unpacks a package's files over those that are there; returns their bytes, size, and number, entries."""
         data = file.with_suffix(".tar")
         try:
             await asyncio.to_thread(_write_data, file, data)
             with data.open("rb") as blob:
-                done = await unpacked(blob.fileno(), tree, self._uid, most_bytes)
+                return await unpacked(blob.fileno(), tree, self._uid, most_bytes)
         except unpack.Refused as refused:
             if refused.kind == unpack.LARGE:
                 raise _too_large(package, self._max_bytes) from None
-            raise _Failed(package, "UNUSABLE", str(refused), "lock another version") from None
+            raise _unusable(package, _shown(str(refused))) from None
+        except OSError as error:
+            if error.errno in DISK_REFUSED:
+                raise
+            _log.warning("a Debian package cannot be unpacked", file=package.path, error=repr(error))
+            reason = "a file of it cannot be written: " + os.strerror(error.errno or errno.EIO)
+            raise _unusable(package, reason) from None
         finally:
             file.unlink()
             data.unlink(missing_ok=True)
-        return int(done["size"])
 
 
 def _too_large(package: DebianPackage, most: int) -> _Failed:
     reason = f"with it the packages have more than {most} bytes"
     return _Failed(package, "TOO_LARGE", reason, "lock fewer packages; operators: debian_max_bytes")
+
+
+def _unusable(package: DebianPackage, reason: str) -> _Failed:
+    return _Failed(package, "UNUSABLE", reason, "lock another version, or without it")
+
+
+def _shown(text: str) -> str:
+    """A text with names of a package's author, as printable characters of ASCII and bounded."""
+    return ascii(text)[1:-1][:_MOST_SHOWN]
 
 
 def _unreachable(package: DebianPackage, reason: str) -> _Failed:
@@ -281,42 +333,3 @@ def _write_data(package: Path, target: Path) -> None:
                 return
             file.seek(size + size % 2, os.SEEK_CUR)
     raise unpack.Refused(unpack.DAMAGED, f"the package has none of {', '.join(sorted(_DATA))}")
-
-
-def _arrange(tree: Path) -> list[str]:
-    """Moves what is beside usr to where Debian has it since 12, and removes what is not taken; returns its names.
-
-    Raises unpack.Refused for a link in the place of a directory that is mounted: the mount would follow it.
-    """
-    for name in _MERGED:
-        if _is_folder(tree / name):
-            _merge(tree / name, tree / "usr" / name)
-    dropped = sorted(child.name for child in tree.iterdir() if child.name not in _KEPT or not _is_folder(child))
-    for name in dropped:
-        gone = tree / name
-        shutil.rmtree(gone) if _is_folder(gone) else gone.unlink()
-    for name in _MERGED:
-        if os.path.lexists(tree / "usr" / name) and not _is_folder(tree / "usr" / name):
-            raise unpack.Refused(unpack.UNSAFE, f"/usr/{name} is no directory in them")
-    return [name for name in dropped if name not in _MERGED]
-
-
-def _merge(source: Path, target: Path) -> None:
-    """Moves a directory's content into another one, and follows no link. What is there already stays."""
-    if not os.path.lexists(target):
-        target.parent.mkdir(exist_ok=True)
-        target.parent.chmod(0o755)
-        source.rename(target)
-        return
-    if not _is_folder(target):
-        return
-    for child in source.iterdir():
-        inside = target / child.name
-        if not os.path.lexists(inside):
-            child.rename(inside)
-        elif _is_folder(child):
-            _merge(child, inside)
-
-
-def _is_folder(path: Path) -> bool:
-    return stat.S_ISDIR(path.lstat().st_mode) if os.path.lexists(path) else False

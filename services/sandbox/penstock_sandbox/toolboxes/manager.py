@@ -355,7 +355,7 @@ def toolbox_hash(spec: ToolboxSpec, python: str = "") -> str:
     if spec.npm_lock or spec.python_target:
         content += repr((hashlib.sha256(spec.npm_lock.encode()).hexdigest(), spec.python_target))
     if spec.debian_lock:
-        lines = sorted(package.line for package in debian_lock(spec.debian_lock))
+        lines = [package.line for package in debian_packages.ordered(debian_lock(spec.debian_lock))]
         content += repr((lines, debian_packages.LAYOUT))
     return hashlib.sha256(content.encode()).hexdigest()
 

@@ -12,12 +12,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import structlog
+from aiohttp import test_utils, web
+from pydantic import ValidationError
 from tests.support.endpoints.debian import line, package, path_of
 from tests.support.endpoints.package_index import Index, index
+from yarl import URL
 
 from penstock.values.locks import debian_lock
 from penstock_chassis.errors import FailedPrecondition, InvalidArgument, Unavailable
 from penstock_sandbox.domain.model import Toolbox, ToolboxSpec
+from penstock_sandbox.settings import SandboxSettings
+from penstock_sandbox.toolboxes import debian_mirrors, debian_packages, debian_tree
 from penstock_sandbox.toolboxes.debian_packages import DebianPackages
 from penstock_sandbox.toolboxes.installer import Installer
 from penstock_sandbox.toolboxes.manager import Toolboxes
@@ -44,6 +50,7 @@ def toolboxes(folder: Path, *mirrors: str, most: int = 10_000_000) -> Toolboxes:
     async def pause(_: float) -> None:
         pass
 
+    folder.mkdir(exist_ok=True)
     folder.chmod(0o755)
     made = Toolboxes(folder / "toolboxes", Installer(UID), debian=DebianPackages(mirrors, most, UID, pause=pause))
     made.open()
@@ -125,6 +132,107 @@ async def test_each_failure_is_typed_and_leaves_nothing(tmp_path: Path, mirror: 
     assert invalid.value.violations[0].field == "spec.debian_lock"
 
 
+@pytest.mark.requirement("R151", "R56")
+@pytest.mark.parametrize(
+    ("proxy", "reason"),
+    [
+        ("http://reader:hunter2@127.0.0.1:1", "through the proxy"),
+        ("reader:hunter2@127.0.0.1:1", "no valid answer"),
+    ],
+    ids=["away", "no URL"],
+)
+async def test_a_failure_shows_neither_addresses_nor_the_proxys_login(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, proxy: str, reason: str
+) -> None:
+    monkeypatch.setenv("http_proxy", proxy)
+    monkeypatch.setenv("no_proxy", "")
+    shown: list[str] = []
+    boxes = DebianPackages(["http://deb.invalid/debian"], 1_000_000, UID, pause=lambda _: asyncio.sleep(0))
+    (tmp_path / "content").mkdir()
+    with structlog.testing.capture_logs() as logs, pytest.raises(Unavailable, match=reason) as refused:
+        await boxes.install(debian_lock(line("hello", b"")), tmp_path / "content", shown.append)
+    assert refused.value.metadata["debian_code"] == "UNREACHABLE" and len(logs) == 4
+    text = " ".join([refused.value.message, *shown])
+    assert not any(secret in text for secret in ("hunter2", "reader", "127.0.0.1", "deb.invalid"))
+    assert "hunter2" not in str(logs)
+
+
+@pytest.mark.requirement("R151", "R90")
+async def test_a_redirect_is_followed_below_the_mirrors_alone(tmp_path: Path) -> None:
+    content = package(tmp_path, "hello", HELLO)
+    asked: list[str] = []
+    targets = {"/good": "/other", "/out": "/elsewhere", "/damaged": "http://[bad", "/unnamed": "http://a..b/"}
+
+    async def answer(request: web.Request) -> web.Response:
+        asked.append(request.path)
+        top, _, path = request.path.removeprefix("/").partition("/")
+        if top == "other":
+            return web.Response(body=content)
+        target = targets[f"/{top}"]
+        raise web.HTTPFound(target if target.startswith("http") else f"{target}/{path}?signed")
+
+    app = web.Application()
+    app.router.add_get("/{path:.*}", answer)
+    async with test_utils.TestServer(app) as server:
+        url = str(server.make_url("")).rstrip("/")
+        for top in ("out", "damaged", "unnamed"):
+            error = await refusal(toolboxes(tmp_path, f"{url}/{top}"), line("hello", content))
+            assert error.metadata["debian_code"] == "UNREACHABLE" and "elsewhere" not in error.message
+        assert not any(path.startswith("/elsewhere") for path in asked)
+        await prepared(toolboxes(tmp_path, f"{url}/good", f"{url}/other"), line("hello", content))
+
+
+@pytest.mark.requirement("R151")
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://u:hunter2@h/debian",
+        "http://:hunter2@h/debian",
+        "http://@h/hunter2",
+        "http://h/hunter2/../..",
+        "http://h/hunter2/%2e%2e/x",
+        "http://h/hunter2%2f..",
+        "http://h/hunter2\\..",
+        "http://h\n/hunter2",
+        "http://h/hunter2 x",
+        "http://h/hunter2\u2028",
+        "http://h:99999/hunter2",
+        "http://[h/hunter2",
+        "http:///hunter2",
+        "http://h/hunter2?x",
+        "file:///hunter2",
+    ],
+)
+def test_a_mirror_that_is_no_plain_url_is_refused_without_being_shown(url: str) -> None:
+    good = "http://deb.debian.org/debian"
+    assert SandboxSettings(debian_mirrors=(f"{good}/",), anonymous=True).debian_mirrors == (good,)
+    with pytest.raises(ValidationError, match="URL 2 must be as") as refused:
+        SandboxSettings(debian_mirrors=(good, url), anonymous=True)
+    assert refused.value.errors()[0]["loc"] == ("debian_mirrors",)
+    assert "hunter2" not in refused.value.errors()[0]["msg"]
+
+
+@pytest.mark.parametrize(
+    ("url", "is_below"),
+    [
+        ("http://m/debian/pool/x", True),
+        ("http://m/debian", False),
+        ("http://m/debian2/x", False),
+        ("http://m/debian/../x", False),
+        ("http://m/debian/%2e%2e/x", False),
+        ("http://m/debian/a%2f..%2f..%2fx", False),
+        ("http://m/debian/..%5cx", False),
+        ("http://m:81/debian/x", False),
+        ("https://m/debian/x", False),
+        ("http://u:p@m/debian/x", False),
+        ("file:///debian/x", False),
+        ("/debian/x", False),
+    ],
+)
+def test_only_a_place_below_a_mirror_is_below_it(url: str, is_below: bool) -> None:
+    assert debian_mirrors.below(URL(url), URL("http://m/debian")) is is_below
+
+
 def archive(*members: tuple[str, str, str]) -> bytes:
     """A package by hand: members are a name, what it links to if it is a link, and content."""
     data = io.BytesIO()
@@ -151,8 +259,12 @@ def archive(*members: tuple[str, str, str]) -> bytes:
         (archive()[:-5], "ends early"),
         (b"!<arch>\n" + b"x" * 60, "has none of data.tar"),
         (b"no archive", "is no Debian package"),
+        (archive(("usr/.wh.python3", "", "")), "would delete another"),
+        (archive(("usr/lib/.wh..wh..opq", "", "")), "would hide a directory"),
+        (archive(("opt/" + "d/" * 300 + "x", "", "")), "nested more than 256 deep"),
+        (archive(("usr/" + "n" * 300, "", "")), "cannot be written: File name too long"),
     ],
-    ids=["out", "through a link", "short", "no data", "no archive"],
+    ids=["out", "through a link", "short", "no data", "no archive", "deletion", "opaque", "deep", "long name"],
 )
 async def test_a_package_that_is_no_plain_tree_is_refused(
     tmp_path: Path, mirror: Index, content: bytes, reason: str
@@ -164,6 +276,43 @@ async def test_a_package_that_is_no_plain_tree_is_refused(
 
 
 @pytest.mark.requirement("R151")
+async def test_a_file_of_two_packages_is_the_same_ones_in_each_order(tmp_path: Path, mirror: Index) -> None:
+    """Both orders are one toolbox."""
+    lines = [add(mirror, name, archive(("usr/bin/tool", "", name))) for name in ("one", "two")]
+    found = []
+    for number, lock in enumerate(("".join(lines), "".join(reversed(lines)))):
+        boxes = toolboxes(tmp_path / f"{number}", f"{mirror.url}/debian")
+        box, _ = await prepared(boxes, lock)
+        layer = boxes.mounted(box.id).root_layer
+        assert layer is not None
+        found.append((box.id, (layer / "usr/bin/tool").read_text()))
+    assert found == [(found[0][0], "two")] * 2
+
+
+@pytest.mark.requirement("R151")
+async def test_names_of_a_packages_author_are_shown_printable_and_bounded(tmp_path: Path, mirror: Index) -> None:
+    lock = add(mirror, "odd", archive(("usr/x", "", ""), ("\x1b[2J", "", ""), ("n" * 250, "", "")))
+    _, progress = await prepared(toolboxes(tmp_path, f"{mirror.url}/debian"), lock)
+    (shown,) = (text for text in progress if "left out" in text)
+    assert r"\x1b[2J" in shown and "n" * 200 in shown and "n" * 201 not in shown and shown.isprintable()
+
+
+@pytest.mark.requirement("R151", "R142")
+def test_nothing_of_a_tree_can_be_written_by_others(tmp_path: Path) -> None:
+    """What its links lead to is left alone."""
+    outside, tree = tmp_path / "outside", tmp_path / "tree"
+    outside.touch()
+    (tree / "usr/closed").mkdir(parents=True)
+    (tree / "usr/closed/file").touch()
+    (tree / "usr/link").symlink_to(outside)
+    for path, mode in ((outside, 0o666), (tree / "usr/closed/file", 0o666), (tree / "usr/closed", 0o1072)):
+        path.chmod(mode)
+    debian_tree.check(tree)
+    kept = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (outside, *(tree / "usr").rglob("*"))}
+    assert kept == {"outside": 0o666, "link": 0o666, "closed": 0o1750, "file": 0o644}
+
+
+@pytest.mark.requirement("R151")
 async def test_what_packages_unpack_to_is_bounded_together(tmp_path: Path, mirror: Index) -> None:
     lock = "".join(
         add(mirror, name, package(tmp_path, name, {f"usr/share/{name}": "0" * 60_000})) for name in ("one", "two")
@@ -171,6 +320,21 @@ async def test_what_packages_unpack_to_is_bounded_together(tmp_path: Path, mirro
     boxes = toolboxes(tmp_path, f"{mirror.url}/debian", most=100_000)
     assert (await refusal(boxes, lock)).metadata["debian_code"] == "TOO_LARGE"
     assert len(debian_lock(lock)) == 2
+
+
+@pytest.mark.requirement("R151")
+async def test_entries_count_over_all_packages(tmp_path: Path, mirror: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Directories and links take no bytes of content, but inodes."""
+    lock = "".join(
+        add(mirror, name, archive(*((f"usr/{name}{number}", "nowhere", "") for number in range(20))))
+        for name in ("one", "two")
+    )
+    error = await refusal(toolboxes(tmp_path, f"{mirror.url}/debian", most=40 * 4096 - 1), lock)
+    assert error.metadata["debian_code"] == "TOO_LARGE" and error.metadata["packages"] == "two"
+    await prepared(toolboxes(tmp_path, f"{mirror.url}/debian", most=40 * 4096), lock)
+    monkeypatch.setattr(debian_packages, "MOST_ENTRIES", 39)
+    error = await refusal(toolboxes(tmp_path / "other", f"{mirror.url}/debian"), lock)
+    assert error.metadata["debian_code"] == "TOO_LARGE" and "39 entries" in error.message
 
 
 @pytest.mark.requirement("R151", "R90")
