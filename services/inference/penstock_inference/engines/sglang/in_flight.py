@@ -10,7 +10,7 @@ from penstock_inference.engines.base import Delta, FinishReason, VersionSpan
 from penstock_inference.engines.openai.answers import broken
 from penstock_inference.engines.openai.in_flight import Flight
 from penstock_inference.engines.openai.wire import RETRY_S
-from penstock_inference.engines.sglang.answers import Asked, read_chunk
+from penstock_inference.engines.sglang.answers import Asked, foreign, read_chunk
 
 
 @dataclass(slots=True, eq=False)
@@ -91,8 +91,8 @@ class SglangFlight(Flight):
             raise broken("no weight_versions, where it gave some before")
         # Of a version that was pushed twice, the first time in vain, only the last has sampled.
         known = {str(version): place for place, (version, _) in enumerate(((self.version, 0), *self.changes))}
-        if foreign := [name for name, _, _ in spans if name not in known]:
-            raise broken(f"it names weights {foreign[0][:40]!r}, which this service did not put in force")
+        if unknown := [name for name, _, _ in spans if name not in known]:
+            raise foreign(unknown[0])
         places = [known[name] for name, _, _ in spans]
         if places != sorted(places):
             raise broken("weight_versions are not in the order in which the weights changed")
