@@ -508,6 +508,51 @@ async def test_an_abort_of_what_waits_for_its_grammar_is_no_refusal() -> None:
     assert flight.done().finish_reason is FinishReason.ABORT and flight.done().token_ids.size == 0
 
 
+@pytest.mark.requirement("R49", "R82")
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("spans", "problem"),
+    [
+        ([(5, 0, 2), (6, 2, 3), (7, 3, 4)], ""),
+        ([(5, 0, 4)], ""),
+        ([(5, 0, 3), (7, 3, 4)], ""),
+        ([(6, 0, 4)], "weights that came after"),
+        ([(5, 0, 1), (6, 1, 4)], "weights that came after"),
+        ([(5, 0, 2), (7, 2, 4)], "weights that came after"),
+        ([(5, 0, 3), (7, 3, 4), (6, 4, 5)], "not in the order"),
+        ([(5, 0, 3), (6, 3, 4), (5, 4, 5)], "not in the order"),
+    ],
+)
+async def test_spans_agree_with_what_had_arrived_when_the_weights_changed(
+    spans: list[tuple[int, int, int]], problem: str, stream: bool
+) -> None:
+    """Of version 5: two tokens came before 6, a third before 7. Each token is of weights that were there before it."""
+    total = spans[-1][2]
+
+    def so_far(count: int, **more: Any) -> dict[str, Any]:
+        rows = [[-0.5, 3, None]] * count
+        return event(completion_tokens=count, output_token_logprobs=rows, **more) | {"output_ids": [3] * count}
+
+    asked = Asked(PROMPT.size, "output_token_logprobs", 0, frozenset(), "sampling")
+    wanted = request(stream=stream, max_tokens=total)
+    flight = SglangFlight(wanted, VOCAB, True, 5, frozenset(), 0.0, asked=asked, pinned=False)
+    for version, arrived in ((6, 2), (7, 3)):
+        flight.take(so_far(arrived, finish_reason=None))
+        if stream:
+            flight.deltas()
+        flight.weights_change(version)
+    named = [{"version": str(version), "start": start, "end": end} for version, start, end in spans]
+    end = so_far(total, finish_reason={"type": "length", "length": total}, weight_versions=named)
+    if problem:
+        with pytest.raises(FailedPrecondition, match=problem) as caught:
+            flight.take(end)
+        assert caught.value.reason == "UPSTREAM_ANSWER_INVALID"
+    else:
+        flight.take(end)
+        flight.end()
+        assert flight.done().version_spans == tuple(VersionSpan(*span) for span in spans)
+
+
 @pytest.mark.requirement("R23")
 async def test_cancelled_caller_ends_the_request_there(opened: Open) -> None:
     """A call that was left keeps nothing running."""

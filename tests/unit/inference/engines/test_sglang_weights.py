@@ -399,6 +399,92 @@ async def test_a_server_lost_in_a_load_gets_those_in_force_again(opened: Open, m
         assert server.number == 1
 
 
+async def found_again(engine: SglangEngine, server: SglangServer) -> None:
+    """Breaks one stream, and waits until the server was found."""
+
+    async def breaks(http: web.Request, raw: dict[str, Any]) -> web.StreamResponse:
+        response = await begun(http)
+        assert http.transport is not None
+        http.transport.abort()
+        return response
+
+    server.fault = breaks
+    with pytest.raises(Unavailable):
+        await finished(engine, request("broken"))
+    server.fault = None
+    await eventually(lambda: not engine._lookout.lost, "it is found")
+
+
+def loads(server: SglangServer) -> list[dict[str, Any]]:
+    return [body for name, body in server.commands if name == "update_weights_from_disk"]
+
+
+@pytest.mark.requirement("R49", "R82")
+async def test_another_clients_weights_never_become_a_version(opened: Open) -> None:
+    """Sent as tensors, they leave the path as it is: only their name shows them, to completions, scores and probes."""
+    async with sglang_server() as server:
+        engine = await opened(server)
+        server.number = 4
+        server._rename("verl-step-7")
+        for call in (finished(engine, request()), engine.score(PROMPT)):
+            with pytest.raises(FailedPrecondition, match="'verl-step-7', which this service did not") as caught:
+                await call
+            assert caught.value.reason == "UPSTREAM_ANSWER_INVALID"
+        await found_again(engine, server)
+        assert (server.number, server.weight_version, server.paused) == (0, "0", "")
+        assert [body["flush_cache"] for body in loads(server)] == [True]
+        assert versions(await finished(engine, request())) == [0] * 4
+        assert (await engine.score(PROMPT)).policy_version == 0
+
+
+@pytest.mark.requirement("R49")
+@pytest.mark.parametrize("own", ["default", "release-3"])
+async def test_weights_of_the_servers_start_are_only_renamed(opened: Open, own: str) -> None:
+    """By a name that it gave them itself; once others are in force, that name is another's."""
+    async with sglang_server(weight_version=own, number=4) as server:
+        engine = await opened(server)
+        server._rename(own)
+        await found_again(engine, server)
+        assert (server.number, server.weight_version, loads(server)) == (4, "0", [])
+        await push(engine, 1)
+        server.number = 9
+        server._rename("release-3")
+        await found_again(engine, server)
+        assert (server.number, server.weight_version) == (1, "1")
+
+
+@pytest.mark.requirement("R49", "R82")
+async def test_a_score_beside_a_load_is_asked_for_again(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server names the new weights before its answer to the load is here: they are no other client's."""
+    async with sglang_server() as server:
+        engine = await opened(server)
+        asked, loaded, checked = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        generate, load, check = server._post_generate, server._post_update_weights_from_disk, engine._server.check_name
+
+        async def late(http: web.Request, raw: dict[str, Any]) -> web.StreamResponse:
+            asked.set()
+            await loaded.wait()
+            return await generate(http, raw)
+
+        async def slow(http: web.Request, raw: dict[str, Any]) -> web.Response:
+            answer = await load(http, raw)
+            loaded.set()
+            await checked.wait()
+            return answer
+
+        async def checks(name: Any, version: int | None) -> None:
+            checked.set()
+            await check(name, version)
+
+        monkeypatch.setattr(server, "_post_generate", late)
+        monkeypatch.setattr(server, "_post_update_weights_from_disk", slow)
+        monkeypatch.setattr(engine._server, "check_name", checks)
+        scoring = asyncio.create_task(engine.score(PROMPT))
+        await asked.wait()
+        await push(engine, 1)
+        assert (await scoring).policy_version == 1
+
+
 @pytest.mark.requirement("R49")
 async def test_a_service_that_starts_anew_takes_the_servers_version(opened: Open) -> None:
     """The server kept its weights, but their files are not known: no partial push can be completed."""

@@ -83,6 +83,11 @@ def meta_info(answer: Any) -> Mapping[str, Any]:
     return meta
 
 
+def foreign(name: Any) -> FailedPrecondition:
+    """The error for an answer of weights with this name."""
+    return broken(f"it names weights {str(name)[:40]!r}, which this service did not put in force")
+
+
 def read_scores(answer: Any, token_ids: TokenIds) -> Logprobs:
     """Logprobs of all tokens of a prompt except the first. Raises the errors of `read_chunk`."""
     rows = meta_info(answer).get("input_token_logprobs")

@@ -42,7 +42,7 @@ from penstock_inference.engines.openai.options import check_context
 from penstock_inference.engines.openai.upstream_monitor import UpstreamMonitor
 from penstock_inference.engines.openai.wire import Endpoint
 from penstock_inference.engines.optional_features import AdapterInfo, AdapterSource, missing_capability
-from penstock_inference.engines.sglang.answers import read_scores, read_top_scores
+from penstock_inference.engines.sglang.answers import meta_info, read_scores, read_top_scores
 from penstock_inference.engines.sglang.in_flight import SglangFlight
 from penstock_inference.engines.sglang.options import SglangOptions
 from penstock_inference.engines.sglang.probe import Facts, Wanted, identify, probe
@@ -243,6 +243,8 @@ class SglangEngine:
                     adapter="" if used is None else used.versioned_name,
                 )
                 answer = await self._endpoint.post("/generate", body)
+                if self._chosen.control:
+                    await self._server.check_name(meta_info(answer).get("weight_version"), base)
             except PenstockError as error:
                 self._calls.failure(error)
                 raise

@@ -10,7 +10,7 @@ from penstock_inference.engines.base import Delta, FinishReason, VersionSpan
 from penstock_inference.engines.openai.answers import broken
 from penstock_inference.engines.openai.in_flight import Flight
 from penstock_inference.engines.openai.wire import RETRY_S
-from penstock_inference.engines.sglang.answers import Asked, read_chunk
+from penstock_inference.engines.sglang.answers import Asked, foreign, read_chunk
 
 
 @dataclass(slots=True, eq=False)
@@ -24,10 +24,8 @@ class SglangFlight(Flight):
     asked: Asked = field(kw_only=True)
     pinned: bool = field(kw_only=True)
     """One version samples it from its start to its end: an adapter's, or weights that change only between requests."""
-    versions: list[int] = field(default_factory=list)
-    """Those put in force since it was admitted."""
-    boundary: int | None = None
-    """Number of tokens that had arrived when the weights first changed."""
+    changes: list[tuple[int, int]] = field(default_factory=list)
+    """Versions put in force since it was admitted, each with the number of tokens that had arrived before."""
     reported: tuple[VersionSpan, ...] | None = None
     aborting: bool = False
 
@@ -59,14 +57,12 @@ class SglangFlight(Flight):
 
     def weights_change(self, version: int) -> None:
         """Report that the weights are about to become those of `version`."""
-        if self.boundary is None:
-            self.boundary = len(self.token_ids)
-        self.versions.append(version)
+        self.changes.append((version, len(self.token_ids)))
 
     def deltas(self) -> list[Delta]:
         """The tokens that no delta has carried and whose version is known, one delta per version."""
         if self.finish is None:
-            return self._send_until(len(self.token_ids) if self.boundary is None else self.boundary, self.version)
+            return self._send_until(self._certain(), self.version)
         spans = self.spans()
         if not spans:
             return self._send_until(len(self.token_ids), None)
@@ -78,9 +74,13 @@ class SglangFlight(Flight):
 
     def cut(self) -> None:
         """Drop the tokens whose version no end will report."""
-        if self.finish is None and self.boundary is not None:
-            end = self.boundary
+        if self.finish is None:
+            end = self._certain()
             del self.token_ids[end:], self.logprobs[end:], self.top[end:]
+
+    def _certain(self) -> int:
+        """Number of tokens whose version is known before the end: those that arrived before any change."""
+        return self.changes[0][1] if self.changes else len(self.token_ids)
 
     def _report(self, spans: tuple[tuple[str, int, int], ...] | None) -> None:
         if self.pinned or self.version is None:
@@ -89,12 +89,17 @@ class SglangFlight(Flight):
             return
         if spans is None:
             raise broken("no weight_versions, where it gave some before")
-        known = {str(version): version for version in (self.version, *self.versions)}
-        if foreign := [name for name, _, _ in spans if name not in known]:
-            raise broken(f"it names weights {foreign[0][:40]!r}, which this service did not put in force")
-        found = tuple(VersionSpan(known[name], start, end) for name, start, end in spans)
-        if any(span.start < self.sent and span.policy_version != self.version for span in found):
-            raise broken("weight_versions contradict what it sent before")
+        # Of a version that was pushed twice, the first time in vain, only the last has sampled.
+        known = {str(version): place for place, (version, _) in enumerate(((self.version, 0), *self.changes))}
+        if unknown := [name for name, _, _ in spans if name not in known]:
+            raise foreign(unknown[0])
+        places = [known[name] for name, _, _ in spans]
+        if places != sorted(places):
+            raise broken("weight_versions are not in the order in which the weights changed")
+        arrived = [0, *(tokens for _, tokens in self.changes)]
+        if any(start < arrived[place] for place, (_, start, _) in zip(places, spans, strict=True)):
+            raise broken("weight_versions give tokens to weights that came after them")
+        found = tuple(VersionSpan(int(name), start, end) for name, start, end in spans)
         exact = self.request.exact_policy_version
         if exact is not None and found and found[0].policy_version != exact:
             raise FailedPrecondition(

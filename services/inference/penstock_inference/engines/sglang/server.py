@@ -5,7 +5,8 @@ Invariants:
 - The server's name of its weights is the number of the policy version in force.
 - Weights change only while the server stands still by its mode `retract`, which first processes the tokens of the step
   under way: only then are its reports of versions exact. What was in flight is computed again from its token ids.
-- `path` and `version` always describe the weights in force. A server that came back with others gets these again.
+- `path` and `version` always describe the weights in force. A server that came back with others gets these again. Its
+  path alone does not show them: tensors that another client sends leave it as it is, and change the name.
 """
 
 from __future__ import annotations
@@ -23,11 +24,15 @@ from penstock_inference.engines.adapters import AdapterTable, LoadedAdapter, ada
 from penstock_inference.engines.admission import Admission
 from penstock_inference.engines.base import PauseMode
 from penstock_inference.engines.openai.wire import Endpoint
+from penstock_inference.engines.sglang.answers import foreign
 from penstock_inference.engines.sglang.in_flight import SglangFlight
 from penstock_inference.engines.sglang.probe import Identity
 
 ALREADY_LOADED = "already loaded"
 """In the server's refusal of an adapter's name that it has."""
+
+UNNAMED = frozenset({"", "default"})
+"""The server's names of weights that nobody named; empty where it reports none."""
 
 _RETRACT = {"mode": "retract"}
 
@@ -66,6 +71,8 @@ class Server:
         self.base_known = True
         """Whether the weights at the start are those of the model directory, as far as anyone says."""
         self._lost = lost
+        self._adopted = ""
+        """The server's own name of the weights in force, until others are loaded."""
         self._doubtful = False
         """A load began and did not end, so the server may have any weights."""
         self._frozen_for: set[str] = set()
@@ -86,11 +93,14 @@ class Server:
             found = await there()
             if not self.path:
                 self._adopt(found)
-            if self._doubtful or found.model_path != self.path:
-                _log.warning("the server gets the weights in force again", version=self.version)
+            name = found.weight_version
+            is_ours = name in UNNAMED or name in (str(self.version), self._adopted)
+            if self._doubtful or found.model_path != self.path or not is_ours:
+                _log.warning("the server gets the weights in force again", version=self.version, found=name[:40])
                 await self.endpoint.post("/pause_generation", _RETRACT)
-                await self._load(self.path, self.version or 0)
-            elif found.weight_version != str(self.version):
+                # What it computed under this version's salt may be of the other weights.
+                await self._load(self.path, self.version or 0, flush_cache=True)
+            elif name != str(self.version):
                 await self._name(self.version or 0)
             for adapter in self.adapters:
                 with suppress(InvalidArgument):  # it has it
@@ -107,7 +117,7 @@ class Server:
             self.base_known = not self.version
         elif self.version is None:
             self.version = 0
-        self.path = found.model_path
+        self.path, self._adopted = found.model_path, named
 
     async def settle(self) -> None:
         """Stop or continue the server, as the reasons to freeze it require. Raises PenstockError."""
@@ -121,6 +131,17 @@ class Server:
 
     def _version_of(self, adapter: str) -> int:
         return self.adapters.get(adapter).info.policy_version if adapter else self.version or 0
+
+    async def check_name(self, name: Any, version: int | None) -> None:
+        """Check the server's name of the weights that computed an answer asked for under `version`; None: it gave none.
+
+        Raises FailedPrecondition (UPSTREAM_ANSWER_INVALID) if it is not that version's, and that is still in force.
+        """
+        if name is None or name == str(version):
+            return
+        async with self._changing:  # a load that is under way has named the weights and not returned yet
+            if version == self.version:
+                raise foreign(name)
 
     # Standing still --------------------------------------------------------------------------------------------------
 
@@ -192,7 +213,7 @@ class Server:
             raise InvalidArgument(
                 f"SGLang refuses the weights: {text}", reason="WEIGHTS_INVALID", violations=[Violation("path", text)]
             ) from error
-        self.path, self.version, self.label = path, version, label
+        self.path, self.version, self.label, self._adopted = path, version, label, ""
         self.base_known = True
         with suppress(PenstockError):  # each version's prefixes have a salt of their own: this only frees memory
             await self.endpoint.command("/flush_cache", {})
@@ -210,7 +231,7 @@ class Server:
             self._lost(lost)
             raise lost from error
 
-    async def _load(self, path: str, version: int) -> None:
+    async def _load(self, path: str, version: int, *, flush_cache: bool = False) -> None:
         self._doubtful = True
         await self.endpoint.post(
             "/update_weights_from_disk",
@@ -218,7 +239,7 @@ class Server:
                 "model_path": path,
                 "weight_version": str(version),
                 "abort_all_requests": False,
-                "flush_cache": False,
+                "flush_cache": flush_cache,
             },
         )
         self._doubtful = False
