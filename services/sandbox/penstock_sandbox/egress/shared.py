@@ -157,7 +157,7 @@ class SharedRecordings:
         return first
 
     async def receive(self, entry: Entry, part: Part) -> None:
-        """Writes a response's body. Raises Refusal (RECORDINGS_AWAY, RECORDING_DAMAGED)."""
+        """Writes a response's body. Raises Refusal (RECORDINGS_AWAY, RECORDING_DAMAGED), and as `Part.write`."""
         name = _body(entry.digest)
         async with self._moving:
             while part.size < entry.size:
