@@ -25,7 +25,7 @@ from penstock_chassis.errors import Violation
 from penstock_chassis.validation import invalid, invalid_field
 from penstock_driver.agents.launch import FileToWrite
 from penstock_driver.domain.ports import LIMITED, Command, Packages, SandboxTerms
-from penstock_driver.domain.records import GroupPlan
+from penstock_driver.domain.records import GroupPlan, recording_problem
 from penstock_driver.domain.rollout import OF_A_JUDGE, RolloutSpec, Task, Verifier
 from penstock_driver.domain.terminal_episode import MAX_COMMANDS as MAX_STEPS
 from penstock_driver.domain.terminal_episode import MAX_OUTPUT, TerminalSpec
@@ -102,6 +102,18 @@ def check_seeds(spec: RolloutSpec, count: int) -> None:
     seed = spec.choice.seed
     if seed is not None and seed + count - 1 > MAX_SEED:
         raise invalid_field("spec.seed", f"at most {MAX_SEED - count + 1}: the seeds of the group count up from it")
+
+
+def check_recordings(spec: RolloutSpec) -> None:
+    """Check the recordings that a client names. InvalidArgument (FIELD_INVALID).
+
+    A branch's spec has its parent's, which the driver named.
+    """
+    found = Violations()
+    for name, listed in (("agent_network", spec.agent_network), ("verifier_network", spec.verifier_network)):
+        if listed is not None:
+            _check_recording(listed, f"spec.sandbox.{name}", found)
+    found.refuse()
 
 
 def check_rollout(spec: RolloutSpec, found: Violations) -> None:
@@ -335,7 +347,9 @@ def _check_variables(variables: Mapping[str, str], where: str, found: Violations
 
 def _check_sandbox(terms: SandboxTerms, where: str, found: Violations) -> None:
     if terms.setup_network is not None and terms.setup_network.HasField("allowlist"):
-        _check_allowlist(terms.setup_network.allowlist, f"{where}sandbox.setup_network.allowlist", found)
+        listed, here = terms.setup_network.allowlist, f"{where}sandbox.setup_network.allowlist"
+        _check_allowlist(listed, here, found)
+        _check_recording(listed, here, found)
     _check_resources(terms, f"{where}sandbox", found)
     for place, problem in companions.problems(terms.companions):
         found.add(f"{where}sandbox.companions{place}", problem)
@@ -354,6 +368,11 @@ def _check_allowlist(listed: sandbox_pb2.Allowlist, here: str, found: Violations
     for index, port in enumerate(listed.ports):
         if not 0 < port < 65536:
             found.add(f"{here}.ports[{index}]", "expected 1 to 65535")
+
+
+def _check_recording(listed: sandbox_pb2.Allowlist, here: str, found: Violations) -> None:
+    if problem := recording_problem(listed.recording):
+        found.add(f"{here}.recording", problem)
 
 
 def _check_networks(spec: RolloutSpec, where: str, found: Violations) -> None:

@@ -22,7 +22,7 @@ from penstock_driver.agents.registry import AgentRegistry
 from penstock_driver.domain.ports import Captures
 from penstock_driver.domain.records import Filter, GroupPlan, GroupRecord, Record, RequestKey, new_records
 from penstock_driver.domain.rollout import FIRST_GRADE, RolloutSpec
-from penstock_driver.domain.validation import Violations, check_chosen_id, check_group, check_seeds
+from penstock_driver.domain.validation import Violations, check_chosen_id, check_group, check_recordings, check_seeds
 from penstock_driver.rollouts.branch_room import Recorded
 from penstock_driver.rollouts.branching import BranchOrder, Parents
 from penstock_driver.rollouts.manager import RolloutManager, end_not_recorded
@@ -140,6 +140,7 @@ class RolloutCreation:
         known = await self._records.known_request(key)
         if known is None:
             spec = await self._spec(request, key.namespace)
+            check_recordings(spec)
             check_chosen_id(rollout_id, "rollout_id")
             rollout_id = rollout_id or self._home.new_id("r")
             with self._manager.room(spec.namespace, 1):
@@ -159,6 +160,7 @@ class RolloutCreation:
             found.refuse()
             spec = await self._spec(request, key.namespace)
             count = plan.size + plan.spares
+            check_recordings(spec)
             check_seeds(spec, count)
             check_chosen_id(group_id, "group_id")
             group_id = group_id or self._home.new_id("g")

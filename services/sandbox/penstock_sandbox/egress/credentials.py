@@ -14,7 +14,9 @@ class Credentials:
     """Bearer tokens by host, and logins from a file in netrc's format: the service's, which no sandbox sees."""
 
     def __init__(self, file: Path | None, tokens: Mapping[str, str]) -> None:
-        self._logins = netrc.netrc(str(file)).hosts if file is not None else {}
+        self._logins = dict(netrc.netrc(str(file)).hosts) if file is not None else {}
+        # A login for every host is one for the hosts of strangers; netrc's module keeps it as that of a host "default".
+        self._logins.pop("default", None)
         self._tokens = tokens
 
     def header(self, request: Request) -> str | None:

@@ -181,7 +181,7 @@ class Fetcher:
         if known is not None:
             return known
         self._store.make_room(recording, entry.size)
-        part = self._store.part()
+        part = self._store.part(recording)
         try:
             await shared.receive(entry, part)
             return self._store.keep(recording, key, response, part)
@@ -190,7 +190,7 @@ class Fetcher:
 
     async def _fetch(self, request: Request, recording: str, key: str, publish: Publish | None = None) -> Response:
         """Returns upstream's response. ``publish`` gets one that is to be recorded, and may return one in its place."""
-        part = self._store.part()
+        part = self._store.part(recording)
         try:
             response = await self._asked(request, recording, part)
             if response.status not in RECORDED:
@@ -258,7 +258,6 @@ class Fetcher:
         async for chunk in upstream.content.iter_chunked(_CHUNK):
             self._check_size(request, part.size + len(chunk))
             part.write(chunk)
-            self._store.make_room(recording, 0)
         return response
 
     def _check_size(self, request: Request, size: int) -> None:

@@ -14,7 +14,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
-from urllib.parse import urlsplit
 
 from penstock.values.hosts import address, is_name, matches
 from penstock_sandbox.egress.errors import Misused, Refusal
@@ -24,6 +23,7 @@ FORWARDED: Final = ("accept", "content-type", "content-encoding", "git-protocol"
 """All are in a response's key: by a header outside of it, one sandbox could choose what its siblings get."""
 _TARGET: Final = re.compile(rb"[\x21-\x7e]+")
 _FETCH: Final = "/git-upload-pack"
+_FETCH_TYPE: Final = "application/x-git-upload-pack-request"
 _PUSH: Final = "git-receive-pack"
 _DEFAULT_PORTS: Final = {"http": 80, "https": 443}
 MAX_URL_BYTES: Final = 16 * 1024
@@ -119,15 +119,14 @@ def checked(
         raise Misused("a request has a Content-Length or a Transfer-Encoding, not both")
     check_origin(origin, greeting)
     passed = _forwarded(headers)
-    _check_method(method.decode("ascii", "replace"), path)
+    _check_method(method.decode("ascii", "replace"), path, passed.get("content-type"))
     return Request(method.decode("ascii"), origin, path, passed, b"")
 
 
-def _check_method(method: str, target: str) -> None:
-    path = urlsplit(target).path
-    # A server might read an escaped or a relative path as another one.
-    plain = not any(part in path for part in ("%", ";", "/."))
-    fetches = method == "POST" and path.endswith(_FETCH) and plain
+def _check_method(method: str, target: str, content_type: str | None) -> None:
+    # A server might read an escaped or a relative path as another one. Git sends no query, and always this type.
+    plain = not any(part in target for part in ("%", ";", "/.", "\\", "?"))
+    fetches = method == "POST" and target.endswith(_FETCH) and plain and content_type == _FETCH_TYPE
     pushes = _PUSH in target
     if pushes or not (method in ("GET", "HEAD") or fetches):
         what = "git push" if pushes else method

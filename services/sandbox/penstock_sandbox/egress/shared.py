@@ -4,7 +4,8 @@ Invariants
 - The first response that is stored for a request is that of all services: it is created if absent, and never replaced.
 - A claim keeps others from asking upstream meanwhile. It orders them, no more: where one is lost or late, upstream is
   asked once more, and what was stored first still counts.
-- What is read has the digest that it was stored with, or is refused.
+- What is read has the digest that it was stored with, or is refused. A body that was found damaged is stored again with
+  the next response that has it.
 """
 
 from __future__ import annotations
@@ -144,11 +145,10 @@ class SharedRecordings:
         if len(data) > _MOST_ENTRY_BYTES:
             raise Refusal("RESPONSE_TOO_LARGE", "a response has too many headers to be recorded")
         if entry.size:
-            name = _body(entry.digest)
             async with self._moving:
-                age_s = await self._call(self._place.age_s, name)
-                if age_s is None or age_s > FRESH_S:
-                    await self._within(self._transfer_s, partial(self._place.send, name, body))
+                if not await self._is_sound(entry):
+                    await self._within(self._transfer_s, partial(self._place.send, _body(entry.digest), body))
+                    await self._call(self._place.remove, _mark(entry.digest))
         if await self._call(self._place.create, _entry(recording, key), data):
             return entry
         first = await self.find(recording, key)
@@ -157,7 +157,7 @@ class SharedRecordings:
         return first
 
     async def receive(self, entry: Entry, part: Part) -> None:
-        """Writes a response's body. Raises Refusal (RECORDINGS_AWAY, RECORDING_DAMAGED)."""
+        """Writes a response's body. Raises Refusal (RECORDINGS_AWAY, RECORDING_DAMAGED), and as `Part.write`."""
         name = _body(entry.digest)
         async with self._moving:
             while part.size < entry.size:
@@ -165,11 +165,31 @@ class SharedRecordings:
                 data = await self._call(self._place.read, name, part.size, end)
                 if not data:
                     _log.error("a recorded body is cut off or gone", file=name)
+                    await self._mark_damaged(entry)
                     raise _damaged()
                 part.write(data)
         if part.digest != entry.digest:
             _log.error("a recorded body has another digest", file=name)
+            await self._mark_damaged(entry)
             raise _damaged()
+
+    async def _is_sound(self, entry: Entry) -> bool:
+        """Whether a body is there, young, of its length, and not known to be damaged."""
+        name = _body(entry.digest)
+        age_s = await self._call(self._place.age_s, name)
+        if age_s is None or age_s > FRESH_S:
+            return False
+        last = await self._call(self._place.read, name, entry.size - 1, entry.size + 1)
+        if last is None or len(last) != 1:
+            return False
+        return await self._call(self._place.read, _mark(entry.digest), 0, 1) is None
+
+    async def _mark_damaged(self, entry: Entry) -> None:
+        # The body is not removed: another service may have stored it again since.
+        try:
+            await self._call(self._place.replace, _mark(entry.digest), b"damaged")
+        except Refusal as error:
+            _log.warning("a damaged body was not marked", cause=repr(error.__cause__))
 
     async def _found_or_claimed(self, recording: str, key: str) -> Entry | _Claim:
         claim = _Claim(f"claims/{_hashed(recording, key)}", secrets.token_hex(16))
@@ -247,6 +267,11 @@ def _body(digest: str) -> str:
     return f"bodies/{digest[:2]}/{digest}"
 
 
+def _mark(digest: str) -> str:
+    """The file that says that a body is damaged. Operators delete it with the claims, after `FRESH_S`."""
+    return f"claims/damaged-{digest}"
+
+
 def _written(entry: Entry, recording: str, key: str) -> bytes:
     """An entry's file: the digest of what follows, and that as JSON, on a line each."""
     data = json.dumps({"recording": recording, "key": key, **asdict(entry)}).encode()
@@ -264,7 +289,7 @@ def _parsed(written: bytes, recording: str, key: str) -> Entry:
         headers = tuple((str(name), str(value)) for name, value in fields.pop("headers"))
         entry = Entry(headers=headers, **fields)
         h11.Response(status_code=entry.status, headers=list(headers), reason=entry.reason.encode("latin-1"))
-        if not _DIGEST.fullmatch(entry.digest) or entry.size < 0:
+        if not _DIGEST.fullmatch(entry.digest) or type(entry.size) is not int or entry.size < 0:
             raise ValueError("it names no body")
     except (ValueError, TypeError, KeyError, AttributeError, h11.LocalProtocolError) as error:
         _log.error("a recorded response is damaged", file=_entry(recording, key), error=repr(error))

@@ -2,9 +2,9 @@
 
 Invariants
 - A response is in the table only once its whole body is in place; a recording's response never changes.
-- Bodies, those that are being received, and rows hold at most ``max_bytes``, and one recording a quarter of it: whole
-  recordings are evicted, the least recently used first, but none that was used within `IN_USE_S`; if that is not
-  enough, nothing more is recorded.
+- Bodies, those that are being received, and rows hold at most ``max_bytes``, and one recording a quarter of it, with
+  all that it is receiving: whole recordings are evicted, the least recently used first, but none that was used within
+  `IN_USE_S`; if that is not enough, nothing more is recorded.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -53,8 +54,8 @@ class Response:
 class Part:
     """A body that is being received."""
 
-    def __init__(self, folder: Path, grown: Callable[[int], None]) -> None:
-        self._grown = grown
+    def __init__(self, folder: Path, grow: Callable[[int], None]) -> None:
+        self._grow = grow
         descriptor, name = tempfile.mkstemp(dir=folder, prefix="part-")
         self.path = Path(name)
         self._file = os.fdopen(descriptor, "wb")
@@ -62,11 +63,11 @@ class Part:
         self.size = 0
 
     def write(self, data: bytes) -> None:
-        """Appends bytes."""
+        """Appends bytes. Raises Refusal (RECORDING_FULL) if there is no room for them."""
+        self._grow(len(data))
+        self.size += len(data)
         self._file.write(data)
         self._digest.update(data)
-        self.size += len(data)
-        self._grown(len(data))
 
     @property
     def digest(self) -> str:
@@ -85,7 +86,7 @@ class Part:
         """Removes it if it was not kept. Called once, at its end."""
         self._file.close()
         self.path.unlink(missing_ok=True)
-        self._grown(-self.size)
+        self._grow(-self.size)
 
 
 class Store:
@@ -106,7 +107,8 @@ class Store:
             if file.name not in known:
                 file.unlink()
         self.bytes = sum(file.stat().st_size for file in self._objects.iterdir())
-        self._pending = 0
+        self._pending: Counter[str] = Counter()
+        """Bytes that are being received, by recording."""
         self._of: Counter[str] = Counter()
         """Bytes by recording, as if its bodies were its alone."""
         for name, size in self._rows.execute(
@@ -121,12 +123,16 @@ class Store:
         """Closes the table."""
         self._rows.close()
 
-    def part(self) -> Part:
-        """Returns a new body to receive."""
-        return Part(self._objects, self._receive)
+    def part(self, recording: str) -> Part:
+        """Returns a new body to receive for a recording. What it holds counts for that at once."""
+        return Part(self._objects, partial(self._receive, recording))
 
-    def _receive(self, size: int) -> None:
-        self._pending += size
+    def _receive(self, recording: str, size: int) -> None:
+        if size > 0:
+            self.make_room(recording, size)
+        self._pending[recording] += size
+        if not self._pending[recording]:
+            del self._pending[recording]
 
     def find(self, recording: str, key: str) -> Response | None:
         """Returns a recorded response."""
@@ -145,7 +151,7 @@ class Store:
 
     def make_room(self, recording: str, size: int) -> None:
         """Evicts until ``size`` more bytes fit. Raises Refusal (RECORDING_FULL)."""
-        if self._of[recording] + size > self._max_bytes // _SHARE:
+        if self._of[recording] + self._pending[recording] + size > self._max_bytes // _SHARE:
             raise Refusal("RECORDING_FULL", "this recording has no room for more responses")
         if self._fits(size):
             return
@@ -160,13 +166,12 @@ class Store:
         raise Refusal("RECORDING_FULL", "there is no room for more responses: all recordings are in use")
 
     def _fits(self, size: int) -> bool:
-        return self.bytes + self._pending + size <= self._max_bytes
+        return self.bytes + self._pending.total() + size <= self._max_bytes
 
     def keep(self, recording: str, key: str, response: Response, part: Part) -> Response:
         """Records a response whose body was received; returns it, or the one that was recorded before."""
         digest = part.finish()
-        row = self._row_bytes(response)
-        self.make_room(recording, row)
+        self.make_room(recording, self._row_bytes(response))  # the part counts already
         target = self._objects / digest
         if target.exists():
             part.path.unlink()

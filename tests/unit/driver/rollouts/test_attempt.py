@@ -824,6 +824,14 @@ def test_debian_packages_are_refused_before_anything_starts_where_none_are_insta
             "setup_network.allowlist.hosts",
         ),
         (
+            {
+                "setup_network": sandbox_pb2.NetworkPolicy(
+                    allowlist=sandbox_pb2.Allowlist(hosts=["a"], recording="group/g")
+                )
+            },
+            "setup_network.allowlist.recording",
+        ),
+        (
             {"agent_network": sandbox_pb2.Allowlist(hosts=["a"], one_endpoint=sandbox_pb2.OneEndpoint(local_port=1))},
             "agent_network.one_endpoint",
         ),

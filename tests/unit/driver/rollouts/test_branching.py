@@ -29,7 +29,7 @@ from penstock_driver.rollouts.branching import Parents, branch_order
 from penstock_driver.rollouts.recovery.replayed_answers import RecordingFile
 from penstock_driver.store.event_log import EventLog
 from penstock_driver.store.records import MIGRATION_KEPT_SPECS
-from penstock_driver.wire.specs import effective_spec
+from penstock_driver.wire.specs import effective_spec, rollout_spec
 
 
 def order(**fields: Any) -> rollout_service_pb2.BranchRolloutRequest:
@@ -319,3 +319,26 @@ async def test_a_branch_is_answered_from_its_parents_recording(tmp_path: Path, d
     parents = Parents(driver.records, driver.opened.parts.specs, driver.gate, tmp_path, room)
     request = await parents.request(record, branch_order(order(rollout_id="g1-0")))
     assert request.sandbox.agent_network.recording == "group/g1"
+    spec = rollout_spec(request, driver.registry, "default")  # a client may not name it so
+    assert spec.agent_network is not None and spec.agent_network.recording == "group/g1"
+
+
+@pytest.mark.requirement("R141")
+@pytest.mark.parametrize("group", [True, False])
+@pytest.mark.parametrize("name", ["group/g1/grading", "rollout/r1"])
+async def test_no_task_names_the_recording_of_another_group(driver: Driver, name: str, group: bool) -> None:
+    """Its agent would choose what that group's verifier is answered."""
+    spec = wire_spec()
+    for network in (spec.sandbox.agent_network, spec.sandbox.verifier_network):
+        network.hosts.append("a.test")
+        network.recording = name
+    servicer = driver.opened.parts.rollout_servicer
+    with pytest.raises(InvalidArgument) as caught:
+        if group:
+            await servicer.CreateGroup(rollout_service_pb2.CreateGroupRequest(request_id="q", spec=spec, size=1), None)
+        else:
+            await servicer.CreateRollout(rollout_service_pb2.CreateRolloutRequest(request_id="q", spec=spec), None)
+    assert [one.field for one in caught.value.violations] == [
+        "spec.sandbox.agent_network.recording",
+        "spec.sandbox.verifier_network.recording",
+    ]

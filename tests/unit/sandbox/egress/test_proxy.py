@@ -17,7 +17,10 @@ from penstock_sandbox.egress.greeting import Greeting
 from penstock_sandbox.egress.proxy import Bodies
 
 LISTED = Greeting("sb", "r", ("a.test",), (), (80, 443), recorded_only=True).encoded()
-POST = b"POST http://a.test/r/git-upload-pack HTTP/1.1\r\nHost: a.test\r\nContent-Length: 9\r\n\r\n"
+POST = (
+    b"POST http://a.test/r/git-upload-pack HTTP/1.1\r\nHost: a.test\r\n"
+    b"Content-Type: application/x-git-upload-pack-request\r\nContent-Length: 9\r\n\r\n"
+)
 
 
 @asynccontextmanager

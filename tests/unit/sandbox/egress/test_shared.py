@@ -334,18 +334,26 @@ def gone(file: Path) -> None:
     file.unlink()
 
 
+def written_anew(file: Path, **fields: object) -> None:
+    content = json.loads(file.read_bytes().partition(b"\n")[2])
+    data = json.dumps({**content, **fields}).encode()
+    file.write_bytes(hashlib.sha256(data).hexdigest().encode() + b"\n" + data)
+
+
 def of_another_request(file: Path) -> None:
     """A whole entry, at the wrong place."""
-    content = json.loads(file.read_bytes().partition(b"\n")[2])
-    data = json.dumps({**content, "key": "other"}).encode()
-    file.write_bytes(hashlib.sha256(data).hexdigest().encode() + b"\n" + data)
+    written_anew(file, key="other")
+
+
+def of_no_whole_size(file: Path) -> None:
+    written_anew(file, size=5.0)
 
 
 @pytest.mark.requirement("R141")
 @pytest.mark.parametrize(
     ("kind", "harm"),
     [
-        *(("responses", harm) for harm in (cut, emptied, changed, of_another_request)),
+        *(("responses", harm) for harm in (cut, emptied, changed, of_another_request, of_no_whole_size)),
         *(("bodies", harm) for harm in (cut, emptied, changed, gone)),
     ],
 )
@@ -383,3 +391,35 @@ async def test_a_body_stays_as_young_as_the_responses_that_have_it(shared: Share
     os.utime(body, (old, old))
     assert await published(shared, tmp_path, b"first", "later") == entry
     assert body.stat().st_mtime > old + FRESH_S
+
+
+def body_file(folder: Path) -> Path:
+    (body,) = (path for path in (folder / "place" / "bodies").rglob("*") if path.is_file())
+    return body
+
+
+@pytest.mark.requirement("R141")
+@pytest.mark.parametrize("harm", [cut, emptied, changed, gone])
+async def test_a_damaged_body_is_stored_again_under_another_name(
+    shared: SharedRecordings, tmp_path: Path, harm: Callable[[Path], None]
+) -> None:
+    entry = await published(shared, tmp_path, b"first")
+    harm(body_file(tmp_path))
+    with pytest.raises(Refusal):
+        await received(shared, entry, tmp_path)
+    assert await published(shared, tmp_path, b"first", "another") == entry
+    assert await received(shared, entry, tmp_path) == b"first"
+    stored = body_file(tmp_path).stat().st_ino
+    await published(shared, tmp_path, b"first", "third")
+    assert body_file(tmp_path).stat().st_ino == stored  # it is whole again: once is enough
+
+
+@pytest.mark.requirement("R141")
+@pytest.mark.parametrize("harm", [cut, emptied])
+async def test_a_body_of_another_length_is_stored_again_before_anyone_read_it(
+    shared: SharedRecordings, tmp_path: Path, harm: Callable[[Path], None]
+) -> None:
+    entry = await published(shared, tmp_path, b"first")
+    harm(body_file(tmp_path))
+    await published(shared, tmp_path, b"first", "another")
+    assert await received(shared, entry, tmp_path) == b"first"

@@ -18,9 +18,9 @@ class Clock:
 
 
 def keep(store: Store, recording: str, body: bytes, key: str = "k") -> Response:
-    part = store.part()
-    part.write(body)
+    part = store.part(recording)
     try:
+        part.write(body)
         return store.keep(recording, key, Response(200, "OK", (("A", "b"),), 0), part)
     finally:
         part.discard()
@@ -70,4 +70,26 @@ def test_one_recording_never_holds_more_than_its_share(tmp_path: Path) -> None:
             keep(store, "r", b"", key=str(number))
     assert caught.value.reason == "RECORDING_FULL" and store.find("r", "0") is not None
     assert 20_000 < store.bytes <= 25_000
+    store.close()
+
+
+@pytest.mark.requirement("R141")
+def test_what_a_recording_is_receiving_counts_in_its_share(tmp_path: Path) -> None:
+    """Many bodies at once, none of a length that was known before."""
+    store = Store(tmp_path, 100_000)
+    first, second = store.part("r"), store.part("r")
+    first.write(b"x" * 12_000)
+    second.write(b"y" * 11_000)
+    with pytest.raises(Refusal) as caught:
+        second.write(b"y" * 3_000)
+    assert caught.value.reason == "RECORDING_FULL" and second.size == 11_000
+    kept = store.keep("r", "k", Response(200, "OK", (), 0), first)
+    first.discard()
+    assert kept.size == 12_000
+    with pytest.raises(Refusal) as caught:
+        store.keep("r", "other", Response(200, "OK", (), 0), second)  # its row has no room
+    second.discard()
+    assert caught.value.reason == "RECORDING_FULL"
+    assert keep(store, "r", b"z" * 8_000, key="third").size == 8_000  # what was discarded counts no more
+    assert keep(store, "another", b"x" * 20_000).size == 20_000
     store.close()
