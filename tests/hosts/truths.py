@@ -63,7 +63,7 @@ def repeated_elsewhere(seen: Seen) -> Iterator[str]:
     """After each lost attempt comes one at another node or gate, where one is left that was not tried.
 
     One whose service, or a process of it, was killed since may have refused the attempt: then any may have it. So may
-    any if the driver itself was away: it had lost all others.
+    any if the driver itself was away meanwhile, though it is back: it had lost all others.
     """
     for story in seen.stories:
         for number, attempt in enumerate(story.attempts, 1):
@@ -78,7 +78,11 @@ def repeated_elsewhere(seen: Seen) -> Iterator[str]:
             away = {loss.name for loss in seen.losses if loss.at <= after.began and (loss.back or inf) > after.began}
             until = after.agent_ended or after.failed or inf
             killed = {one.name for one in seen.disturbances if attempt.began <= one.at <= until}
-            if story.driver in killed or story.driver in away:
+            cut_off = (
+                loss.name == story.driver and loss.at <= after.began and (loss.back or inf) >= attempt.began
+                for loss in (*seen.losses, *seen.disturbances)
+            )
+            if story.driver in killed or any(cut_off):
                 continue
             others = {name for name in seen.places if name[:1] == attempt.place[:1]} - used - away - killed
             if others and attempt.place in (after.node, after.gate):

@@ -197,6 +197,16 @@ def test_a_driver_that_was_away_has_lost_all_places() -> None:
     assert list(truths.repeated_elsewhere(seen)) == []
 
 
+def test_a_driver_that_was_cut_off_as_an_attempt_began_has_lost_all_places() -> None:
+    """It is back before the next attempt, which may be anywhere."""
+    seen = _seen()
+    _is_repeated_at_the_lost_gate(seen)
+    story = seen.stories[0]
+    began = story.attempts[1].began
+    seen.losses.append(Lost(story.driver, began - 0.1, began + 0.1))
+    assert list(truths.repeated_elsewhere(seen)) == []
+
+
 def test_a_reward_before_the_loss_is_earned() -> None:
     seen = _seen()
     seen.losses.append(Lost("n0", 19.5))
