@@ -26,6 +26,12 @@ NAMES: Final = (ROUTED_EXPERTS,)
 MOST_BYTES: Final = 32 << 20
 """The most data that the tensors of one completion may have: more would not fit a message with the rest of it."""
 
+MOST_TENSORS: Final = 64
+"""The most tensors that a completion may have once those whose rows follow each other are one."""
+
+MOST_PIECES: Final = 4096
+"""The most messages that the tensors of one completion may come in."""
+
 PIECE_BYTES: Final = 2 << 20
 """Data of one message, where a tensor is sent in several; at least one row."""
 
@@ -118,6 +124,9 @@ def problems_of(messages: Sequence[completion_pb2.TokenTensor]) -> Iterator[tupl
 
     Whether their positions are those of its tokens, and their ids those of experts, is not looked at.
     """
+    if len(messages) > MOST_PIECES:
+        yield "", f"{len(messages)} tensors, more than {MOST_PIECES}: send consecutive rows as one"
+        return
     found = False
     for index, message in enumerate(messages):
         problem = _problem_of(message)
@@ -130,10 +139,21 @@ def problems_of(messages: Sequence[completion_pb2.TokenTensor]) -> Iterator[tupl
     if size > MOST_BYTES:
         yield "", f"{size} bytes together, more than {MOST_BYTES}: leave out rows that earlier calls have"
     order = sorted(range(len(messages)), key=lambda index: (messages[index].name, messages[index].start))
+    count = min(1, len(order))
     for before, after in itertools.pairwise(order):
         one, other = messages[before], messages[after]
-        if one.name == other.name and one.start + one.shape[0] > other.start:
+        end = one.start + one.shape[0]
+        count += one.name != other.name or end != other.start
+        if one.name != other.name:
+            continue
+        if end > other.start:
             yield f"[{after}].start", f"position {other.start} has a row in tensors[{before}] too"
+        if one.dtype != other.dtype:
+            yield f"[{after}].dtype", f"{other.dtype}, where tensors[{before}] has {one.dtype}: send one type"
+        if one.shape[1:] != other.shape[1:]:
+            yield f"[{after}].shape", f"rows of {other.shape[1:]}, where tensors[{before}] has {one.shape[1:]}"
+    if count > MOST_TENSORS:
+        yield "", f"{count} tensors with gaps between them, more than {MOST_TENSORS}: leave the last ones out"
 
 
 def _problem_of(message: completion_pb2.TokenTensor) -> tuple[str, str] | None:
@@ -223,15 +243,23 @@ def _cut_all(tensors: Iterable[TokenTensor], start: int, end: int) -> list[Token
 
 def _without(tensors: Iterable[TokenTensor], others: Iterable[TokenTensor]) -> list[TokenTensor]:
     """The rows of `tensors` at positions where `others` have none of the same name."""
-    left = [*tensors]
-    for other in others:
-        next_left = []
-        for one in left:
-            if one.name != other.name:
-                next_left.append(one)
-            else:
-                next_left += _cut_all([one], 0, other.start) + _cut_all([one], other.end, sys.maxsize)
-        left = next_left
+    taken: dict[str, list[TokenTensor]] = {}
+    for other in sorted(others, key=lambda one: one.start):
+        taken.setdefault(other.name, []).append(other)
+    nexts = dict.fromkeys(taken, 0)
+    left: list[TokenTensor] = []
+    # One pass over both in order: comparing each with each takes seconds for thousands of short ones.
+    for one in sorted(tensors, key=lambda one: one.start):
+        own, at = taken.get(one.name, []), one.start
+        index = nexts.get(one.name, 0)
+        while index < len(own) and own[index].end <= at:
+            index += 1
+        nexts[one.name] = index
+        while index < len(own) and own[index].start < one.end:
+            left += _cut_all([one], at, own[index].start)
+            at = max(at, own[index].end)
+            index += 1
+        left += _cut_all([one], at, one.end)
     return left
 
 
