@@ -159,3 +159,5 @@ def test_rows_of_many_short_tensors_are_those_of_each_position(seed: int) -> Non
         expected = own | kept | later
     found = joined(parts)
     assert {one.start + at: value for one in found for at, value in enumerate(numbers(one))} == expected
+    bare = joined(Part(part.shared_count, [one.bare() for one in part.tensors]) for part in parts)
+    assert bare == tuple(one.bare() for one in found)

@@ -208,14 +208,23 @@ def joined(parts: Iterable[Part]) -> tuple[TokenTensor, ...]:
     A token's row is of the call that sampled it or had it in the new part of its prompt. The row of the last token that
     a call shares is its own too: it chose the next one. A later call's rows fill the gaps that earlier ones left.
     """
-    known: list[TokenTensor] = []
+    known: dict[str, list[TokenTensor]] = {}
     for part in parts:
         border = max(0, part.shared_count - 1)
-        kept = _cut_all(known, 0, part.shared_count)
-        own = _cut_all(part.tensors, border, sys.maxsize)
-        known = [*_without(kept, own), *own]
-        known += _without(_cut_all(part.tensors, 0, border), known)
-    return merged(known)
+        for rows in known.values():
+            _cut_tail(rows, part.shared_count)
+        for one in sorted(part.tensors, key=lambda one: one.start):
+            rows = known.setdefault(one.name, [])
+            if (own := one.cut(border, sys.maxsize)) is not None:
+                _cut_tail(rows, own.start)
+                _append(rows, own)
+        early = _cut_all(part.tensors, 0, border)
+        for name in {one.name for one in early}:
+            rows, known[name] = known[name], []
+            fill = _without([one for one in early if one.name == name], rows)
+            for one in sorted([*rows, *fill], key=lambda one: one.start):
+                _append(known[name], one)
+    return merged(one for rows in known.values() for one in rows)
 
 
 def first_gap(tensors: Iterable[TokenTensor], name: str) -> int:
@@ -235,6 +244,33 @@ def _run(run: Sequence[TokenTensor]) -> TokenTensor:
     return TokenTensor(
         first.name, first.dtype, first.start, (rows, *first.shape[1:]), b"".join(one.data for one in run)
     )
+
+
+def _cut_tail(rows: list[TokenTensor], end: int) -> None:
+    """Takes away the rows from position `end` on; `rows` are in order, of one name."""
+    while rows and rows[-1].end > end:
+        if (left := rows.pop().cut(0, end)) is not None:
+            rows.append(left)
+            return
+
+
+def _append(rows: list[TokenTensor], one: TokenTensor) -> None:
+    """Appends rows that follow those before. Without data they are joined at once, so that long lines cost little."""
+    last = rows[-1] if rows else None
+    if (
+        last is None
+        or last.data
+        or one.data
+        or (last.end, last.dtype, last.shape[1:])
+        != (
+            one.start,
+            one.dtype,
+            one.shape[1:],
+        )
+    ):
+        rows.append(one)
+    else:
+        rows[-1] = replace(last, shape=(one.end - last.start, *last.shape[1:]), sha256=b"")
 
 
 def _cut_all(tensors: Iterable[TokenTensor], start: int, end: int) -> list[TokenTensor]:
