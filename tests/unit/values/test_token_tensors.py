@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 
 from penstock.values.token_tensors import (
     MOST_BYTES,
+    MOST_PIECES,
+    MOST_TENSORS,
     Part,
     TokenTensor,
     first_gap,
@@ -111,3 +113,51 @@ def test_a_malformed_tensor_is_named_by_its_field(changes: dict[str, Any], field
         message.ClearField(name)  # type: ignore[arg-type]
     message.MergeFrom(type(message)(**changes))
     assert [name for name, _ in problems_of([message])] == [field]
+
+
+@pytest.mark.requirement("R29", "R132")
+@pytest.mark.parametrize(
+    ("tensors", "field"),
+    [
+        ([tensor(0, [1]), tensor(1, [2], "int32")], "[1].dtype"),
+        ([tensor(4, [1], "int32"), tensor(0, [2])], "[0].dtype"),
+        ([tensor(0, [1]), TokenTensor(NAME, "uint8", 1, (1, 2, 1), b"12")], "[1].shape"),
+        ([tensor(2 * index, [1]) for index in range(MOST_TENSORS + 1)], ""),
+        ([tensor(index, [1]) for index in range(MOST_PIECES + 1)], ""),
+    ],
+)
+def test_tensors_that_do_not_fit_together_are_named(tensors: list[TokenTensor], field: str) -> None:
+    """One wide row would multiply the bytes of all others; many short ones cost time with each later call."""
+    messages = [write(one, with_data=True) for one in tensors]
+    found = [*problems_of(messages)]
+    assert [name for name, _ in found][-1:] == [field]
+    assert all(name == field for name, _ in found)
+
+
+@pytest.mark.requirement("R132")
+def test_as_many_tensors_as_a_completion_may_have_are_taken() -> None:
+    """Rows that follow each other count once, in any order."""
+    parts = [tensor(2 * index, [1]) for index in range(MOST_TENSORS)]
+    assert not [*problems_of([write(one, with_data=True) for one in parts])]
+    rows = [tensor(index, [1]) for index in reversed(range(MOST_PIECES))]
+    assert not [*problems_of([write(one, with_data=True) for one in rows])]
+
+
+@pytest.mark.requirement("R132")
+@pytest.mark.parametrize("seed", range(20))
+def test_rows_of_many_short_tensors_are_those_of_each_position(seed: int) -> None:
+    """Compared with a dictionary from position to row."""
+    random = np.random.default_rng(seed)
+    parts: list[Part] = []
+    expected: dict[int, int] = {}
+    for call in range(4):
+        shared = int(random.integers(0, 40)) if call else 0
+        own = {int(at): int(random.integers(0, 250)) for at in random.choice(60, 30, replace=False)}
+        parts.append(Part(shared, [tensor(at, [value]) for at, value in own.items()]))
+        kept = {at: value for at, value in expected.items() if at < shared}
+        later = {at: value for at, value in own.items() if at >= shared - 1}
+        expected = own | kept | later
+    found = joined(parts)
+    assert {one.start + at: value for one in found for at, value in enumerate(numbers(one))} == expected
+    bare = joined(Part(part.shared_count, [one.bare() for one in part.tensors]) for part in parts)
+    assert bare == tuple(one.bare() for one in found)

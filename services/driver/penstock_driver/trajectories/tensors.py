@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterable
 from typing import Final
+from weakref import WeakValueDictionary
 
 from penstock.trajectory.v1 import trajectory_pb2
 from penstock.values.token_tensors import Part, TokenTensor, joined, pieces, read
@@ -16,8 +17,11 @@ from penstock_driver.domain.ports import Captures
 from penstock_driver.domain.records import Record
 from penstock_driver.trajectories.reading import calls_and_samples
 
-_READINGS: Final = 4
-"""How many tensors are in memory at a time."""
+_LOADINGS: Final = 4
+"""How many tensors are asked for and joined at a time."""
+
+_SENDINGS: Final = 16
+"""How many tensors of one namespace are in memory at a time: their readers may be slow."""
 
 
 class Tensors:
@@ -25,20 +29,18 @@ class Tensors:
 
     def __init__(self, captures: Captures) -> None:
         self._captures = captures
-        self._reading = asyncio.Semaphore(_READINGS)
+        self._loading = asyncio.Semaphore(_LOADINGS)
+        self._sending: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
 
     async def of_call(self, record: Record, call_id: str, name: str, start: int) -> AsyncIterator[TokenTensor]:
         """Yield a tensor of a call's answer in pieces, which follow each other.
 
         NotFound (CALL_UNKNOWN, TENSOR_UNKNOWN).
         """
-        async with self._reading:
-            try:
-                held = await self._captures.tensors(record.rollout_id, call_id, gate=_gate(record))
-            except (NotFound, InvalidArgument) as error:  # of no rollout there, or of another one
-                raise NotFound(f"{record.rollout_id} has no call {call_id}", reason="CALL_UNKNOWN") from error
-            found = map(read, held)
-            for piece in pieces(_chosen(found, name, start, f"the answer of call {call_id}")):
+        async with self._sending_of(record):
+            async with self._loading:
+                whole = await self._of_call(record, call_id, name, start)
+            for piece in pieces(whole):
                 yield piece
 
     async def of_sample(self, record: Record, sample_id: str, name: str, start: int) -> AsyncIterator[TokenTensor]:
@@ -46,26 +48,42 @@ class Tensors:
 
         NotFound (TENSOR_UNKNOWN); FailedPrecondition (TRAJECTORY_ABSENT).
         """
-        async with self._reading:
-            calls: dict[str, trajectory_pb2.Call] = {}
-            leaf = ""
-            async for item in calls_and_samples(self._captures, record):
-                if isinstance(item, trajectory_pb2.Call):
-                    calls[item.call_id] = _outline(item)
-                elif item.sample_id == sample_id:
-                    _chosen(map(read, item.tensors), name, start, f"sample {sample_id}")
-                    leaf = item.turns[-1].call_id
-            if not leaf:
-                raise NotFound(f"{record.rollout_id} has no sample {sample_id}", reason="TENSOR_UNKNOWN")
-            parts: list[Part] = []
-            for call in _line(calls, leaf):
-                tensors: list[TokenTensor] = []
-                if any(one.name == name for one in call.completion.tensors):
-                    held = await self._captures.tensors(record.rollout_id, call.call_id, gate=_gate(record))
-                    tensors = [read(one) for one in held if one.name == name]
-                parts.append(Part(call.prompt_shared_count, tensors))
-            for piece in pieces(_chosen(joined(parts), name, start, f"sample {sample_id}")):
+        async with self._sending_of(record):
+            async with self._loading:
+                whole = await self._of_sample(record, sample_id, name, start)
+            for piece in pieces(whole):
                 yield piece
+
+    def _sending_of(self, record: Record) -> asyncio.Semaphore:
+        """The places for readers of a record's namespace, who may be slow."""
+        return self._sending.setdefault(record.namespace, asyncio.Semaphore(_SENDINGS))
+
+    async def _of_call(self, record: Record, call_id: str, name: str, start: int) -> TokenTensor:
+        try:
+            held = await self._captures.tensors(record.rollout_id, call_id, gate=_gate(record))
+        except (NotFound, InvalidArgument) as error:  # of no rollout there, or of another one
+            raise NotFound(f"{record.rollout_id} has no call {call_id}", reason="CALL_UNKNOWN") from error
+        return _chosen(map(read, held), name, start, f"the answer of call {call_id}")
+
+    async def _of_sample(self, record: Record, sample_id: str, name: str, start: int) -> TokenTensor:
+        calls: dict[str, trajectory_pb2.Call] = {}
+        leaf = ""
+        async for item in calls_and_samples(self._captures, record):
+            if isinstance(item, trajectory_pb2.Call):
+                calls[item.call_id] = _outline(item)
+            elif item.sample_id == sample_id:
+                _chosen(map(read, item.tensors), name, start, f"sample {sample_id}")
+                leaf = item.turns[-1].call_id
+        if not leaf:
+            raise NotFound(f"{record.rollout_id} has no sample {sample_id}", reason="TENSOR_UNKNOWN")
+        parts: list[Part] = []
+        for call in _line(calls, leaf):
+            tensors: list[TokenTensor] = []
+            if any(one.name == name for one in call.completion.tensors):
+                held = await self._captures.tensors(record.rollout_id, call.call_id, gate=_gate(record))
+                tensors = [read(one) for one in held if one.name == name]
+            parts.append(Part(call.prompt_shared_count, tensors))
+        return _chosen(joined(parts), name, start, f"sample {sample_id}")
 
 
 async def with_tensors(

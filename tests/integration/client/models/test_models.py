@@ -19,6 +19,7 @@ from penstock.client import (
     Penstock,
     PolicyConstraint,
     RolloutModel,
+    Sampling,
     Upstream,
 )
 from penstock.client.transport.endpoints import write_connection
@@ -83,7 +84,8 @@ async def test_each_wrong_field_of_the_models_is_named_before_anything_starts(ps
         RolloutModel(policy_id="p", delegated=True, name="y", calls=CallRule()),
     ]
     with pytest.raises(InvalidArgument) as refused:
-        await ps.rollouts.create(TASK, "shell", mode=Mode.TRANSPARENT_PROXY, models=models)
+        experts = Sampling(token_tensors=("routed_experts",))  # which are of one policy
+        await ps.rollouts.create(TASK, "shell", mode=Mode.TRANSPARENT_PROXY, models=models, sampling=experts)
     assert sorted(one.field for one in refused.value.violations) == [
         "spec.models[0].calls",
         "spec.models[0].policy_id",
@@ -94,4 +96,5 @@ async def test_each_wrong_field_of_the_models_is_named_before_anything_starts(ps
         "spec.models[4].calls",
         "spec.models[4].calls",
         "spec.models[4].delegated",
+        "spec.sampling_override.token_tensors",
     ]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, aclosing
 from typing import Any
 
 import pytest
@@ -52,7 +54,7 @@ class Gate:
 class Ended:
     """What is read of a record."""
 
-    rollout_id, home = "r", None
+    rollout_id, home, namespace = "r", None, "team"
 
 
 async def data_of(pieces: AsyncIterator[TokenTensor]) -> bytes:
@@ -67,6 +69,26 @@ async def test_a_calls_rows_and_those_of_a_sample_come_from_the_gate() -> None:
     assert await data_of(tensors.of_call(record, "b", NAME, 3)) == bytes([4, 5])
     assert await data_of(tensors.of_sample(record, "s", NAME, 0)) == WHOLE
     assert gate.asked == ["b", "a", "b"]
+
+
+@pytest.mark.requirement("R29", "R132")
+async def test_readers_that_do_not_read_on_block_no_other_namespace() -> None:
+    """Nor the next reader of their own, while few wait. One that leaves makes room."""
+    other: Any = Ended()
+    other.namespace = "other"
+    tensors: Any = Tensors(Gate())  # type: ignore[arg-type]
+    async with AsyncExitStack() as stack:
+        slow = []
+        for _ in range(16):
+            reader = await stack.enter_async_context(aclosing(tensors.of_call(Ended(), "b", NAME, 3)))
+            assert (await anext(reader)).data == bytes([4, 5])
+            slow.append(reader)
+        assert await data_of(tensors.of_call(other, "b", NAME, 3)) == bytes([4, 5])
+        assert await data_of(tensors.of_sample(other, "s", NAME, 0)) == WHOLE
+        waiting = asyncio.ensure_future(data_of(tensors.of_call(Ended(), "b", NAME, 3)))
+        assert await data_of(tensors.of_call(other, "b", NAME, 3)) == bytes([4, 5]) and not waiting.done()
+        await slow[0].aclose()
+        assert await waiting == bytes([4, 5])
 
 
 @pytest.mark.requirement("R132")

@@ -26,6 +26,12 @@ NAMES: Final = (ROUTED_EXPERTS,)
 MOST_BYTES: Final = 32 << 20
 """The most data that the tensors of one completion may have: more would not fit a message with the rest of it."""
 
+MOST_TENSORS: Final = 64
+"""The most tensors that a completion may have once those whose rows follow each other are one."""
+
+MOST_PIECES: Final = 4096
+"""The most messages that the tensors of one completion may come in."""
+
 PIECE_BYTES: Final = 2 << 20
 """Data of one message, where a tensor is sent in several; at least one row."""
 
@@ -118,6 +124,9 @@ def problems_of(messages: Sequence[completion_pb2.TokenTensor]) -> Iterator[tupl
 
     Whether their positions are those of its tokens, and their ids those of experts, is not looked at.
     """
+    if len(messages) > MOST_PIECES:
+        yield "", f"{len(messages)} tensors, more than {MOST_PIECES}: send consecutive rows as one"
+        return
     found = False
     for index, message in enumerate(messages):
         problem = _problem_of(message)
@@ -130,10 +139,21 @@ def problems_of(messages: Sequence[completion_pb2.TokenTensor]) -> Iterator[tupl
     if size > MOST_BYTES:
         yield "", f"{size} bytes together, more than {MOST_BYTES}: leave out rows that earlier calls have"
     order = sorted(range(len(messages)), key=lambda index: (messages[index].name, messages[index].start))
+    count = min(1, len(order))
     for before, after in itertools.pairwise(order):
         one, other = messages[before], messages[after]
-        if one.name == other.name and one.start + one.shape[0] > other.start:
+        end = one.start + one.shape[0]
+        count += one.name != other.name or end != other.start
+        if one.name != other.name:
+            continue
+        if end > other.start:
             yield f"[{after}].start", f"position {other.start} has a row in tensors[{before}] too"
+        if one.dtype != other.dtype:
+            yield f"[{after}].dtype", f"{other.dtype}, where tensors[{before}] has {one.dtype}: send one type"
+        if one.shape[1:] != other.shape[1:]:
+            yield f"[{after}].shape", f"rows of {other.shape[1:]}, where tensors[{before}] has {one.shape[1:]}"
+    if count > MOST_TENSORS:
+        yield "", f"{count} tensors with gaps between them, more than {MOST_TENSORS}: leave the last ones out"
 
 
 def _problem_of(message: completion_pb2.TokenTensor) -> tuple[str, str] | None:
@@ -188,14 +208,23 @@ def joined(parts: Iterable[Part]) -> tuple[TokenTensor, ...]:
     A token's row is of the call that sampled it or had it in the new part of its prompt. The row of the last token that
     a call shares is its own too: it chose the next one. A later call's rows fill the gaps that earlier ones left.
     """
-    known: list[TokenTensor] = []
+    known: dict[str, list[TokenTensor]] = {}
     for part in parts:
         border = max(0, part.shared_count - 1)
-        kept = _cut_all(known, 0, part.shared_count)
-        own = _cut_all(part.tensors, border, sys.maxsize)
-        known = [*_without(kept, own), *own]
-        known += _without(_cut_all(part.tensors, 0, border), known)
-    return merged(known)
+        for rows in known.values():
+            _cut_tail(rows, part.shared_count)
+        for one in sorted(part.tensors, key=lambda one: one.start):
+            rows = known.setdefault(one.name, [])
+            if (own := one.cut(border, sys.maxsize)) is not None:
+                _cut_tail(rows, own.start)
+                _append(rows, own)
+        early = _cut_all(part.tensors, 0, border)
+        for name in {one.name for one in early}:
+            rows, known[name] = known[name], []
+            fill = _without([one for one in early if one.name == name], rows)
+            for one in sorted([*rows, *fill], key=lambda one: one.start):
+                _append(known[name], one)
+    return merged(one for rows in known.values() for one in rows)
 
 
 def first_gap(tensors: Iterable[TokenTensor], name: str) -> int:
@@ -217,21 +246,56 @@ def _run(run: Sequence[TokenTensor]) -> TokenTensor:
     )
 
 
+def _cut_tail(rows: list[TokenTensor], end: int) -> None:
+    """Takes away the rows from position `end` on; `rows` are in order, of one name."""
+    while rows and rows[-1].end > end:
+        if (left := rows.pop().cut(0, end)) is not None:
+            rows.append(left)
+            return
+
+
+def _append(rows: list[TokenTensor], one: TokenTensor) -> None:
+    """Appends rows that follow those before. Without data they are joined at once, so that long lines cost little."""
+    last = rows[-1] if rows else None
+    if (
+        last is None
+        or last.data
+        or one.data
+        or (last.end, last.dtype, last.shape[1:])
+        != (
+            one.start,
+            one.dtype,
+            one.shape[1:],
+        )
+    ):
+        rows.append(one)
+    else:
+        rows[-1] = replace(last, shape=(one.end - last.start, *last.shape[1:]), sha256=b"")
+
+
 def _cut_all(tensors: Iterable[TokenTensor], start: int, end: int) -> list[TokenTensor]:
     return [piece for one in tensors if (piece := one.cut(start, end)) is not None]
 
 
 def _without(tensors: Iterable[TokenTensor], others: Iterable[TokenTensor]) -> list[TokenTensor]:
     """The rows of `tensors` at positions where `others` have none of the same name."""
-    left = [*tensors]
-    for other in others:
-        next_left = []
-        for one in left:
-            if one.name != other.name:
-                next_left.append(one)
-            else:
-                next_left += _cut_all([one], 0, other.start) + _cut_all([one], other.end, sys.maxsize)
-        left = next_left
+    taken: dict[str, list[TokenTensor]] = {}
+    for other in sorted(others, key=lambda one: one.start):
+        taken.setdefault(other.name, []).append(other)
+    nexts = dict.fromkeys(taken, 0)
+    left: list[TokenTensor] = []
+    # One pass over both in order: comparing each with each takes seconds for thousands of short ones.
+    for one in sorted(tensors, key=lambda one: one.start):
+        own, at = taken.get(one.name, []), one.start
+        index = nexts.get(one.name, 0)
+        while index < len(own) and own[index].end <= at:
+            index += 1
+        nexts[one.name] = index
+        while index < len(own) and own[index].start < one.end:
+            left += _cut_all([one], at, own[index].start)
+            at = max(at, own[index].end)
+            index += 1
+        left += _cut_all([one], at, one.end)
     return left
 
 

@@ -20,7 +20,7 @@ import structlog
 from penstock.chat.v1 import completion_pb2
 from penstock.inference.v1 import inference_service_pb2 as pb
 from penstock.inference.v1 import inference_service_pb2_grpc as pb_grpc
-from penstock.values.token_tensors import MOST_BYTES
+from penstock.values.token_tensors import MOST_BYTES, MOST_PIECES
 from penstock_chassis.channel import error_from_rpc
 from penstock_chassis.errors import FailedPrecondition, PenstockError, Unavailable
 from penstock_chassis.membership.members import Member, Source, Static
@@ -51,6 +51,8 @@ MAX_LOSSES: Final = 3
 MAX_BLOCKS: Final = 8192
 """Prefix blocks that are remembered of each engine."""
 
+_MOST_KEPT: Final = MOST_BYTES + 128 * MOST_PIECES
+"""Bytes of the messages with a call's tensors: their data, and what describes it."""
 _FULL: Final = "QUEUE_FULL"
 _DRAINS: Final = "DRAINING"
 _LOST: Final = frozenset({"ENGINE_DIED", "ENGINE_CLOSED"})
@@ -216,11 +218,12 @@ class EnginePool:
         size = 0
         try:
             async for event in flight.stream:
-                if event.HasField("delta"):
-                    tensors += event.delta.tensors
-                    size += sum(len(tensor.data) for tensor in event.delta.tensors)
-                    if size > MOST_BYTES:
+                if event.HasField("delta") and event.delta.tensors:
+                    # A tensor keeps the memory of the whole message that it came in.
+                    size += event.ByteSize()
+                    if size > _MOST_KEPT or len(tensors) + len(event.delta.tensors) > MOST_PIECES:
                         raise _too_large()
+                    tensors += event.delta.tensors
                 if event.HasField("done"):
                     done = event
                     done.done.completion.tensors.extend(tensors)
@@ -407,8 +410,8 @@ def unreachable(pools: Iterable[EnginePool]) -> Iterator[str]:
 
 def _too_large() -> FailedPrecondition:
     return FailedPrecondition(
-        f"The engine's tensors of this call have more than {MOST_BYTES} bytes: its prompt has too many new tokens for "
-        "token_tensors.",
+        f"The engine's tensors of this call have more than {MOST_BYTES} bytes, or come in more than {MOST_PIECES}: its "
+        "prompt has too many new tokens for token_tensors.",
         reason="TENSORS_TOO_LARGE",
         metadata={"limit": str(MOST_BYTES)},
     )
