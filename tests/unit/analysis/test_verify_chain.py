@@ -24,6 +24,7 @@ from penstock_interception.graph.values import LogprobsMode, Sampled, TopLogprob
 from penstock_interception.rollouts.trajectory import capture
 from penstock_interception.rpc.trajectory import fragments
 
+TENSOR = {"name": "routed_experts", "dtype": "uint8", "start": 3, "shape": [4, 1, 1], "sha256": "00" * 32, "data": None}
 TOP = ("completion_top_token_ids", "completion_top_logprobs")
 
 
@@ -171,6 +172,14 @@ def test_a_sample_that_trains_other_tokens_than_were_sampled_is_found() -> None:
     assert "not in turns" in verify(turns[:-1], sequences).problems[-1].message
 
 
+def test_a_sample_without_the_tensors_of_its_calls_is_found() -> None:
+    """As one that is exported without their rows has them too."""
+    turns, sequences = recorded()
+    turns[2]["completion_tensors"], sequences[0]["tensors"] = [TENSOR], None
+    said = [problem.message for problem in verify(turns, sequences).problems]
+    assert any("tensors are left out, which its calls have" in one for one in said)
+
+
 def test_text_without_tokens_is_marked() -> None:
     """A link that cannot be computed is no proof and no breach."""
     turns, _ = recorded()
@@ -221,11 +230,14 @@ def test_replayed_calls_have_what_their_origins_have() -> None:
         ("completion_logprobs", None, "its logprobs differ"),
         ("logprobs_mode", "raw", "its mode of logprobs differs"),
         ("policy_spans", [{"policy_version": 8, "start": 0, "end": 4}], "its policy versions differ"),
+        ("policy_id", "teacher", "its policy differs"),
+        ("completion_tensors", [TENSOR], "its tensors differ"),
     ],
 )
 def test_a_replayed_call_that_differs_from_its_origin_is_found(column: str, value: Any, said: str) -> None:
     """Its own chain holds, since it is another call's; the problem names both."""
     turns, origins = replayed()
+    turns[0].setdefault(column, None)
     origins[0][column] = value
     assert not verify(turns).problems
     (problem,) = verify(turns, against=origins).problems

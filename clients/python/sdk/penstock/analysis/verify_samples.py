@@ -111,6 +111,11 @@ def _check_whole(row: Row, calls: Mapping[str, Row], whole: int) -> Iterator[str
         expected |= _top(row, own)
     if row.get("tensors") is not None:
         expected |= _tensors(row, calls)
+    elif "tensors" in row and any(
+        call.get("completion_tensors") and span.get("untrained_reason") != "PARTIAL"
+        for span, call in zip(turns, own, strict=True)
+    ):
+        yield "tensors are left out, which its calls have"
     for name, value in expected.items():
         if name in row and not _same(row[name], value):
             yield f"{name} does not match its calls"
