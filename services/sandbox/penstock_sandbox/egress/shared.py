@@ -69,7 +69,7 @@ class Entry:
 @dataclass(slots=True)
 class _Claim:
     name: str
-    token: str
+    token: str = field(repr=False)
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
