@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 from tests.conformance.sandbox.services import Running
 from tests.conformance.sandbox.test_network import DIAL, TALK, _own_address, upstream
-from tests.integration.sandbox.test_egress import allowlist, box_of, serving
+from tests.integration.sandbox.egress.test_egress import allowlist, box_of, serving
 from tests.support.endpoints.egress_upstream import LOGIN, TOKEN, Indexes, running
 
 from penstock.sandbox.v1 import sandbox_pb2 as sb

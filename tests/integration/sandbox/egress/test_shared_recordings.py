@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 import s3fs
-from tests.integration.sandbox.test_egress import NPM, PIP, allowlist, box_of, serving
-from tests.integration.sandbox.test_egress_proxy import answer, connect, get, inside_tls, options
+from tests.integration.sandbox.egress.test_egress import NPM, PIP, allowlist, box_of, serving
+from tests.integration.sandbox.egress.test_egress_proxy import answer, connect, get, inside_tls, options
 from tests.support.endpoints import s3
 from tests.support.endpoints.egress_upstream import LOGIN, running
 
