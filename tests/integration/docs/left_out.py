@@ -20,6 +20,7 @@ PROGRAMS: Final[Mapping[str, str]] = {
     "docker": "builds and pulls images; tests/e2e/test_compose.py runs the services as containers",
     "echo": "feeds a program that is not run",
     "eval": "of the reader's shell",
+    "find": "deletes files of the reader's store",
     "export": "sets a variable for what follows",
     "go": "changes a module of the reader's; tests/integration/go builds what the guide shows",
     "grep": "reads the logs of the reader's services",

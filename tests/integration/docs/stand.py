@@ -103,10 +103,10 @@ class Engine:
         """A few tokens."""
         return await self._ps.inference.generate(prompt, sampling.replace(max_tokens=8, temperature=1.0))
 
-    async def sample(self, prompt: Any, sampling: Sampling) -> tuple[Any, Any]:
-        """The same as ids and logprobs."""
+    async def sample(self, prompt: Any, sampling: Sampling) -> tuple[Any, Any, str]:
+        """The same as ids, logprobs and the reason of their end."""
         made = await self.generate(prompt, sampling)
-        return made.token_ids, made.logprobs
+        return made.token_ids, made.logprobs, made.finish_reason
 
 
 def weights() -> dict[str, Any]:
