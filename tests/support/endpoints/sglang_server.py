@@ -176,7 +176,7 @@ class SglangServer:
     permits: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
     moved: asyncio.Condition = field(default_factory=asyncio.Condition)
     left: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when a client left in the midst of a stream."""
+    """Set when a client closes its connection before the answer has ended."""
 
     # The model -------------------------------------------------------------------------------------------------------
 

@@ -47,7 +47,7 @@ class TokenEndpoint:
     headers: list[dict[str, str]] = field(default_factory=list)
     """Of the same, their names in lower case."""
     left: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when a client left in the midst of a stream."""
+    """Set when a client closes its connection before the answer has ended."""
 
     async def serve(self, request: web.Request) -> web.StreamResponse:
         """One request."""

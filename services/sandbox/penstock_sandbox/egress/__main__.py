@@ -21,7 +21,7 @@ from penstock_sandbox.egress.addresses import Addresses
 from penstock_sandbox.egress.authority import Authority
 from penstock_sandbox.egress.credentials import Credentials
 from penstock_sandbox.egress.fetching import Fetcher
-from penstock_sandbox.egress.opening import Unusable, opened_recordings
+from penstock_sandbox.egress.open_shared_recordings import Unusable, opened_recordings
 from penstock_sandbox.egress.proxy import Bodies, Conversation
 from penstock_sandbox.egress.store import Store
 

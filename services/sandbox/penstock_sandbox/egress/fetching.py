@@ -24,12 +24,13 @@ from yarl import URL
 
 from penstock.values.hosts import address
 from penstock_chassis.aio.tasks import TaskOwner
+from penstock_sandbox.egress import no_answer
 from penstock_sandbox.egress.addresses import Addresses, AddressRefused, CheckedResolver, refused
 from penstock_sandbox.egress.credentials import Credentials
 from penstock_sandbox.egress.errors import Refusal
 from penstock_sandbox.egress.greeting import Greeting
 from penstock_sandbox.egress.requests import Request
-from penstock_sandbox.egress.shared import Entry, SharedRecordings
+from penstock_sandbox.egress.shared_recordings import Entry, SharedRecordings
 from penstock_sandbox.egress.store import Part, Response, Store
 
 RECORDED: Final = frozenset({200, 203, 204, 301, 302, 303, 307, 308, 404, 410})
@@ -233,7 +234,7 @@ class Fetcher:
         except (aiohttp.ClientError, OSError, ValueError) as error:
             if isinstance(error.__cause__, AddressRefused):
                 raise refused(request.origin.host) from error
-            raise Refusal("UPSTREAM_UNREACHABLE", f"{request.origin.place} {_why(error)}", 502) from error
+            raise Refusal("UPSTREAM_UNREACHABLE", f"{request.origin.place} {no_answer.why(error)}", 502) from error
 
     async def _received(
         self, request: Request, upstream: aiohttp.ClientResponse, recording: str, part: Part
@@ -268,19 +269,6 @@ class Fetcher:
 def _not_recorded(request: Request) -> Refusal:
     message = f"{request.method} {request.url} is not recorded, and this sandbox gets recorded responses only"
     return Refusal("NOT_RECORDED", message)
-
-
-def _why(error: BaseException) -> str:
-    """What failed, without the addresses that the error names."""
-    match error:
-        case aiohttp.ClientConnectorCertificateError() | ssl.SSLCertVerificationError():
-            return "has no valid certificate"
-        case aiohttp.ClientConnectorDNSError():
-            return "has no address"
-        case aiohttp.ClientConnectorError() | OSError():
-            return "cannot be reached"
-        case _:
-            return "gave no valid answer"
 
 
 def _shown(request: Request) -> str:

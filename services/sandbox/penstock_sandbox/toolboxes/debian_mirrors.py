@@ -8,7 +8,6 @@ Invariants
 
 from __future__ import annotations
 
-import ssl
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Final
@@ -17,6 +16,7 @@ import aiohttp
 from yarl import URL
 
 from penstock_sandbox.backends.images.registry import proxy_of
+from penstock_sandbox.egress import no_answer
 
 FAILURES: Final = (aiohttp.ClientError, OSError, ValueError)
 """What asking a mirror raises; a proxy or a redirect that is no URL is a ValueError."""
@@ -55,25 +55,4 @@ def below(url: URL, mirror: URL) -> bool:
 
 def why(error: BaseException) -> str:
     """Returns what failed, to follow "a mirror"."""
-    match error:
-        case Astray():
-            return str(error)
-        case aiohttp.ClientConnectorCertificateError() | ssl.SSLCertVerificationError():
-            return "has no valid certificate"
-        case aiohttp.ClientConnectorDNSError():
-            return "has no address"
-        case aiohttp.ClientHttpProxyError() | aiohttp.ClientProxyConnectionError():
-            return "cannot be reached through the proxy"
-        case TimeoutError():
-            return "does not answer in time"
-        case aiohttp.ClientPayloadError():
-            return "ends its answer early"
-        case aiohttp.ClientConnectionError() | OSError():
-            return "cannot be reached"
-        case _:
-            return "gave no valid answer"
-
-
-def cause(error: BaseException) -> str:
-    """Returns an error for the log. Of a text with a login only what follows it is kept."""
-    return f"{type(error).__name__}: {str(error).rpartition('@')[2]}"
+    return str(error) if isinstance(error, Astray) else no_answer.why(error)

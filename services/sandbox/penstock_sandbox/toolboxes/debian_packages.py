@@ -30,6 +30,7 @@ from penstock_chassis.disk import REFUSED as DISK_REFUSED
 from penstock_chassis.errors import FailedPrecondition, Unavailable
 from penstock_sandbox.backends.images import unpack
 from penstock_sandbox.backends.images.store import MOST_ENTRIES, machine, unpacked
+from penstock_sandbox.egress import no_answer
 from penstock_sandbox.toolboxes import debian_tree
 from penstock_sandbox.toolboxes.installer import take_over
 
@@ -257,7 +258,7 @@ class DebianPackages:
             if isinstance(error, OSError) and error.errno in DISK_REFUSED:
                 raise
             take(-size)
-            _log.warning("a Debian mirror failed", mirror=mirror, file=package.path, error=debian_mirrors.cause(error))
+            _log.warning("a Debian mirror failed", mirror=mirror, file=package.path, error=no_answer.for_log(error))
             raise _unreachable(package, f"a mirror {debian_mirrors.why(error)}") from None
         file.flush()
         if digest.hexdigest() != package.sha256:

@@ -22,9 +22,9 @@ from tests.support.endpoints import s3
 from tests.support.endpoints.egress_upstream import LOGIN, running
 
 from penstock_chassis.errors import FailedPrecondition
-from penstock_sandbox.egress import places
+from penstock_sandbox.egress import recording_stores
 from penstock_sandbox.egress.service import Egress
-from penstock_sandbox.egress.shared import Entry, SharedRecordings
+from penstock_sandbox.egress.shared_recordings import Entry, SharedRecordings
 from penstock_sandbox.egress.store import Part
 
 SECRETS = (LOGIN.partition(":")[2].encode(), base64.b64encode(LOGIN.encode()), b"session=secret")
@@ -123,14 +123,14 @@ async def test_services_share_recordings_on_s3_through_faults(tmp_path: Path, mo
 @pytest.mark.requirement("R141")
 async def test_s3_has_one_first_response(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of many creations of a name one succeeds; a body of several parts comes back as it was."""
-    monkeypatch.setattr(places, "_PART_BYTES", 5 * 1024 * 1024)  # S3 takes no less
-    body = random.Random(7).randbytes(2 * places._PART_BYTES + 1)
+    monkeypatch.setattr(recording_stores, "_PART_BYTES", 5 * 1024 * 1024)  # S3 takes no less
+    body = random.Random(7).randbytes(2 * recording_stores._PART_BYTES + 1)
     (tmp_path / "body").write_bytes(body)
     with s3.serving(tmp_path / "moto.log") as server:
         async with s3.behind_proxy(server, monkeypatch.setenv):
             s3.lead_to(server)
             with ThreadPoolExecutor(8) as pool:
-                one, other = (places.opened("s3://runs/recordings") for _ in range(2))
+                one, other = (recording_stores.opened("s3://runs/recordings") for _ in range(2))
                 contents = [f"{number}".encode() for number in range(8)]
                 created = list(pool.map(lambda place, data: place.create("a/b", data), (one, other) * 4, contents))
                 assert created.count(True) == 1
@@ -140,8 +140,8 @@ async def test_s3_has_one_first_response(tmp_path: Path, monkeypatch: pytest.Mon
                 one.remove("empty")
                 one.remove("empty")
                 assert other.age_s("empty") is None and -60 < (other.age_s("a/b") or 99) < 60
-                elsewhere = places.opened("s3://nosuch/recordings")
-                for call in (partial(elsewhere.read, "a", 0, 9), partial(places.check, elsewhere)):
+                elsewhere = recording_stores.opened("s3://nosuch/recordings")
+                for call in (partial(elsewhere.read, "a", 0, 9), partial(recording_stores.check, elsewhere)):
                     with pytest.raises(FileNotFoundError):
                         call()
                 shared = [SharedRecordings(place, None, name="n", transfer_s=60.0) for place in (one, other)]

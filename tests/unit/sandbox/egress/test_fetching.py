@@ -20,9 +20,9 @@ from penstock_sandbox.egress.credentials import Credentials
 from penstock_sandbox.egress.errors import Refusal
 from penstock_sandbox.egress.fetching import Fetcher
 from penstock_sandbox.egress.greeting import Greeting
-from penstock_sandbox.egress.places import Folder
+from penstock_sandbox.egress.recording_stores import Folder
 from penstock_sandbox.egress.requests import Origin, Request
-from penstock_sandbox.egress.shared import SharedRecordings
+from penstock_sandbox.egress.shared_recordings import SharedRecordings
 from penstock_sandbox.egress.store import Response, Store
 
 

@@ -136,7 +136,7 @@ async def test_each_failure_is_typed_and_leaves_nothing(tmp_path: Path, mirror: 
 @pytest.mark.parametrize(
     ("proxy", "reason"),
     [
-        ("http://reader:hunter2@127.0.0.1:1", "through the proxy"),
+        ("http://reader:hunter2@127.0.0.1:1", "through the service's proxy"),
         ("reader:hunter2@127.0.0.1:1", "no valid answer"),
     ],
     ids=["away", "no URL"],

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 import structlog
 
 from penstock_chassis.errors import AlreadyExists, FailedPrecondition, PenstockError
-from penstock_inference.engines.base import FinishReason, GenerateEvent, GenerateRequest, Started
+from penstock_inference.engines.base import EngineStats, FinishReason, GenerateEvent, GenerateRequest, Started
 from penstock_inference.engines.openai.answers import broken
 from penstock_inference.engines.openai.in_flight import Flight
 
@@ -51,6 +51,23 @@ class Calls:
         self.counts: Counter[str] = Counter()
         self.running: dict[str, tuple[GenerateRequest, Callable[[], bool]]] = {}
         """By request id: a function that aborts it, and is False if it was over or is being aborted."""
+
+    def stats(self, *, waiting: int, slots: int, policy_version: int, paused: bool) -> EngineStats:
+        """Returns the engine's statistics, from these and what was counted."""
+        counts = self.counts
+        return EngineStats(
+            running=len(self.running),
+            waiting=waiting,
+            slots=slots,
+            policy_version=policy_version,
+            paused=paused,
+            prompt_tokens=counts["prompt"],
+            cached_tokens=counts["cached"],
+            sampled_tokens=counts["sampled"],
+            finished=counts["finished"],
+            aborted=counts["aborted"],
+            failed=counts["failed"],
+        )
 
     @contextmanager
     def named(self, request_id: str) -> Iterator[None]:

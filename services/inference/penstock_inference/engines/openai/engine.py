@@ -125,19 +125,11 @@ class OpenAiEngine:
         )
 
     def stats(self) -> EngineStats:
-        counts = self._calls.counts
-        return EngineStats(
-            running=len(self._calls.running),
+        return self._calls.stats(
             waiting=self._admission.waiting,
             slots=self._options.max_concurrency,
             policy_version=self._version or 0,
             paused=self._paused,
-            prompt_tokens=counts["prompt"],
-            cached_tokens=counts["cached"],
-            sampled_tokens=counts["sampled"],
-            finished=counts["finished"],
-            aborted=counts["aborted"],
-            failed=counts["failed"],
         )
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateEvent, None]:

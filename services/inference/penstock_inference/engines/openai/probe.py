@@ -8,10 +8,10 @@ those of the model's own distribution do neither. Anything between is ambiguous 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, TypeVar
 
 from tokenizers import Tokenizer
 
@@ -19,6 +19,8 @@ from penstock_chassis.errors import FailedPrecondition, InvalidArgument, Penstoc
 from penstock_inference.engines.base import LogprobsMode
 from penstock_inference.engines.openai.answers import read_choice
 from penstock_inference.engines.openai.wire import RETRY_S, STATUS, Endpoint
+
+F = TypeVar("F")
 
 PROBE_S = 120.0
 TEXT = "def total(items):\n    return sum(item.price for item in items)  # naïve"
@@ -72,9 +74,14 @@ async def probe(endpoint: Endpoint, wanted: Wanted) -> Facts:
     """Probe the endpoint. Raises Unavailable while it is unreachable, FailedPrecondition for errors that only a person
     can fix.
     """
+    return await in_time(_Probe(endpoint, wanted).run())
+
+
+async def in_time(probing: Awaitable[F]) -> F:
+    """Returns what a probe found. Raises Unavailable (UPSTREAM_SILENT) after `PROBE_S` seconds."""
     try:
         async with asyncio.timeout(PROBE_S):
-            return await _Probe(endpoint, wanted).run()
+            return await probing
     except TimeoutError as error:
         raise Unavailable(
             f"The upstream did not answer a request for one token in {PROBE_S:.0f} s.",

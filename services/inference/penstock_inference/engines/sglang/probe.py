@@ -6,7 +6,6 @@ Its logprobs are measured: those of the sampled distribution change with the tem
 
 from __future__ import annotations
 
-import asyncio
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,11 +13,11 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from penstock_chassis.errors import FailedPrecondition, InvalidArgument, PenstockError, Unavailable, Violation
+from penstock_chassis.errors import FailedPrecondition, InvalidArgument, PenstockError, Violation
 from penstock_inference.engines.base import LogprobsMode
 from penstock_inference.engines.openai.answers import broken
-from penstock_inference.engines.openai.probe import PROBE_S, TEXT, Level
-from penstock_inference.engines.openai.wire import RETRY_S, STATUS, Endpoint
+from penstock_inference.engines.openai.probe import TEXT, Level, in_time
+from penstock_inference.engines.openai.wire import STATUS, Endpoint
 from penstock_inference.engines.sglang.answers import Asked, meta_info, read_chunk
 
 MASK_TOKENS = 4096
@@ -85,15 +84,7 @@ async def probe(endpoint: Endpoint, wanted: Wanted) -> Facts:
     """Probe the server. Raises Unavailable while it is unreachable, FailedPrecondition or InvalidArgument for what only
     a person can fix.
     """
-    try:
-        async with asyncio.timeout(PROBE_S):
-            return await _Probe(endpoint, wanted).run()
-    except TimeoutError as error:
-        raise Unavailable(
-            f"The upstream did not answer a request for one token in {PROBE_S:.0f} s.",
-            reason="UPSTREAM_SILENT",
-            retry_after_s=RETRY_S,
-        ) from error
+    return await in_time(_Probe(endpoint, wanted).run())
 
 
 class _Probe:

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import ssl
-from typing import Final
-
 from penstock_chassis.errors import (
     FailedPrecondition,
     NotFound,
@@ -16,31 +12,6 @@ from penstock_chassis.errors import (
 )
 
 _RETRY_S = 5.0
-_LOGIN: Final = re.compile(r"[^\s'\"/(]*@")
-
-
-def why_no_answer(error: BaseException) -> str:
-    """Says why a server gave no answer, without what the error names: addresses, and the proxy with its password."""
-    import aiohttp  # late, as where it is used
-
-    match error:
-        case TimeoutError():
-            return "did not answer in time"
-        case aiohttp.ClientHttpProxyError() | aiohttp.ClientProxyConnectionError():
-            return "cannot be reached through this service's proxy"
-        case aiohttp.ClientConnectorCertificateError() | ssl.SSLCertVerificationError():
-            return "has no valid certificate"
-        case aiohttp.ClientConnectorDNSError():
-            return "has no address"
-        case OSError():
-            return "cannot be reached"
-        case _:
-            return "gave no valid answer"
-
-
-def without_login(text: str) -> str:
-    """Returns a text for the log, without the users and passwords of the addresses in it."""
-    return _LOGIN.sub("", text)
 
 
 def unknown(image: str, what: str) -> PenstockError:

@@ -35,6 +35,7 @@ from penstock_chassis.aio.retry import Delays, Pause, retry
 from penstock_chassis.errors import PenstockError, ResourceExhausted, Unavailable
 from penstock_sandbox.backends.images import errors
 from penstock_sandbox.backends.images.reference import HUB, Reference
+from penstock_sandbox.egress import no_answer
 
 if TYPE_CHECKING:
     import aiohttp
@@ -227,10 +228,8 @@ class Registry:
                 error, aiohttp.ClientError | TimeoutError | ConnectionError
             ):
                 raise  # the disk's, of the caller
-            text = errors.without_login(str(error))
-            _log.warning("a registry failed", registry=place.name, error=type(error).__name__, text=text)
-            why = errors.why_no_answer(error)
-            raise errors.pull_failed(str(image), f"the registry {place.name} {why}") from error
+            _log.warning("a registry failed", registry=place.name, error=no_answer.for_log(error))
+            raise errors.pull_failed(str(image), f"the registry {place.name} {no_answer.why(error)}") from error
 
     @asynccontextmanager
     async def _followed(

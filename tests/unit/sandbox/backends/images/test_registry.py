@@ -1,4 +1,4 @@
-"""What a registry that fails shows to whoever named an image."""
+"""Errors of a registry show no login of the service."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import asyncio
 import pytest
 
 from penstock_chassis.errors import Unavailable
-from penstock_sandbox.backends.images import errors, reference
+from penstock_sandbox.backends.images import reference
 from penstock_sandbox.backends.images.registry import Registry, RegistryOptions
+from penstock_sandbox.egress import no_answer
 
 
 async def _at_once(_seconds: float) -> None:
@@ -31,7 +32,7 @@ async def test_a_proxy_that_refuses_shows_no_password(monkeypatch: pytest.Monkey
     monkeypatch.setenv("no_proxy", "")
     registry = Registry(RegistryOptions(), pause=_at_once)
     try:
-        with pytest.raises(Unavailable, match="cannot be reached through this service's proxy") as failed:
+        with pytest.raises(Unavailable, match="cannot be reached through the service's proxy") as failed:
             await registry.manifest(reference.parse("registry.invalid/a/b:1"))
     finally:
         await registry.aclose()
@@ -41,4 +42,5 @@ async def test_a_proxy_that_refuses_shows_no_password(monkeypatch: pytest.Monkey
 
 def test_a_log_has_no_login() -> None:
     for address in ("http://u:p@h:1/x", "u:p@h:1", "'https://p@h'"):
-        assert "p@" not in errors.without_login(f"502, url={address}") and "h" in errors.without_login(address)
+        text = no_answer.for_log(ValueError(f"502, url={address}"))
+        assert "p@" not in text and "h" in text

@@ -14,8 +14,8 @@ from typing import Final
 
 import structlog
 
-from penstock_sandbox.egress import places
-from penstock_sandbox.egress.shared import SharedRecordings
+from penstock_sandbox.egress import recording_stores
+from penstock_sandbox.egress.shared_recordings import SharedRecordings
 
 _THREADS: Final = 16
 _CHECK_S: Final = 30.0
@@ -38,13 +38,13 @@ async def opened_recordings(url: str, folder: Path, timeout_s: float) -> SharedR
     pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="recordings")
     loop = asyncio.get_running_loop()
     try:
-        place = await loop.run_in_executor(pool, places.opened, url)
+        place = await loop.run_in_executor(pool, recording_stores.opened, url)
     except Exception as error:  # a package that is absent, or a configuration that s3fs refuses
         raise Unusable(f"{url} cannot be opened: {_described(error)}") from error
     try:
         async with asyncio.timeout(_CHECK_S):
-            await loop.run_in_executor(pool, places.check, place)
-    except places.Unfit as error:
+            await loop.run_in_executor(pool, recording_stores.check, place)
+    except recording_stores.Unfit as error:
         raise Unusable(f"{url} cannot have recordings: {error}") from error
     except Exception as error:
         if not (fit.is_file() and fit.read_text() == name):

@@ -30,7 +30,7 @@ import structlog
 from penstock_chassis.aio.retry import Backoff, Delays, Pause
 from penstock_chassis.aio.tasks import TaskOwner
 from penstock_sandbox.egress.errors import Refusal
-from penstock_sandbox.egress.places import Place
+from penstock_sandbox.egress.recording_stores import Place
 from penstock_sandbox.egress.store import Part
 
 BEAT_S: Final = 4.0

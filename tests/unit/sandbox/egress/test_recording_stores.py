@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from penstock_sandbox.egress.opening import Unusable, opened_recordings
-from penstock_sandbox.egress.places import Folder, Unfit, check, opened
+from penstock_sandbox.egress.open_shared_recordings import Unusable, opened_recordings
+from penstock_sandbox.egress.recording_stores import Folder, Unfit, check, opened
 from penstock_sandbox.settings import SandboxSettings
 
 MANY = 16

@@ -21,11 +21,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.waiting import eventually
-from tests.unit.sandbox.egress.test_places import Repeating
+from tests.unit.sandbox.egress.test_recording_stores import Repeating
 
 from penstock_sandbox.egress.errors import Refusal
-from penstock_sandbox.egress.places import Folder
-from penstock_sandbox.egress.shared import BEAT_S, FRESH_S, LEASE_S, Entry, SharedRecordings
+from penstock_sandbox.egress.recording_stores import Folder
+from penstock_sandbox.egress.shared_recordings import BEAT_S, FRESH_S, LEASE_S, Entry, SharedRecordings
 from penstock_sandbox.egress.store import Part
 
 HEADERS = (("Content-Type", "text/plain"), ("X-É".encode().decode("latin-1"), "1"))
