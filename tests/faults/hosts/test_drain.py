@@ -21,7 +21,7 @@ import pytest_asyncio
 import tomlkit
 from tests.hosts import model
 from tests.hosts.draining import drained, firsts
-from tests.support.endpoints.token_endpoint import unused_port
+from tests.support.endpoints.loopback import unused_port
 from tests.support.services.stack import disjoint_uids
 from tests.support.waiting import eventually_async
 

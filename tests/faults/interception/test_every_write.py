@@ -22,8 +22,8 @@ from typing import Any, ClassVar
 import aiohttp
 import numpy as np
 import pytest
+from tests.support.endpoints.loopback import unused_port
 from tests.support.endpoints.mcp_agent import post, tool_call
-from tests.support.endpoints.token_endpoint import unused_port
 from tests.support.services.dying import BACK_OFF_S, Mortal, Warm, insisting
 
 from penstock.analysis import export, verify_chain

@@ -16,7 +16,7 @@ import aiohttp
 import grpc
 import numpy as np
 import pytest
-from tests.support.endpoints.token_endpoint import unused_port
+from tests.support.endpoints.loopback import unused_port
 
 from penstock.chat.v1 import chat_pb2, completion_pb2
 from penstock.interception.v1 import intercept_service_pb2 as pb

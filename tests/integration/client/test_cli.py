@@ -15,7 +15,8 @@ import orjson
 import pytest
 import yaml
 from aiohttp import web
-from tests.support.endpoints.token_endpoint import VOCAB, token_endpoint, unused_port
+from tests.support.endpoints.loopback import serving, unused_port
+from tests.support.endpoints.token_endpoint import VOCAB, token_endpoint
 from tests.support.services.forking import genuine
 from tests.support.services.processes import argv_of, children_of
 from tests.support.terminal.commandline import json_lines
@@ -164,19 +165,12 @@ async def test_upstream_is_asked_with_the_environments_key_without_any_service(t
 
     app = web.Application()
     app.router.add_post("/v1/chat/completions", complete)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    host, port = runner.addresses[0][:2]
-    try:
+    async with serving(app) as url:
         code, out, err = await penstock(
-            "rollout", "--agent", "shell", "--task", str(task_file), "--upstream", f"http://{host}:{port}/v1",
+            "rollout", "--agent", "shell", "--task", str(task_file), "--upstream", f"{url}/v1",
             "--model", "some-model", "--api-key-env", "MY_KEY", "--state-dir", str(tmp_path / "state"),
             environment={"MY_KEY": SECRET}, cwd=tmp_path,
         )  # fmt: skip
-    finally:
-        await runner.cleanup()
     assert code == 0, (out, err)
     assert "services for this command only" in err and "reward 1" in out
     assert [key for key, _ in asked] == [f"Bearer {SECRET}"] * 2

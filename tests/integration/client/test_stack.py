@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.support.endpoints.token_endpoint import unused_port
+from tests.support.endpoints.loopback import unused_port
 from tests.support.services.processes import children_of
 
 from penstock.client import ConfigurationError, Endpoints, Penstock, connect

@@ -9,7 +9,7 @@ import orjson
 import pytest
 from tests.integration.client.conftest import TASK
 from tests.integration.client.test_cli import start
-from tests.support.endpoints.token_endpoint import unused_port
+from tests.support.endpoints.loopback import unused_port
 from tests.support.terminal import ptys
 from tests.support.terminal.commands import invoke
 

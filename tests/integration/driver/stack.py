@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 
-from tests.support.endpoints.token_endpoint import unused_port
+from tests.support.endpoints.loopback import unused_port
 
 TOKEN = "operator-token-of-this-test"
 

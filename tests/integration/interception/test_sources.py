@@ -18,6 +18,7 @@ import pytest
 from aiohttp import web
 from google.protobuf.duration_pb2 import Duration
 from tests.integration.interception import formed_engine
+from tests.support.endpoints.loopback import serving
 
 from penstock.chat.v1 import chat_pb2
 from penstock.interception.v1 import intercept_service_pb2 as pb
@@ -68,14 +69,8 @@ async def upstream(
     app.router.add_get("/v1/models", models)
     app.router.add_post("/v1/chat/completions", chat)
     app.router.add_post("/v1/models/{name}", chat)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}/v1", seen
-    finally:
-        await runner.cleanup()
+    async with serving(app) as url:
+        yield f"{url}/v1", seen
 
 
 async def no_models(_: web.Request) -> web.Response:
@@ -418,19 +413,13 @@ async def test_agent_leaving_mid_answer_is_not_an_upstream_failure(
     app = web.Application()
     app.router.add_get("/v1/models", no_models)
     app.router.add_post("/v1/chat/completions", endless)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-        rollout = await service.open(mode=interception_pb2.MODE_BLACK_BOX, source=from_caller(url, SECRET))
+    async with serving(app) as url:
+        rollout = await service.open(mode=interception_pb2.MODE_BLACK_BOX, source=from_caller(f"{url}/v1", SECRET))
         async with aiohttp.ClientSession(headers={"authorization": f"Bearer {rollout.token}"}) as http:
             answer = await http.post(f"{rollout.base_url}/chat/completions", json={"messages": ASK})
             assert await answer.content.readexactly(6) == b"data: "
             answer.close()
         await ended.wait()
-    finally:
-        await runner.cleanup()
     totals = (await service.close(rollout.rollout_id)).totals
     assert (totals.calls, totals.failed, totals.cancelled) == (1, 0, 1)
 
@@ -450,12 +439,8 @@ async def test_broken_black_box_answer_breaks_off_for_the_agent(service: Any) ->
     app = web.Application()
     app.router.add_get("/v1/models", no_models)
     app.router.add_post("/v1/chat/completions", half)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-        rollout = await service.open(mode=interception_pb2.MODE_BLACK_BOX, source=from_caller(url, SECRET))
+    async with serving(app) as url:
+        rollout = await service.open(mode=interception_pb2.MODE_BLACK_BOX, source=from_caller(f"{url}/v1", SECRET))
         where = urlsplit(f"{rollout.base_url}/chat/completions")
         reader, writer = await asyncio.open_connection(where.hostname, where.port)
         body = json.dumps({"messages": ASK}).encode()
@@ -463,8 +448,6 @@ async def test_broken_black_box_answer_breaks_off_for_the_agent(service: Any) ->
         writer.write(head.encode() + b"\r\ncontent-type: application/json\r\n\r\n" + body)
         answer = await reader.read()
         writer.close()
-    finally:
-        await runner.cleanup()
     assert answer.partition(b"\r\n\r\n")[2] == b"half"
     totals = (await service.close(rollout.rollout_id)).totals
     assert [(one.reason, one.retriable) for one in totals.failures] == [("UPSTREAM_UNREACHABLE", True)]

@@ -15,7 +15,7 @@ from typing import Any
 import orjson
 import pytest
 from tests.integration.operations.conftest import Stack
-from tests.support.endpoints.token_endpoint import unused_port
+from tests.support.endpoints.loopback import unused_port
 from tests.support.waiting import eventually_async
 
 from penstock.cli.commands.doctor.live import Diagnosis, examine

@@ -17,7 +17,7 @@ import pytest
 import pytest_asyncio
 import tomlkit
 from tests.hosts import model
-from tests.support.endpoints.token_endpoint import unused_port
+from tests.support.endpoints.loopback import unused_port
 from tests.support.services.stack import disjoint_uids
 from tests.support.waiting import eventually_async
 

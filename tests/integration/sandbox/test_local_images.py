@@ -22,6 +22,7 @@ import pytest
 import pytest_asyncio
 from aiohttp import web
 from tests.support.docker.base_images import write_tiny
+from tests.support.endpoints.loopback import serving
 from tests.support.images.registry import MACHINE, PASSWORD, USER, Registry, digest, entry, layer, program, registry
 from tests.support.waiting import eventually
 
@@ -357,14 +358,8 @@ async def _faulty(running: Registry, fault: Fault) -> AsyncIterator[str]:
 
         app = web.Application()
         app.router.add_get("/{path:.*}", serve)
-        runner = web.AppRunner(app, shutdown_timeout=0.1)
-        await runner.setup()
-        try:
-            site = web.TCPSite(runner, "127.0.0.1", 0)
-            await site.start()
-            yield f"127.0.0.1:{runner.addresses[0][1]}"
-        finally:
-            await runner.cleanup()
+        async with serving(app) as url:
+            yield url.removeprefix("http://")
 
 
 async def test_what_passes_is_tried_again(folder: Path, running: Registry, tiny: bytes) -> None:

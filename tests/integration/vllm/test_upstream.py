@@ -20,7 +20,7 @@ import pytest
 import pytest_asyncio
 from tests.integration.vllm.conftest import Served
 from tests.support import vllm_models as models
-from tests.support.endpoints.token_endpoint import unused_port
+from tests.support.endpoints.loopback import unused_port
 from tests.support.waiting import eventually_async
 
 from penstock.chat.v1 import chat_pb2, completion_pb2

@@ -16,7 +16,7 @@ from typing import Final
 from urllib.parse import urlsplit
 
 import s3fs
-from tests.support.endpoints.token_endpoint import unused_port
+from tests.support.endpoints.loopback import unused_port
 from tests.support.waiting import eventually_async
 
 SHARE: Final = 0.3

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import orjson
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors.numpy import load_file
+from tests.support.endpoints.loopback import event_stream, send_event, serving
 
 VOCAB = 40
 STOP = 2
@@ -272,9 +272,9 @@ class SglangServer:
         except ValueError as error:
             if not body.stream:
                 return web.json_response({"error": {"message": str(error)}}, status=400)
-            response = await started(request)
+            response = await event_stream(request)
             problem = {"message": str(error), "type": "invalid_request_error", "code": 400, "retryable": False}
-            await send(response, {"error": problem})
+            await send_event(response, {"error": problem})
             await response.write(b"data: [DONE]\n\n")
             return response
         sequence = Sequence(body)
@@ -315,7 +315,7 @@ class SglangServer:
             sequence.finish = _given_up(mask)
         elif params.regex == "(":
             sequence.finish = _given_up("Failed to compile regex grammar: missing )")
-        response = await started(request) if body.stream else None
+        response = await event_stream(request) if body.stream else None
         sent = 0
         if params.max_new_tokens == 0:
             sequence.finish = {"type": "length", "length": 0}
@@ -328,7 +328,7 @@ class SglangServer:
                 self._sample(sequence, self.number)
             due = len(sequence.ids) == 1 or len(sequence.ids) - sent >= (params.stream_interval or 1)
             if response is not None and due and not sequence.over:
-                await send(response, self._event(sequence, sent))
+                await send_event(response, self._event(sequence, sent))
                 sent = len(sequence.ids)
             await asyncio.sleep(0)
         if response is None:
@@ -336,7 +336,7 @@ class SglangServer:
             if status is not None:
                 return web.json_response({"error": {"message": sequence.finish["message"]}}, status=status)
             return web.json_response(self._event(sequence, 0))
-        await send(response, self._event(sequence, sent))
+        await send_event(response, self._event(sequence, sent))
         await response.write(b"data: [DONE]\n\n")
         return response
 
@@ -537,18 +537,6 @@ def _done(success: bool, message: str, **more: Any) -> web.Response:
     return web.json_response({"success": success, "message": message} | more, status=200 if success else 400)
 
 
-async def started(request: web.Request) -> web.StreamResponse:
-    """The head of a stream."""
-    response = web.StreamResponse(headers={"content-type": "text/event-stream"})
-    await response.prepare(request)
-    return response
-
-
-async def send(response: web.StreamResponse, event: dict[str, Any]) -> None:
-    """One event; JSON has no infinities, for which the server's library writes null."""
-    await response.write(b"data: " + orjson.dumps(event) + b"\n\n")
-
-
 @asynccontextmanager
 async def sglang_server(port: int = 0, **options: Any) -> AsyncIterator[SglangServer]:
     """The server on the loopback."""
@@ -563,11 +551,6 @@ async def sglang_server(port: int = 0, **options: Any) -> AsyncIterator[SglangSe
 
     app = web.Application(client_max_size=32 << 20)
     app.router.add_route("*", "/{path:.*}", handle)
-    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", port).start()
-        here.base_url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    async with serving(app, port, cancels=True) as url:
+        here.base_url = url
         yield here
-    finally:
-        await runner.cleanup()

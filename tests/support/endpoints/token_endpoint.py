@@ -6,18 +6,14 @@ For faults that a real server does not show when asked; what a real one does is 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
 import math
-import os
-import secrets
-import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from aiohttp import web
+from tests.support.endpoints.loopback import event_stream, send_event, serving
 
 VOCAB = 40
 STOP = 2
@@ -73,14 +69,14 @@ class TokenEndpoint:
 
     async def stream(self, request: web.Request, body: dict[str, Any], events: int | None = None) -> web.StreamResponse:
         """An event for each token; with `events` it breaks off behind so many."""
-        response = await started(request)
+        response = await event_stream(request)
         for n in range(body["max_tokens"] if events is None else events):
             choice = self.choice(body, n)
             if n == body["max_tokens"] - 1:
                 choice["finish_reason"] = "length"
-            await send(response, {"choices": [choice]})
+            await send_event(response, {"choices": [choice]})
         if events is None:
-            await send(response, {"choices": [], "usage": {"prompt_tokens_details": {"cached_tokens": 1}}})
+            await send_event(response, {"choices": [], "usage": {"prompt_tokens_details": {"cached_tokens": 1}}})
             await response.write(b"data: [DONE]\n\n")
         return response
 
@@ -117,42 +113,10 @@ class TokenEndpoint:
         return {token: max(value - whole, -9999.0) for token, value in enumerate(logits)}
 
 
-async def started(request: web.Request, content_type: str = "text/event-stream") -> web.StreamResponse:
-    """The head of a stream."""
-    response = web.StreamResponse(headers={"content-type": content_type})
-    await response.prepare(request)
-    return response
-
-
-async def send(response: web.StreamResponse, event: dict[str, Any]) -> None:
-    """One event."""
-    await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
-
-
 def problem(status: int, message: str, param: str | None = None, **headers: str) -> web.Response:
     """An error as vLLM writes it."""
     error = {"message": message, "type": "BadRequestError", "param": param, "code": status}
     return web.json_response({"error": error}, status=status, headers=headers)
-
-
-_PORTS_EACH = 1400
-_handed_out: set[int] = set()
-
-
-def unused_port() -> int:
-    """A port of the loopback where nobody listens yet, and that nobody else gets until the tests are over.
-
-    None that the kernel gives to those who ask for any, and each of the processes that share the tests has its own. So
-    a service that is started again on its port finds it free, which a port that the kernel chose need not be by then.
-    """
-    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 16
-    while True:
-        port = 10_000 + _PORTS_EACH * worker + secrets.randbelow(_PORTS_EACH)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            if port not in _handed_out:
-                _handed_out.add(port)
-                return port
 
 
 @asynccontextmanager
@@ -169,11 +133,6 @@ async def token_endpoint(port: int = 0, **options: Any) -> AsyncIterator[TokenEn
 
     app = web.Application(client_max_size=32 << 20)
     app.router.add_route("*", "/{path:.*}", handle)
-    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", port).start()
-        here.base_url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+    async with serving(app, port, cancels=True) as url:
+        here.base_url = f"{url}/v1"
         yield here
-    finally:
-        await runner.cleanup()

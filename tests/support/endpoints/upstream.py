@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from aiohttp import web
+from tests.support.endpoints.loopback import serving
 
 _DELTA = '{"id":"c","object":"chat.completion.chunk","created":1,"model":"m","choices":[{"index":0,%s}]}'
 _STREAM = "".join(
@@ -79,13 +80,6 @@ async def vendor() -> AsyncIterator[Vendor]:
 
     app = web.Application(client_max_size=32 << 20)
     app.router.add_route("*", "/{path:.*}", answer)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    try:
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        host, port = runner.addresses[0][:2]
-        here.base_url = f"http://{host}:{port}/v1"
+    async with serving(app) as url:
+        here.base_url = f"{url}/v1"
         yield here
-    finally:
-        await runner.cleanup()

@@ -28,7 +28,7 @@ from typing import Any, Final, TypeVar
 
 import aiohttp
 import grpc
-from tests.support.endpoints.token_endpoint import unused_port
+from tests.support.endpoints.loopback import unused_port
 
 from penstock_chassis.journal import journal
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-from tests.support.endpoints.token_endpoint import unused_port
+from tests.support.endpoints.loopback import unused_port
 
 from penstock.client.transport.endpoints import Endpoints
 from penstock.dashboard.serving import Place, serve

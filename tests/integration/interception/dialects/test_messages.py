@@ -9,6 +9,7 @@ import aiohttp
 import anthropic
 import pytest
 from aiohttp import web
+from tests.support.endpoints.loopback import serving
 from tests.support.waiting import eventually
 
 from penstock.chat.v1 import chat_pb2, completion_pb2
@@ -396,18 +397,14 @@ async def test_black_box_sends_the_key_in_the_dialects_header_and_skips_counting
 
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", answer)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-    endpoint = interception_pb2.Upstream.CallerEndpoint(base_url=url, api_key="endpoints-key")
-    source = interception_pb2.ModelSource(upstream=interception_pb2.Upstream(caller=endpoint))
-    rollout = await service.open(mode=interception_pb2.MODE_BLACK_BOX, source=source)
-    seen.clear()  # the check at opening
-    await client(rollout).messages.count_tokens(model="m", messages=ASK)
-    both = client(rollout, default_headers={"x-api-key": rollout.token})  # as Claude Code sends it
-    await both.messages.with_raw_response.create(model="m", max_tokens=1, messages=ASK)
-    await runner.cleanup()
+    async with serving(app) as url:
+        endpoint = interception_pb2.Upstream.CallerEndpoint(base_url=f"{url}/v1", api_key="endpoints-key")
+        source = interception_pb2.ModelSource(upstream=interception_pb2.Upstream(caller=endpoint))
+        rollout = await service.open(mode=interception_pb2.MODE_BLACK_BOX, source=source)
+        seen.clear()  # the check at opening
+        await client(rollout).messages.count_tokens(model="m", messages=ASK)
+        both = client(rollout, default_headers={"x-api-key": rollout.token})  # as Claude Code sends it
+        await both.messages.with_raw_response.create(model="m", max_tokens=1, messages=ASK)
     assert [path for path, _ in seen] == ["/v1/messages/count_tokens", "/v1/messages"]
     assert [headers["Authorization"] for _, headers in seen] == ["Bearer endpoints-key"] * 2
     assert [headers.get("x-api-key") for _, headers in seen] == [None, "endpoints-key"]
@@ -440,26 +437,23 @@ async def test_an_upstream_of_another_dialect_is_asked_in_its_own(service: Any) 
     app = web.Application()
     app.router.add_get("/v1/models", models)
     app.router.add_post("/v1/chat/completions", answer)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    endpoint = interception_pb2.Upstream.CallerEndpoint(base_url=f"http://127.0.0.1:{runner.addresses[0][1]}/v1")
-    source = interception_pb2.ModelSource(upstream=interception_pb2.Upstream(caller=endpoint, model="real"))
-    rollout = await service.open(mode=interception_pb2.MODE_TRANSPARENT_PROXY, source=source)
-    history = [
-        {"role": "user", "content": [{"type": "text", "text": "list"}, {"type": "image", "source": IMAGE}]},
-        {
-            "role": "assistant",
-            "content": [{"type": "tool_use", "id": "t1", "name": "bash", "input": {"command": "ls"}}],
-        },
-        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", "content": "a"}, TEXT]},
-    ]
-    options = {"system": "rules", "tools": [BASH], "tool_choice": {"type": "any"}, "stop_sequences": ["END"]}
-    for stream in (False, True):
-        said = await asked(rollout, stream=stream, messages=history, **options)
-        assert [block.type for block in said.content] == ["thinking", "text", "tool_use"]
-        assert (said.content[2].input, said.stop_reason) == ({"command": "pwd"}, "tool_use")
-    await runner.cleanup()
+    async with serving(app) as url:
+        endpoint = interception_pb2.Upstream.CallerEndpoint(base_url=f"{url}/v1")
+        source = interception_pb2.ModelSource(upstream=interception_pb2.Upstream(caller=endpoint, model="real"))
+        rollout = await service.open(mode=interception_pb2.MODE_TRANSPARENT_PROXY, source=source)
+        history = [
+            {"role": "user", "content": [{"type": "text", "text": "list"}, {"type": "image", "source": IMAGE}]},
+            {
+                "role": "assistant",
+                "content": [{"type": "tool_use", "id": "t1", "name": "bash", "input": {"command": "ls"}}],
+            },
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", "content": "a"}, TEXT]},
+        ]
+        options = {"system": "rules", "tools": [BASH], "tool_choice": {"type": "any"}, "stop_sequences": ["END"]}
+        for stream in (False, True):
+            said = await asked(rollout, stream=stream, messages=history, **options)
+            assert [block.type for block in said.content] == ["thinking", "text", "tool_use"]
+            assert (said.content[2].input, said.stop_reason) == ({"command": "pwd"}, "tool_use")
     call = {"id": "t1", "type": "function", "function": {"name": "bash", "arguments": '{"command":"ls"}'}}
     image = {"type": "image_url", "image_url": {"url": IMAGE["url"]}}
     function = {"name": "bash", "description": "Run.", "parameters": BASH["input_schema"]}

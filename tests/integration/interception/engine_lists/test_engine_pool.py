@@ -13,7 +13,7 @@ import grpc
 import openai
 import pytest
 from google.protobuf.duration_pb2 import Duration
-from tests.support.endpoints.token_endpoint import unused_port
+from tests.support.endpoints.loopback import unused_port
 from tests.support.services import engines
 from tests.support.services.engines import listed
 from tests.support.waiting import eventually_async

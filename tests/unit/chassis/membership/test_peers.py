@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from tests.support.endpoints.token_endpoint import unused_port
+from tests.support.endpoints.loopback import unused_port
 
 from penstock.ops.v1 import operations_service_pb2, operations_service_pb2_grpc
 from penstock_chassis.aio.retry import Delays

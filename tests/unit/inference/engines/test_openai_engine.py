@@ -17,17 +17,8 @@ from aiohttp import web
 from hypothesis import example, given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
-from tests.support.endpoints.token_endpoint import (
-    CONTEXT,
-    PLAIN,
-    VOCAB,
-    TokenEndpoint,
-    problem,
-    send,
-    started,
-    token_endpoint,
-    unused_port,
-)
+from tests.support.endpoints.loopback import event_stream, send_event, unused_port
+from tests.support.endpoints.token_endpoint import CONTEXT, PLAIN, VOCAB, TokenEndpoint, problem, token_endpoint
 from tests.support.waiting import eventually
 
 from penstock.chat.v1 import chat_pb2
@@ -290,14 +281,14 @@ async def _redirect(request: web.Request, body: Any) -> web.StreamResponse:
 
 
 async def _garbage(request: web.Request, body: Any) -> web.StreamResponse:
-    response = await started(request)
+    response = await event_stream(request)
     await response.write(b"data: {nonsense\n\n")
     return response
 
 
 async def _inside(request: web.Request, body: Any) -> web.StreamResponse:
-    response = await started(request)
-    await send(response, {"error": {"message": "engine dead", "code": 500}})
+    response = await event_stream(request)
+    await send_event(response, {"error": {"message": "engine dead", "code": 500}})
     return response
 
 
@@ -305,9 +296,9 @@ def _with(**changes: Any) -> Any:
     """Otherwise good events, each with these changes."""
 
     async def fault(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        response = await started(request)
+        response = await event_stream(request)
         choice = TokenEndpoint().choice(body, 0) | {"finish_reason": "stop"} | changes
-        await send(response, {"choices": [choice]})
+        await send_event(response, {"choices": [choice]})
         await response.write(b"data: [DONE]\n\n")
         return response
 
@@ -416,7 +407,7 @@ async def test_an_endpoint_that_falls_silent_is_given_up(endpoint: TokenEndpoint
     engine = await opened(endpoint, idle_timeout_s="0.2")
 
     async def silent(request: web.Request, body: Any) -> web.StreamResponse:
-        await started(request)
+        await event_stream(request)
         await asyncio.Event().wait()
         raise AssertionError
 
@@ -464,8 +455,8 @@ async def test_a_prompt_is_not_sent_again_when_a_new_connection_breaks(endpoint:
 
 
 async def _endless(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-    response = await started(request)
-    await send(response, {"choices": [TokenEndpoint().choice(body, 0)]})
+    response = await event_stream(request)
+    await send_event(response, {"choices": [TokenEndpoint().choice(body, 0)]})
     await asyncio.Event().wait()
     raise AssertionError
 

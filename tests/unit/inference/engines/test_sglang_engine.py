@@ -16,18 +16,8 @@ import pytest
 from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.support.endpoints.sglang_server import (
-    CONTEXT,
-    MASK_TOKENS,
-    STOP,
-    VOCAB,
-    Params,
-    SglangServer,
-    send,
-    sglang_server,
-    started,
-)
-from tests.support.endpoints.token_endpoint import unused_port
+from tests.support.endpoints.loopback import event_stream, send_event, unused_port
+from tests.support.endpoints.sglang_server import CONTEXT, MASK_TOKENS, STOP, VOCAB, Params, SglangServer, sglang_server
 from tests.support.waiting import eventually
 from tokenizers import Tokenizer
 
@@ -224,8 +214,8 @@ async def test_stops_are_reported_as_the_server_reports_them(server: SglangServe
 
     async def ends(reason: dict[str, Any]) -> Callable[..., Any]:
         async def fault(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-            response = await started(http)
-            await send(response, event(finish_reason=reason))
+            response = await event_stream(http)
+            await send_event(response, event(finish_reason=reason))
             await response.write(b"data: [DONE]\n\n")
             return response
 
@@ -315,9 +305,9 @@ def event(**changes: Any) -> dict[str, Any]:
 
 def _sends(*events: Any) -> Any:
     async def fault(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        response = await started(http)
+        response = await event_stream(http)
         for each in events:
-            await send(response, each)
+            await send_event(response, each)
         await response.write(b"data: [DONE]\n\n")
         return response
 
@@ -478,8 +468,8 @@ async def test_an_abort_that_the_server_does_not_take_closes_the_connection(
     engine = await opened(server)
 
     async def endless(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        response = await started(http)
-        await send(response, event(finish_reason=None))
+        response = await event_stream(http)
+        await send_event(response, event(finish_reason=None))
         await asyncio.Event().wait()
         raise AssertionError
 

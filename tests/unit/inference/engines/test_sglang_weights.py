@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 from aiohttp import web
 from safetensors.numpy import load_file, save_file
+from tests.support.endpoints.loopback import event_stream, unused_port
 from tests.support.endpoints.sglang_server import STOP, VOCAB, SglangServer, sglang_server
-from tests.support.endpoints.sglang_server import started as begun
-from tests.support.endpoints.token_endpoint import unused_port
 from tests.support.waiting import eventually
 
 from penstock_chassis.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, Unavailable, Unsupported
@@ -381,7 +380,7 @@ async def test_a_server_lost_in_a_load_gets_those_in_force_again(opened: Open, m
         async def breaks(http: web.Request, raw: dict[str, Any]) -> web.StreamResponse:
             monkeypatch.undo()
             await load(http, raw)
-            await begun(http)
+            await event_stream(http)
             assert http.transport is not None
             http.transport.abort()
             raise ConnectionError
@@ -403,7 +402,7 @@ async def found_again(engine: SglangEngine, server: SglangServer) -> None:
     """Breaks one stream, and waits until the server was found."""
 
     async def breaks(http: web.Request, raw: dict[str, Any]) -> web.StreamResponse:
-        response = await begun(http)
+        response = await event_stream(http)
         assert http.transport is not None
         http.transport.abort()
         return response

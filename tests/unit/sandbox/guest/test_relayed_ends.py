@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import pytest
-from tests.support.endpoints.token_endpoint import unused_port
+from tests.support.endpoints.loopback import unused_port
 
 from penstock_sandbox.backends.guest_client import endpoint as attended
 from penstock_sandbox.backends.guest_client.stream import Stream
