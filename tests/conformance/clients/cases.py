@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,12 +22,13 @@ class Case:
     steps: Sequence[Mapping[str, Any]]
 
 
-def load() -> list[Case]:
+@cache
+def load() -> Sequence[Case]:
     """All cases, file by file."""
     cases = [
         Case(item["name"], item["requirement"], item["steps"])
         for path in sorted(_FOLDER.glob("*.yaml"))
-        for item in yaml.safe_load(path.read_text(encoding="utf-8"))
+        for item in yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.CSafeLoader)
     ]
     assert len({case.name for case in cases}) == len(cases), "two cases have one name"
     return cases

@@ -6,15 +6,15 @@ import asyncio
 import hashlib
 import json
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import grpc
-import mcp
 import pytest
 from google.protobuf import struct_pb2
 from tests.support.endpoints.mcp_agent import HEADERS, connected, post, tool_call
 from tests.support.endpoints.upstream import vendor
+from tests.support.lazily import imported_when_used
 
 from penstock.chat.v1 import chat_pb2
 from penstock.interception.v1 import intercept_service_pb2 as pb
@@ -23,6 +23,11 @@ from penstock.interception.v1 import rollout_gate_service_pb2 as gate
 from penstock.trajectory.v1 import trajectory_pb2
 from penstock_chassis.errors import InvalidArgument, NotFound
 from penstock_chassis.rpc_status import from_rpc_error
+
+if TYPE_CHECKING:
+    import mcp
+else:
+    mcp = imported_when_used("mcp")
 
 SCHEMA = {
     "type": "object",

@@ -193,7 +193,7 @@ def needed(dist: Path, extra: str) -> set[str]:
 
 
 def hiding(names: set[str]) -> str:
-    """A `sitecustomize` for which these modules are not installed."""
+    """A module after whose import these are not installed."""
     return f"""
 import sys
 from importlib.machinery import PathFinder
@@ -222,7 +222,9 @@ def environment(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         for module, owners in installed.packages_distributions().items()
         if not brought.intersection(map(canonicalize_name, owners)) and not module.startswith("penstock")
     }
-    (packages / "sitecustomize.py").write_text(hiding(hidden))
+    # Not as `sitecustomize`: Debian's Python has one of its own, which comes first.
+    (packages / "hidden_packages.py").write_text(hiding(hidden))
+    (packages / "hidden_packages.pth").write_text("import hidden_packages\n")
     assert {"pytest", "mypy"} <= hidden and not {"grpc", "jax"} & hidden
     absent = [str(python), "-c", "import pytest"]
     assert subprocess.run(absent, capture_output=True, check=False).returncode, "what is not needed can be imported"

@@ -5,19 +5,23 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
-from mcp import Client
-from mcp.client.streamable_http import streamable_http_client
-from mcp.shared._httpx_utils import create_mcp_http_client
+
+if TYPE_CHECKING:
+    from mcp import Client
 
 HEADERS = {"accept": "application/json, text/event-stream", "content-type": "application/json"}
 
 
 @asynccontextmanager
 async def connected(url: str, token: str, **options: Any) -> AsyncIterator[Client]:
-    """The SDK's client, past its handshake."""
+    """The SDK's client, past its handshake. It is imported here: half a second for each process that collects tests."""
+    from mcp import Client
+    from mcp.client.streamable_http import streamable_http_client
+    from mcp.shared._httpx_utils import create_mcp_http_client
+
     async with create_mcp_http_client(headers={"authorization": f"Bearer {token}"}) as http:
         transport: Any = streamable_http_client(url, http_client=http)
         async with Client(transport, **options) as client:

@@ -3,8 +3,8 @@
 # ruff: noqa: RUF001  (DeepSeek's tokens hold such characters)
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -33,13 +33,16 @@ NAMES = ("chatml", "llama3", "llama3_bare", "mistral", "qwen3_coder", "kimi", "d
 SEP = "<｜tool▁sep｜>"
 
 
-CODECS: Mapping[str, Codec] = {name: Codec.load(families.build(name)) for name in NAMES}
+@functools.cache
+def codec_of(name: str) -> Codec:
+    """Of a family's tokenizer; made when a test asks, not when tests are collected."""
+    return Codec.load(families.build(name))
 
 
 def parse(name: str, text: str, *, finish_reason: FinishReason | None = None) -> ParsedCompletion:
     """`text` as sampled one byte a token; calls without an id are numbered."""
     numbers = iter(range(10_000))
-    codec = CODECS[name]
+    codec = codec_of(name)
     return codec.parse(
         codec.bytewise(text), tools=TOOLS, finish_reason=finish_reason, call_id=lambda: f"call_{next(numbers)}"
     )
@@ -216,7 +219,7 @@ def test_json_that_is_no_call_is_an_answer(text: str) -> None:
 @pytest.mark.requirement("R30")
 def test_an_answer_in_json_is_streamed_once_it_cannot_be_a_call() -> None:
     """Only what may still become a call is held back."""
-    codec = CODECS["llama3_bare"]
+    codec = codec_of("llama3_bare")
     parser = codec.stream_parser()
     assert parser.feed(codec.bytewise('{"na').tolist()) == []
     assert parser.feed(codec.bytewise('tion": "x"').tolist()) == [TextDelta('{"nation": "x"')]
@@ -260,7 +263,7 @@ def test_a_header_that_says_nothing_known_is_text(text: str) -> None:
 @pytest.mark.requirement("R30")
 def test_a_channel_is_streamed_as_soon_as_its_header_is_read() -> None:
     """Reasoning and answers arrive in pieces; only a header and a call are held back."""
-    codec = CODECS["harmony"]
+    codec = codec_of("harmony")
     parser = codec.stream_parser(call_id=lambda: "c")
     assert parser.feed(codec.bytewise("<|channel|>ana").tolist()) == []
     assert parser.feed(codec.bytewise("lysis<|message|>hm").tolist()) == [ReasoningDelta("hm")]
@@ -286,7 +289,7 @@ def test_control_tokens_of_one_family_are_no_text_in_another() -> None:
 @pytest.mark.requirement("R25")
 def test_ids_are_such_as_the_template_takes() -> None:
     """Nine letters and digits for Mistral; and an id from elsewhere is turned into such a one."""
-    codec = CODECS["mistral"]
+    codec = codec_of("mistral")
     (call,) = codec.parse(codec.bytewise("[TOOL_CALLS]bash[ARGS]{}")).message.tool_calls
     assert len(call.id) == 9 and call.id.isalnum()
     moving = Codec.load(families.build("mistral_v3"))
@@ -354,7 +357,7 @@ def test_a_template_of_two_kinds_asks_for_a_parser() -> None:
 @pytest.mark.requirement("R80")
 def test_very_long_nonsense_is_read_in_linear_work() -> None:
     """Whatever is repeated, openings, braces or half tags, it ends."""
-    for name, codec in CODECS.items():
+    for name, codec in ((name, codec_of(name)) for name in NAMES):
         for mark in [*codec.markup, "{", '"', "<parameter=a>", "</parameter>\n", "; ", "\n"]:
             text = mark * (50_000 // len(mark))
             parsed = codec.parse(codec.bytewise(text), finish_reason=FinishReason.LENGTH)
@@ -365,7 +368,7 @@ def test_very_long_nonsense_is_read_in_linear_work() -> None:
 @pytest.mark.parametrize("head", ["a" + " " * 480, "a" * 240 + " " * 240, "a to=" + "b" * 240 + " " * 240])
 def test_many_headers_that_are_none_are_read_in_linear_work(head: str) -> None:
     """A header's fields are not tried at every place; half a second for each would stop the gate."""
-    codec = CODECS["harmony"]
+    codec = codec_of("harmony")
     text = f"<|channel|>{head}!<|message|>" * 2000
     parsed = codec.parse(codec.bytewise(text), finish_reason=FinishReason.LENGTH)
     assert parsed.message.text == text.rstrip()
@@ -377,7 +380,7 @@ def test_many_headers_that_are_none_are_read_in_linear_work(head: str) -> None:
 )
 def test_sections_without_calls_are_read_in_linear_work(name: str, mark: str) -> None:
     """What may still turn out to be text is kept in pieces, not copied for each."""
-    codec = CODECS[name]
+    codec = codec_of(name)
     parsed = codec.parse(list(codec.bytewise(mark)) * 300_000, finish_reason=FinishReason.LENGTH)
     assert len(parsed.message.text) == len(mark) * 300_000
 
@@ -385,7 +388,7 @@ def test_sections_without_calls_are_read_in_linear_work(name: str, mark: str) ->
 @pytest.mark.requirement("R96")
 def test_a_schema_of_megabytes_is_not_kept() -> None:
     """An agent may send another one with each call."""
-    codec = CODECS["qwen3_coder"]
+    codec = codec_of("qwen3_coder")
     kept = len(cache.ARGUMENT_TYPES)
     properties = {"n": {"type": "integer", "description": "x" * 100_000}}
     tools = [Tool("bash", "", json.dumps({"type": "object", "properties": properties}))]
@@ -421,7 +424,7 @@ def _pieces(codec: Codec) -> st.SearchStrategy[str]:
 @given(data=st.data())
 def test_any_ids_parse_and_the_pieces_add_up_to_the_whole(name: str, data: st.DataObject) -> None:
     """No ids make the parser raise, and a stream says what the whole says, however it was cut."""
-    codec = CODECS[name]
+    codec = codec_of(name)
     text = "".join(data.draw(st.lists(_pieces(codec), max_size=12)))
     noise = data.draw(st.lists(st.integers(-2, codec.vocab_size + 2), max_size=8))
     ids = [*codec.bytewise(text).tolist(), *noise]
@@ -450,7 +453,7 @@ def test_written_calls_of_each_family_are_read_back(
     name: str, arguments: dict[str, Any], thought: str, indent: int | None
 ) -> None:
     """Any arguments survive; where they are JSON, as the very text that was sampled."""
-    codec, speech = CODECS[name], Speech(CODECS[name])
+    codec, speech = codec_of(name), Speech(codec_of(name))
     text = json.dumps(arguments, ensure_ascii=False, indent=indent)
     written = speech.thought(thought, speech.calls(text))
     (*thoughts, call) = codec.parse(codec.bytewise(written), tools=TOOLS).message.parts
@@ -466,5 +469,5 @@ def test_written_calls_of_each_family_are_read_back(
 def test_every_family_with_calls_can_be_spoken() -> None:
     """The suite that users run knows how each parser's calls are written."""
     for name in GRAMMARS.keys() - {"think", "none"}:
-        codec = next(codec for codec in CODECS.values() if codec.parser == name)
+        codec = next(codec for codec in map(codec_of, NAMES) if codec.parser == name)
         assert codec.parse(codec.bytewise(Speech(codec).calls("{}")), tools=TOOLS).message.tool_calls

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
-import anthropic
 import pytest
 from aiohttp import web
 from tests.support.endpoints.loopback import serving
+from tests.support.lazily import imported_when_used
 from tests.support.waiting import eventually
 
 from penstock.chat.v1 import chat_pb2, completion_pb2
 from penstock.interception.v1 import intercept_service_pb2 as pb
 from penstock.interception.v1 import interception_pb2
 from penstock.trajectory.v1 import trajectory_pb2
+
+if TYPE_CHECKING:
+    import anthropic
+else:
+    anthropic = imported_when_used("anthropic")
 
 ASK: Any = [{"role": "user", "content": "list the files"}]
 BASH: Any = {"name": "bash", "description": "Run.", "input_schema": {"type": "object", "properties": {}}}
