@@ -463,9 +463,6 @@ def _check_gate_terms(terms: rollout_gate_service_pb2.OpenRolloutRequest, where:
             found.add(f"{where}policy.{field.name}", "expected at least 0")
     for place, problem in models.problems(terms.models, terms.mode, terms.source):
         found.add(f"{where}models{place}", problem)
-    mixed = models.tensors_problem(model.policy_id for model in terms.models)
-    if mixed and terms.sampling_override.token_tensors:
-        found.add(f"{where}sampling_override.token_tensors", mixed)
 
 
 def _check_budgets(

@@ -113,7 +113,7 @@ def _check_whole(row: Row, calls: Mapping[str, Row], whole: int) -> Iterator[str
         expected |= _tensors(row, calls)
     elif "tensors" in row and any(
         call.get("completion_tensors") and span.get("untrained_reason") != "PARTIAL"
-        for span, call in zip(turns, own, strict=True)
+        for span, call in zip(*_own(row, turns, own), strict=True)
     ):
         yield "tensors are left out, which its calls have"
     for name, value in expected.items():
@@ -139,18 +139,20 @@ def _top(row: Row, calls: Sequence[Row]) -> dict[str, list[list[Any]]]:
 
 
 def _tensors(row: Row, calls: Mapping[str, Row]) -> dict[str, list[Row]]:
-    """Returns the tensors of the sample's calls, joined; nothing if `turns` has no rows of them."""
+    """Returns the tensors of the sample's calls of its policy, joined; nothing if `turns` has no rows of them."""
+    policy_id = row.get("policy_id") or ""
     call: Row | None = calls.get(row["turn_spans"][-1]["call_id"]) if row["turn_spans"] else None
     parts: list[Part] = []
     while call is not None:
-        given = call.get("completion_tensors") or []
+        of = call.get("policy_id") or ""
+        given = call.get("completion_tensors") or [] if of == policy_id else []
         if any(one.get("data") is None for one in given):
             return {}
         shared = call.get("prompt_shared_count") or 0
-        parts.append(Part(shared, [_tensor(one) for one in given]))
+        parts.append(Part(shared, [_tensor(one) for one in given], of))
         call = calls.get(call.get("parent_call_id") or "") if shared else None
     with_data = all(one.get("data") is not None for one in row["tensors"])
-    found = [tensor_row(one.digested(), with_data=with_data) for one in joined(reversed(parts))]
+    found = [tensor_row(one.digested(), with_data=with_data) for one in joined(reversed(parts), policy_id)]
     return {"tensors": found}
 
 
