@@ -27,7 +27,7 @@ from penstock_interception.domain.deadlines import Clock, Deadlines
 from penstock_interception.domain.live_rollouts import Registry
 from penstock_interception.domain.recordings import Point, RecordedCall
 from penstock_interception.domain.requests import ChatRequest, Spell, merged_sampling, sampling_within
-from penstock_interception.domain.results import Accepted, Rejection, RejectionReason
+from penstock_interception.domain.results import Accepted, Rejection
 from penstock_interception.domain.state import CALL_BYTES, Call, Rollout, Session, SessionRequest
 from penstock_interception.gate import telemetry
 from penstock_interception.gate.context import DeadlineKey, GateContext, GateLimits

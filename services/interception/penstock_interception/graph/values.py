@@ -260,8 +260,8 @@ class Sample:
     by several samples are masked 1 in only one of them. `weight` is the sample's share of the rollout's trained tokens.
     `logprobs_mode` is None if trained turns have different modes; `modes_mixed` is then set. `top` has a row for each
     token whose mask is 1, in order; None if no trained turn has alternatives, or they were not requested. `tensors` are
-    those of its policy's calls, joined, with digests. Trained tokens are of one policy, `policy_id` ("" = the only one), and
-    `weight` is the share of its trained tokens.
+    those of its policy's calls, joined, with digests. Trained tokens are of one policy, `policy_id` ("" = the only
+    one), and `weight` is the share of its trained tokens.
     """
 
     sample_id: str
