@@ -251,8 +251,8 @@ def test_a_task_file_or_one_of_its_own_names_the_models_of_a_rollout(tmp_path: P
     plain = Task.load(write(tmp_path, "instruction: x"))
     task = Task.load(write(tmp_path, f"instruction: x\nmodels:{MODELS}"))
     assert task.models == models and digest(task) == digest(plain)
-    options: RolloutOptions = {"models": models[-1:]}
-    of_each = [[one.policy_id for one in spec(task, "shell", given).models] for given in ({}, options)]
+    given: list[RolloutOptions] = [{}, {"models": models[-1:]}]
+    of_each = [[one.policy_id for one in spec(task, "shell", options).models] for options in given]
     assert of_each == [["teacher", "cloud", "critic", "student"], ["student"]]
     assert not spec(task, "shell", without_calls({})).models
 

@@ -134,7 +134,7 @@ async def test_a_policys_experts_are_those_of_its_own_pass_though_a_teacher_took
         (joint,) = await tensors_of(service, sample, calls)
         _, experts = one_pass(model[0], model[1], np.frombuffer(sample.input_ids, "<i4"))
         known = calls[3].prompt_shared_count - 1
-        assert (joint.start, joint.shape[0]) == (0, known)
+        assert experts is not None and (joint.start, joint.shape[0]) == (0, known)
         np.testing.assert_array_equal(np.frombuffer(joint.data, np.uint8).reshape(joint.shape), experts[:known])
         exported = list(tables.turns(captured)), list(tables.sequences(captured))
         assert verify(*exported).problems == []

@@ -136,13 +136,13 @@ def _hold(tables: list[ModelTable]) -> list[ModelTable]:
 
 def _located(field: str, problem: str, tables: Sequence[ModelTable]) -> InitErrorDetails:
     """Returns the problem of a field of the message, `[0].calls.from_index`, at its place in the file."""
-    place: Place = tuple(int(step) if step.isdigit() else step for step in re.findall(r"\w+", field))
-    table = tables[int(place[0])] if place else None
-    if place[1:2] == ("source",):
-        place = (place[0], next((name for name in _SOURCES if getattr(table, name)), "inference"))
-    if len(place) == 2 and getattr(table, str(place[1])) is None:  # it is not in the file
-        place, problem = place[:1], f"{place[1]} {problem}"
-    return InitErrorDetails(type=conflict(problem), loc=place, input=None)
+    steps: list[str | int] = [int(step) if step.isdigit() else step for step in re.findall(r"\w+", field)]
+    table = tables[int(steps[0])] if steps else None
+    if steps[1:2] == ["source"]:
+        steps[1:] = [next((name for name in _SOURCES if getattr(table, name)), "inference")]
+    if len(steps) == 2 and getattr(table, str(steps[1])) is None:  # it is not in the file
+        problem = f"{steps.pop()} {problem}"
+    return InitErrorDetails(type=conflict(problem), loc=tuple(steps), input=None)
 
 
 ModelTables = Annotated[list[ModelTable], Field(max_length=rules.MOST), AfterValidator(_hold)]
