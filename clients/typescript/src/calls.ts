@@ -85,7 +85,11 @@ export class ModelCall {
   get sampling(): SamplingMessage | undefined {
     return this.message.sampling;
   }
-  /** The oldest weights that may answer. */
+  /** The policy that shall answer, where the rollout has several models; empty = it has one. */
+  get policyId(): string {
+    return this.message.policyId;
+  }
+  /** The oldest weights that may answer, of that policy. */
   get minPolicyVersion(): number | undefined {
     return this.message.minPolicyVersion === undefined ? undefined : Number(this.message.minPolicyVersion);
   }

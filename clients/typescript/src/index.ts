@@ -32,6 +32,17 @@ export type { Output, ProcessHandle } from "./sandboxes/processes.js";
 export type { Diff, RunOptions, SandboxHandle, StartOptions } from "./sandboxes/sandbox.js";
 export type { Fork, ForkOptions, SandboxSpec, Sandboxes } from "./sandboxes/sandboxes.js";
 export type { InterceptSession, Selector, SessionOptions } from "./sessions.js";
-export type { Command, CommandOptions, Files, Reading, RolloutOptions, Source, Task, Verifier } from "./tasks.js";
+export type {
+  CallRule,
+  Command,
+  CommandOptions,
+  Files,
+  Reading,
+  RolloutModel,
+  RolloutOptions,
+  Source,
+  Task,
+  Verifier,
+} from "./tasks.js";
 export type { Tensor, Tensors } from "./weights/safetensors.js";
 export type { PauseMode, UpdateOptions, WeightOptions, WeightTransfer, WeightUpdate } from "./weights/weights.js";

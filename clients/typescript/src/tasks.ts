@@ -10,10 +10,16 @@ import {
   type TaskSchema,
   type VerifierSchema,
 } from "./gen/penstock/driver/v1/rollout_pb.js";
-import { ControlTokens, type ModelSourceSchema, ModeSchema } from "./gen/penstock/interception/v1/interception_pb.js";
+import {
+  ControlTokens,
+  type ModelSourceSchema,
+  ModeSchema,
+  type RolloutModelSchema,
+} from "./gen/penstock/interception/v1/interception_pb.js";
 import type { CommandSchema } from "./gen/penstock/sandbox/v1/process_service_pb.js";
 import type { ResourcesSchema } from "./gen/penstock/sandbox/v1/sandbox_pb.js";
 import type { SeedFileSchema } from "./gen/penstock/sandbox/v1/sandbox_service_pb.js";
+import { CallClassSchema } from "./gen/penstock/trajectory/v1/trajectory_pb.js";
 import { duration, number } from "./wire.js";
 
 /** What to run: a line for the sandbox's shell, or an argument vector. */
@@ -104,6 +110,35 @@ export interface Reading {
   readonly controlTokens?: "plain" | "parse";
 }
 
+/** The calls of a rollout that a model answers: those that match each condition that is set; at least one is. */
+export interface CallRule {
+  /** Position among the rollout's calls, from 0: [from, until). */
+  readonly fromIndex?: number;
+  readonly untilIndex?: number;
+  /** How many answers the call's prompt continues, token for token: [from, until). 0 is a conversation's first call. */
+  readonly fromTurn?: number;
+  readonly untilTurn?: number;
+  readonly callClasses?: readonly ("main" | "sub_agent" | "compaction" | "title" | "probe" | "edit" | "retry")[];
+}
+
+/** One of several models that answer a rollout's calls. The first whose name and `calls` fit answers a call. */
+export interface RolloutModel {
+  /** The policy, which has versions of its own: 1 to 128 of letters, digits and `_ . -`. */
+  readonly policyId: string;
+  /** That the agent requests. Default: any name that no other model has. */
+  readonly name?: string;
+  /** Default: the rollout's. One of its own has the tokenizer and chat template of the rollout's. */
+  readonly source?: Source;
+  /** Whether its tokens may be trained; if not, they are context. Default: true. */
+  readonly trained?: boolean;
+  /** Which versions may answer. Default: as the rollout's `policy` for a trained model, else any. */
+  readonly policy?: { readonly minVersion?: number; readonly maxStaleness?: number };
+  /** Which calls it answers. The last model of a name, and no other, has none: it answers what is left. */
+  readonly calls?: CallRule;
+  /** In gate mode, whether `source` answers at once and no trainer gets the call. Default: if it is untrained and has a source. */
+  readonly delegated?: boolean;
+}
+
 /** What a rollout may be told beside its task. */
 export interface RolloutOptions {
   /** Default: interception_gate. */
@@ -144,6 +179,8 @@ export interface RolloutOptions {
   };
   /** Which weights may answer. */
   readonly policy?: { readonly minVersion?: number; readonly maxStaleness?: number };
+  /** Several models, or policies, that answer the calls by name, turn or class. Default: one, `source`. */
+  readonly models?: readonly RolloutModel[];
   readonly runId?: string;
   readonly labels?: Readonly<Record<string, string>>;
   /** For the agent's option `seed`; in a group, seed + index. */
@@ -182,7 +219,8 @@ export function specOf(task: Task, agent: string, options: RolloutOptions): Roll
       wallTime: duration(budgets.wallTimeMs),
       maxToolCalls: budgets.maxToolCalls,
     },
-    policy: policy && { minVersion: whole(policy.minVersion), maxStaleness: whole(policy.maxStaleness) },
+    policy: policy && policyOf(policy),
+    models: (options.models ?? []).map(modelOf),
     runId,
     seed: whole(seed),
     samplingOverride: sampling,
@@ -287,6 +325,23 @@ function sourceOf(source: Source): MessageInitShape<typeof ModelSourceSchema> {
           },
         },
       };
+}
+
+function policyOf({ minVersion, maxStaleness }: NonNullable<RolloutOptions["policy"]>) {
+  return { minVersion: whole(minVersion), maxStaleness: whole(maxStaleness) };
+}
+
+function modelOf(model: RolloutModel): MessageInitShape<typeof RolloutModelSchema> {
+  const { calls, policy, source } = model;
+  return {
+    policyId: model.policyId,
+    name: model.name ?? "",
+    source: source && sourceOf(source),
+    trained: model.trained,
+    policy: policy && policyOf(policy),
+    calls: calls && { ...calls, callClasses: (calls.callClasses ?? []).map((one) => number(CallClassSchema, one)) },
+    delegated: model.delegated,
+  };
 }
 
 function resourcesOf(given: Resources): MessageInitShape<typeof ResourcesSchema> {

@@ -27,7 +27,7 @@ from penstock_interception.domain.deadlines import Clock, Deadlines
 from penstock_interception.domain.live_rollouts import Registry
 from penstock_interception.domain.recordings import Point, RecordedCall
 from penstock_interception.domain.requests import ChatRequest, Spell, merged_sampling, sampling_within
-from penstock_interception.domain.results import Accepted, Rejection, RejectionReason
+from penstock_interception.domain.results import Accepted, Rejection
 from penstock_interception.domain.state import CALL_BYTES, Call, Rollout, Session, SessionRequest
 from penstock_interception.gate import telemetry
 from penstock_interception.gate.context import DeadlineKey, GateContext, GateLimits
@@ -233,9 +233,6 @@ class Interceptor:
         call = judge_trainer(self.registry.find_call(call_id), call_id, lease_id, session)
         if isinstance(call, Rejection):
             return call
-        if override is not None and override.token_tensors and (why := call.rollout.spec.tensors_problem):
-            violation = f"sampling_override.token_tensors: {why}"
-            return Rejection(call_id, RejectionReason.INVALID, "The delegation breaks a rule.", (violation,))
         if override is not None and not call.delegated:
             call.sampling = merged_sampling(call.sampling, override)
         written = self.gate.delegate(call)
@@ -390,6 +387,9 @@ class Interceptor:
             self.gate.fail(call, Failure("CONTEXT_EXCEEDED", detail, retriable=False))
             return
         sampling = sampling_within(call.sampling, room)
+        if sampling.token_tensors and call.of_model is not None and not call.of_model.trained:
+            # No sample trains its tokens, and its engine may have none.
+            sampling = replace(sampling, token_tensors=None)
         if lease is not None and not call.state.terminal:
             session, lease_id, digest = lease
             if digest == plan.prompt_sha256:

@@ -89,13 +89,19 @@ def _real(ground: Ground) -> str:
     return "real.jsonl"
 
 
+def _models(ground: Ground) -> str:
+    teacher = "{policy_id: teacher, inference: '', trained: false, calls: {from_index: 1}}"
+    (ground.folder / "models.yaml").write_text(f"[{teacher}, {{policy_id: student}}]")
+    return "models.yaml"
+
+
 def _graded_again(ground: Ground) -> str:
     assert ground.run("regrade", "json")[0] == 0
     return "json"
 
 
 RUNS: dict[str, Callable[[Ground], list[str]]] = {
-    "rollout": lambda _: ["rollout", "--agent", "shell", "--task", "task.yaml"],
+    "rollout": lambda ground: ["rollout", "--agent", "shell", "--task", "task.yaml", "--models", _models(ground)],
     "branch": lambda _: ["branch", "ended", "0"],
     "pause": lambda _: ["pause", "waiting"],
     "resume": lambda _: ["resume", "ended"],

@@ -18,6 +18,7 @@ from typing import Any, Final
 
 import numpy as np
 import orjson
+import yaml
 from tests.integration.docs.blocks import ALL
 from tests.support.endpoints.upstream import vendor
 from tests.support.policy import CODEC, FILES
@@ -203,6 +204,11 @@ async def prepare(stand: Stand, page: str) -> None:
     match page:
         case "docs/guides/tasks.md":
             _write_tasks(stage)
+        case "docs/guides/models.md":
+            listed = yaml.safe_load(block(page, "yaml task"))["models"]
+            # There is one inference service, the default one.
+            listed = [one | {"inference": ""} if "inference" in one else one for one in listed]
+            (stage / "models.yaml").write_text(yaml.safe_dump(listed), encoding="utf-8")
         case "docs/guides/own-repository.md":
             _write_own(stage, page)
         case "docs/guides/eval.md":

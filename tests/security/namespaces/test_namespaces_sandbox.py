@@ -310,6 +310,34 @@ async def test_forks_by_an_operator_stay_with_their_source(teams: Teams) -> None
         assert child.sandbox.sandbox_id in await teams.a.listed()
 
 
+@pytest.mark.requirement("R141")
+@pytest.mark.parametrize("name", ["group/g1", "rollout/r1/verifier", "mine"])
+async def test_a_team_may_not_name_the_drivers_recordings(teams: Teams, name: str) -> None:
+    """What its programs ask would be what a group's verifiers get. The driver, an operator here, may."""
+    listed = sandbox_pb2.NetworkPolicy(allowlist=sandbox_pb2.Allowlist(hosts=["a.test"], recording=name))
+    spec = box_spec(network=listed)
+    made = await teams.a.create()
+    fork = ss.ForkSandboxesRequest(request_id=secrets.token_hex(8), sandbox_id=made.sandbox_id, count=1, spec=spec)
+    narrower = ss.SetNetworkPolicyRequest(sandbox_id=made.sandbox_id, network=listed)
+    of_snapshot = ss.PrepareSnapshotRequest(spec=ss.SnapshotSpec(sandbox=spec))
+    refused = set[str]()
+    for team in (teams.a, teams.operator):
+        for place, work in (
+            ("spec.network", team.create(network=listed)),
+            ("spec.network", _ended(team.boxes.ForkSandboxes(fork), streams=True)),
+            ("spec.sandbox.network", _ended(team.boxes.PrepareSnapshot(of_snapshot), streams=True)),
+            ("network", team.boxes.SetNetworkPolicy(narrower)),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:  # nobody has an egress proxy here
+                await work
+            fields = [one.field for one in error_from_rpc(caught.value).violations]
+            if fields == [f"{place}.allowlist.recording"]:
+                refused.add("team" if team is teams.a else "operator")
+            else:
+                assert team is teams.operator or name == "mine", fields
+    assert refused == ({"team"} if name != "mine" else set())
+
+
 async def test_request_ids_of_two_teams_are_independent(teams: Teams) -> None:
     first, second = await teams.a.create("one"), await teams.b.create("one")
     assert first.sandbox_id != second.sandbox_id and second.namespace == "team-b"

@@ -113,6 +113,20 @@ def test_nemo_rls_messages_are_the_sequence_with_its_experts() -> None:
         nemo_rl.message_logs(select([trajectory("a", [routed("s", (0, rows(6, 100)))])]), routed_experts_dtype="int8")
 
 
+@pytest.mark.requirement("R132", "R133")
+def test_what_comes_after_the_last_trained_token_needs_no_experts() -> None:
+    """As where a teacher goes on; a gap before it is an error."""
+    ended = replace(sample("s", [(2, 2, True), (2, 1, False)]), tensors=routed("s", (0, rows(3))).tensors)
+    ((own,),) = slime.samples(select([trajectory("a", [ended])]), filler_token_id=PAD)
+    assert own["rollout_routed_experts"].tolist() == rows(3).tolist() + [[[0, 1]] * LAYERS] * 3
+    (made,) = prime_rl.training_samples(select([trajectory("a", [ended])]), env_name="env")
+    assert (made["routed_experts"]["shape"], made["routed_experts"]["dtype"]) == ([7, LAYERS, TOP], "uint8")
+    short = replace(ended, tensors=routed("s", (0, rows(2))).tensors)
+    for missing in (short, replace(ended, tensors=routed("s", (1, rows(5))).tensors)):
+        with pytest.raises(InvalidArgument, match="s have no routed experts"):
+            verl.data_proto(select([trajectory("a", [missing])]), pad_token_id=PAD)
+
+
 @pytest.mark.requirement("R132")
 def test_sequences_with_and_without_experts_are_no_batch() -> None:
     """A trainer that replays needs all of them. Without any, no form has the field."""

@@ -14,6 +14,7 @@ from tests.support.waiting import eventually
 
 from penstock.analysis.export import read_rows
 from penstock.analysis.verify_chain import Row, verify
+from penstock.analysis.verify_samples import check_policies, check_samples
 from penstock.client import InvalidArgument
 from penstock.tables import rows
 from penstock.trajectory.v1 import trajectory_pb2
@@ -178,6 +179,50 @@ def test_a_sample_without_the_tensors_of_its_calls_is_found() -> None:
     turns[2]["completion_tensors"], sequences[0]["tensors"] = [TENSOR], None
     said = [problem.message for problem in verify(turns, sequences).problems]
     assert any("tensors are left out, which its calls have" in one for one in said)
+
+
+@pytest.mark.requirement("R84", "R133")
+@pytest.mark.parametrize("why", ["MODEL_UNTRAINED", "PARENT", "PARTIAL"])
+def test_a_part_of_a_call_is_context_for_whatever_reason(why: str) -> None:
+    """A history that was edited within an answer of an untrained model has a part of it: no problem."""
+    turns, sequences = recorded(2)
+    first, last = sequences[0]["turn_spans"]
+    mask = [0 if at >= 8 else value for at, value in enumerate(sequences[0]["loss_mask"])]
+    row = sequences[0] | {"loss_mask": mask, "logprobs": None, "turn_spans": [first, last | {"end": 10}]}
+    row["turn_spans"][1]["untrained_reason"] = why
+    assert not [what for _, what in check_samples([row], {one["call_id"]: one for one in turns}) if "its mask" in what]
+    row["turn_spans"][1]["untrained_reason"] = "TRUNCATED"
+    assert any("its mask" in what for _, what in check_samples([row], {one["call_id"]: one for one in turns}))
+
+
+@pytest.mark.requirement("R133")
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, ""),
+        ({"policies": None}, "its policies are not those of its calls"),
+        ({"policies": [{"policy_id": "b", "trained": True, "calls": 2, "samples": 1}]}, "are not those of its calls"),
+        ({"policies": [{"policy_id": "a", "trained": True, "calls": 3, "samples": 1}]}, "2 calls of policy a are in"),
+        ({"policies": [{"policy_id": "a", "trained": True, "calls": 2, "samples": 2}]}, "1 samples of policy a are in"),
+        ({"policies": [{"policy_id": "a", "trained": None, "calls": 2, "samples": 1}]}, "policy a is trained differs"),
+        ({"trained": False}, "policy a is trained differs"),
+    ],
+)
+def test_the_policies_of_an_export_are_those_of_its_rows(changes: Row, message: str) -> None:
+    """A list that an older version lacks is no problem, nor are samples that are not compared."""
+    stated = [{"policy_id": "a", "trained": True, "calls": 2, "samples": 1}]
+    turns = [{"policy_id": "a", "trained": True, "policies": stated} | changes for _ in range(2)]
+    found = list(check_policies(turns, [{"policy_id": "a"}]))
+    assert len(found) == bool(message) and all(message in one for one in found)
+    assert not list(check_policies([{"policy_id": "a"}], ()))
+
+
+def test_other_policies_than_a_list_are_refused() -> None:
+    turns, _ = recorded()
+    for wrong in ("a", [1], [{"policy_id": "a", "calls": 1}]):
+        turns[0]["policies"] = wrong
+        with pytest.raises(InvalidArgument, match="policies are not a list of policies"):
+            verify(turns)
 
 
 def test_text_without_tokens_is_marked() -> None:

@@ -13,17 +13,26 @@ from tests.support.terminal.commands import invoke
 
 from penstock.client import (
     Budgets,
+    CallRule,
     Command,
     Inference,
     InvalidArgument,
     Judge,
+    PolicyConstraint,
     RewardFrom,
+    RolloutModel,
+    RolloutOptions,
     SeedFile,
     Task,
+    Tokenizer,
     Upstream,
 )
+from penstock.client.rollouts.client import spec
+from penstock.client.tasks.model_keys import load_models
 from penstock.client.tasks.task import load_task
+from penstock.client.wire.specs import digest
 from penstock.tasks.sets import schemas
+from penstock.tasks.solutions import without_calls
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -142,6 +151,29 @@ def test_invalid_task_is_refused_with_field_and_reason(tmp_path: Path, text: str
         ("mcp_servers: [{name: a, url: 'http://b', env: {C: d}}]", "mcp_servers.0.env", "url is set"),
         ("mcp_servers: [{name: a, url: 'ftp://b'}]", "mcp_servers.0.url", "http://"),
         ("mcp_servers: [{name: a, args: [x]}, {name: a, args: [y]}]", "mcp_servers.1.name", "a is used twice"),
+        ("models: [{policy_id: a b}]", "models.0.policy_id", "must be 1 to 128 of"),
+        ("models: [{policy_id: a, polcy: {}}]", "models.0.polcy", "did you mean policy?"),
+        ("models: [{policy_id: a, inference: b, upstream: c}]", "models.0.upstream", "set inference or upstream"),
+        ("models: [{policy_id: a, model: b}]", "models.0.model", "of an upstream, which is not set"),
+        ("models: [{policy_id: a, upstream: b}]", "models.0", "trained must be false"),
+        ("models: [{policy_id: a, tokenizer: b, delegated: true}]", "models.0.delegated", "a tokenizer answers no"),
+        ("models: [{policy_id: a}, {policy_id: b}]", "models.0", "calls is required: a further model has this name"),
+        ("models: [{policy_id: a, calls: {from_turn: 3}}]", "models.0.calls", "takes all calls that are left"),
+        (
+            "models: [{policy_id: a, calls: {from_turn: 3, until_turn: 3}}, {policy_id: a}]",
+            "models.0.calls.until_turn",
+            "must be more than from_turn",
+        ),
+        (
+            "models: [{policy_id: a, calls: {call_classes: [subagent]}}, {policy_id: a}]",
+            "models.0.calls.call_classes.0",
+            "did you mean sub_agent?",
+        ),
+        (
+            "models: [{policy_id: a, calls: {call_classes: [judge]}}, {policy_id: a}]",
+            "models.0.calls.call_classes.0",
+            "is not a class of an agent's calls",
+        ),
         ("metadata: {when: 2024-01-01}", "metadata.when", "in quotes"),
         ("verifier: {commands: [a], reward: best}", "verifier.reward", "must be 'file' or 'passed_share'"),
         ("verifier: {commands: [a], range: [1, 0]}", "verifier.range", "the lowest first"),
@@ -185,6 +217,61 @@ def test_values_that_a_rollout_refuses_are_one_problem_of_the_file(
 def test_a_task_file_names_its_verifiers_judge(tmp_path: Path, text: str, expected: Judge) -> None:
     task = Task.load(write(tmp_path, f"instruction: x\nverifier: {{commands: [a], judge: {text}}}"))
     assert task.verifier is not None and task.verifier.judge == expected
+
+
+MODELS = """
+- {policy_id: teacher, inference: "", adapter: big, trained: false, calls: {from_index: 1, call_classes: [main, title]}}
+- {policy_id: cloud, name: x, upstream: openai, model: m, trained: false}
+- {policy_id: critic, name: y, tokenizer: tiny, policy: {min_version: 3}, delegated: false}
+- {policy_id: student}
+"""
+
+
+@pytest.mark.requirement("R133")
+def test_a_task_file_or_one_of_its_own_names_the_models_of_a_rollout(tmp_path: Path) -> None:
+    """They are options of the task's rollouts, which an option of a rollout replaces; a check calls none of them."""
+    models = [
+        RolloutModel(
+            policy_id="teacher",
+            source=Inference("", "big"),
+            trained=False,
+            calls=CallRule(from_index=1, call_classes=("main", "title")),
+        ),
+        RolloutModel(policy_id="cloud", name="x", source=Upstream(name="openai", model="m"), trained=False),
+        RolloutModel(
+            policy_id="critic",
+            name="y",
+            source=Tokenizer("tiny"),
+            policy=PolicyConstraint(min_version=3),
+            delegated=False,
+        ),
+        RolloutModel(policy_id="student"),
+    ]
+    assert load_models(write(tmp_path, MODELS)) == models
+    plain = Task.load(write(tmp_path, "instruction: x"))
+    task = Task.load(write(tmp_path, f"instruction: x\nmodels:{MODELS}"))
+    assert task.models == models and digest(task) == digest(plain)
+    given: list[RolloutOptions] = [{}, {"models": models[-1:]}]
+    of_each = [[one.policy_id for one in spec(task, "shell", options).models] for options in given]
+    assert of_each == [["teacher", "cloud", "critic", "student"], ["student"]]
+    assert not spec(task, "shell", without_calls({})).models
+
+
+@pytest.mark.requirement("R133")
+def test_a_file_of_models_is_checked_before_anything_starts(tmp_path: Path) -> None:
+    """Its problems have their lines."""
+    (tmp_path / "task.yaml").write_text("instruction: x")
+    for text, problem in (
+        ("- policy_id: a\n  cals: {}", "0.cals: line 2: no such key; did you mean calls?"),
+        ("- policy_id: a\n- policy_id: b", "0: line 1: calls is required"),
+        ("policy_id: a", "policy_id: line 1: no such key"),
+        ("[]", "must not be empty"),
+    ):
+        models = write(tmp_path, text)
+        code, _, err = invoke(
+            "rollout", "--agent", "shell", "--task", str(tmp_path / "task.yaml"), "--models", str(models)
+        )
+        assert (code, problem in err) == (2, True), err
 
 
 @pytest.mark.parametrize("said", ["''", "'  '", "|\n \n"])

@@ -79,12 +79,3 @@ def test_the_mode_and_the_rollouts_source_bound_what_a_model_may_be() -> None:
     assert found({**LAST, "source": TOKENIZER}, mode=PROXY) == ["[0].source.tokenizer"]
     assert found({**LAST, "delegated": True}, source=TOKENIZER) == ["[0].delegated"]
     assert found(LAST, mode=BLACK_BOX) == [""]
-
-
-@pytest.mark.requirement("R132", "R133")
-@pytest.mark.parametrize(
-    ("policy_ids", "are_refused"), [((), False), (("a", "a"), False), (("a", "b"), True), (("a", "b", "a"), True)]
-)
-def test_tensors_of_tokens_are_of_one_policy(policy_ids: tuple[str, ...], are_refused: bool) -> None:
-    """Several models may be of it."""
-    assert bool(models.tensors_problem(policy_ids)) == are_refused

@@ -146,18 +146,21 @@ def test_as_many_tensors_as_a_completion_may_have_are_taken() -> None:
 @pytest.mark.requirement("R132")
 @pytest.mark.parametrize("seed", range(20))
 def test_rows_of_many_short_tensors_are_those_of_each_position(seed: int) -> None:
-    """Compared with a dictionary from position to row."""
+    """Compared with a dictionary from position to row. Each policy's are those of its own calls."""
     random = np.random.default_rng(seed)
     parts: list[Part] = []
-    expected: dict[int, int] = {}
-    for call in range(4):
+    expected: dict[str, dict[int, int]] = {"student": {}, "teacher": {}}
+    for call in range(6):
         shared = int(random.integers(0, 40)) if call else 0
         own = {int(at): int(random.integers(0, 250)) for at in random.choice(60, 30, replace=False)}
-        parts.append(Part(shared, [tensor(at, [value]) for at, value in own.items()]))
-        kept = {at: value for at, value in expected.items() if at < shared}
+        policy_id = ("student", "student", "teacher")[int(random.integers(0, 3))]
+        parts.append(Part(shared, [tensor(at, [value]) for at, value in own.items()], policy_id))
+        expected = {name: {at: rows[at] for at in rows if at < shared} for name, rows in expected.items()}
         later = {at: value for at, value in own.items() if at >= shared - 1}
-        expected = own | kept | later
-    found = joined(parts)
-    assert {one.start + at: value for one in found for at, value in enumerate(numbers(one))} == expected
-    bare = joined(Part(part.shared_count, [one.bare() for one in part.tensors]) for part in parts)
-    assert bare == tuple(one.bare() for one in found)
+        expected[policy_id] = own | expected[policy_id] | later
+    bare = [Part(part.shared_count, [one.bare() for one in part.tensors], part.policy_id) for part in parts]
+    for policy_id, rows in expected.items():
+        found = joined(parts, policy_id)
+        assert {one.start + at: value for one in found for at, value in enumerate(numbers(one))} == rows
+        assert joined(bare, policy_id) == tuple(one.bare() for one in found)
+    assert joined(parts) == ()

@@ -16,7 +16,7 @@ import {
 import { BadRequestSchema, ErrorInfoSchema, RetryInfoSchema } from "../gen/google/rpc/error_details_pb.js";
 import { PhaseSchema } from "../gen/penstock/driver/v1/rollout_pb.js";
 import { ModeSchema } from "../gen/penstock/interception/v1/interception_pb.js";
-import { TrajectorySchema } from "../gen/penstock/trajectory/v1/trajectory_pb.js";
+import { CallClass, TrajectorySchema } from "../gen/penstock/trajectory/v1/trajectory_pb.js";
 import { trajectoryFrom } from "../results.js";
 import { Backoff, pause } from "../rpc.js";
 import { fromTransport } from "../statuses.js";
@@ -85,6 +85,27 @@ describe("a spec", () => {
       ["argv", "shell"],
     );
     assert.throws(() => specOf({ taskId: "t", instruction: "i", setup: [{} as never] }, "shell", {}), InvalidArgument);
+  });
+
+  it("has the models that answer its calls, each with its policy", () => {
+    const { models } = specOf({ taskId: "t", instruction: "i" }, "shell", {
+      models: [
+        { policyId: "teacher", source: { inference: "big" }, trained: false, calls: { fromIndex: 1, callClasses: ["title"] } },
+        { policyId: "student", policy: { maxStaleness: 3 } },
+      ],
+    });
+    assert.deepEqual(
+      models.map(({ policyId, trained, source }) => [policyId, trained, source?.source.case]),
+      [
+        ["teacher", false, "inference"],
+        ["student", undefined, undefined],
+      ],
+    );
+    assert.deepEqual([models[0]?.calls?.fromIndex, models[0]?.calls?.untilIndex], [1, undefined]);
+    assert.deepEqual(models[0]?.calls?.callClasses, [CallClass.TITLE]);
+    assert.deepEqual([models[1]?.policy?.maxStaleness, models[1]?.calls], [3n, undefined]);
+    const wrong = { policyId: "a", calls: { callClasses: ["titles" as never] } };
+    assert.throws(() => specOf({ taskId: "t", instruction: "i" }, "shell", { models: [wrong] }), /'titles' is not one of/);
   });
 });
 

@@ -117,6 +117,7 @@ describe("a task file", () => {
     ["instruction: a\nverifier: {commands: [a], fresh_fork: 'yes'}", "verifier.fresh_fork: line 2: is true or false"],
     ["instruction: a\nverifier: {commands: [a], fresh_fork: y}", "verifier.fresh_fork: line 2: is true or false"],
     ["instruction: a\nsandbox: {companions: []}", "sandbox.companions: line 2: is not supported by the form: use `penstock rollout`"],
+    ["instruction: a\nmodels: [{policy_id: a}]", "models: line 2: is not supported by the form: use `penstock rollout`"],
     ["instruction: a\nsandbox: {own_kernel: 1}", "sandbox.own_kernel: line 2: is true or false"],
     ["instruction: a\nsandbox: {own_kernel: }", "sandbox.own_kernel: line 2: is true or false"],
     ["instruction: a\nfiles: [{path: x, content: '', mode: 0999}]", "files.0.mode: line 2: is permission bits"],

@@ -8,19 +8,16 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Final
 
 from google.protobuf.message import Message
 
 from penstock.driver.v1 import rollout_pb2
 from penstock.trajectory.v1 import trajectory_pb2
+from penstock.values import recordings
 from penstock_chassis.auth import DEFAULT_NAMESPACE
 from penstock_chassis.validation import check_request_id
 from penstock_driver.domain.pauses import Pause
 from penstock_driver.domain.rollout import Phase, RolloutSpec
-
-_OF_GROUP: Final = "group/"
-_OF_ROLLOUT: Final = "rollout/"
 
 
 def new_id(prefix: str) -> str:
@@ -153,14 +150,9 @@ class RolloutEnd:
 
 def recording_of(record: Record) -> str:
     """The recording of what a rollout's sandboxes are answered, of which its siblings get the same."""
-    return f"{_OF_GROUP}{record.group_id}" if record.group_id else f"{_OF_ROLLOUT}{record.rollout_id}"
-
-
-def recording_problem(name: str) -> str:
-    """Why a task may not name a recording so, or "": one that the driver names is of that group or rollout alone."""
-    if not name.startswith((_OF_GROUP, _OF_ROLLOUT)):
-        return ""
-    return f'must not begin with "{_OF_GROUP}" or "{_OF_ROLLOUT}": the driver names recordings so'
+    if record.group_id:
+        return f"{recordings.OF_GROUP}{record.group_id}"
+    return f"{recordings.OF_ROLLOUT}{record.rollout_id}"
 
 
 def seed_of(point: trajectory_pb2.BranchPoint) -> int | None:

@@ -17,7 +17,7 @@ from packaging.markers import InvalidMarker, Marker
 
 from penstock.interception.v1 import interception_pb2, rollout_gate_service_pb2
 from penstock.sandbox.v1 import sandbox_pb2
-from penstock.values import companions, hosts, models
+from penstock.values import companions, hosts, models, recordings
 from penstock.values.locks import LockProblem, debian_lock, npm_lock, python_lock
 from penstock.values.metrics import run_problem
 from penstock_chassis import times
@@ -25,7 +25,7 @@ from penstock_chassis.errors import Violation
 from penstock_chassis.validation import invalid, invalid_field
 from penstock_driver.agents.launch import FileToWrite
 from penstock_driver.domain.ports import LIMITED, Command, Packages, SandboxTerms
-from penstock_driver.domain.records import GroupPlan, recording_problem
+from penstock_driver.domain.records import GroupPlan
 from penstock_driver.domain.rollout import OF_A_JUDGE, RolloutSpec, Task, Verifier
 from penstock_driver.domain.terminal_episode import MAX_COMMANDS as MAX_STEPS
 from penstock_driver.domain.terminal_episode import MAX_OUTPUT, TerminalSpec
@@ -371,7 +371,7 @@ def _check_allowlist(listed: sandbox_pb2.Allowlist, here: str, found: Violations
 
 
 def _check_recording(listed: sandbox_pb2.Allowlist, here: str, found: Violations) -> None:
-    if problem := recording_problem(listed.recording):
+    if problem := recordings.problem(listed.recording):
         found.add(f"{here}.recording", problem)
 
 
@@ -463,9 +463,6 @@ def _check_gate_terms(terms: rollout_gate_service_pb2.OpenRolloutRequest, where:
             found.add(f"{where}policy.{field.name}", "expected at least 0")
     for place, problem in models.problems(terms.models, terms.mode, terms.source):
         found.add(f"{where}models{place}", problem)
-    mixed = models.tensors_problem(model.policy_id for model in terms.models)
-    if mixed and terms.sampling_override.token_tensors:
-        found.add(f"{where}sampling_override.token_tensors", mixed)
 
 
 def _check_budgets(

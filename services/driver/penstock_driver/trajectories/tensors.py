@@ -67,23 +67,23 @@ class Tensors:
 
     async def _of_sample(self, record: Record, sample_id: str, name: str, start: int) -> TokenTensor:
         calls: dict[str, trajectory_pb2.Call] = {}
-        leaf = ""
+        leaf = policy_id = ""
         async for item in calls_and_samples(self._captures, record):
             if isinstance(item, trajectory_pb2.Call):
                 calls[item.call_id] = _outline(item)
             elif item.sample_id == sample_id:
                 _chosen(map(read, item.tensors), name, start, f"sample {sample_id}")
-                leaf = item.turns[-1].call_id
+                leaf, policy_id = item.turns[-1].call_id, item.policy_id
         if not leaf:
             raise NotFound(f"{record.rollout_id} has no sample {sample_id}", reason="TENSOR_UNKNOWN")
         parts: list[Part] = []
         for call in _line(calls, leaf):
             tensors: list[TokenTensor] = []
-            if any(one.name == name for one in call.completion.tensors):
+            if call.policy_id == policy_id and any(one.name == name for one in call.completion.tensors):
                 held = await self._captures.tensors(record.rollout_id, call.call_id, gate=_gate(record))
                 tensors = [read(one) for one in held if one.name == name]
-            parts.append(Part(call.prompt_shared_count, tensors))
-        return _chosen(joined(parts), name, start, f"sample {sample_id}")
+            parts.append(Part(call.prompt_shared_count, tensors, call.policy_id))
+        return _chosen(joined(parts, policy_id), name, start, f"sample {sample_id}")
 
 
 async def with_tensors(
@@ -108,7 +108,10 @@ async def with_tensors(
 def _outline(call: trajectory_pb2.Call) -> trajectory_pb2.Call:
     """What places a call's tensors, without its tokens."""
     outline = trajectory_pb2.Call(
-        call_id=call.call_id, parent_call_id=call.parent_call_id, prompt_shared_count=call.prompt_shared_count
+        call_id=call.call_id,
+        parent_call_id=call.parent_call_id,
+        prompt_shared_count=call.prompt_shared_count,
+        policy_id=call.policy_id,
     )
     outline.completion.tensors.extend(call.completion.tensors)
     return outline

@@ -112,7 +112,7 @@ class InferenceSource(ModelSource):
             adapter=self._adapter,
         )
         if call.sampling.token_tensors:
-            request.tensor_start = call.plan.tensor_start
+            request.tensor_start = call.plan.tensor_starts.get(call.policy_id, 0)
         if call.facts.tokenizer_sha256:
             request.token_ids = convert.ids_to(call.plan.prompt_ids)
         else:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final, Literal, TypeAlias
 
-from penstock.values.models import tensors_problem
 from penstock_chassis.auth import DEFAULT_NAMESPACE
 from penstock_codec import ControlTokens
 from penstock_codec.chat import Sampling
@@ -221,11 +220,6 @@ class RolloutSpec:
     """The rollout whose verifier calls; empty = an agent calls."""
     models: tuple[RolloutModel, ...] = ()
     """Empty = one model, the rollout's own."""
-
-    @property
-    def tensors_problem(self) -> str:
-        """Why its calls cannot have tensors of tokens; empty if they can."""
-        return tensors_problem(model.policy_id for model in self.models)
 
     @property
     def session_id(self) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -59,19 +59,31 @@ def common_prefix(first: IntArray, second: IntArray) -> int:
     return int(differ[0]) if differ.size else int(length)
 
 
-def path_tensors(node: CallNode) -> tuple[TokenTensor, ...]:
-    """Returns the tensors of a call's prompt and completion, with digests."""
+def path_tensors(node: CallNode, policy_id: str) -> tuple[TokenTensor, ...]:
+    """Returns a policy's tensors of a call's prompt and completion, with digests."""
     if not node.has_tensors:
         return ()
-    return tuple(one.digested() for one in joined(Part(step.keep, step.sampled.tensors) for step in _line(node)))
+    parts = (Part(step.keep, step.sampled.tensors, step.sampled.policy_id) for step in _line(node))
+    return tuple(one.digested() for one in joined(parts, policy_id))
 
 
-def tensor_start(parent: CallNode | None, keep: int) -> int:
-    """Returns the first position whose rows a call lacks that shares `keep` tokens with its parent."""
+def tensor_starts(parent: CallNode | None, keep: int) -> Mapping[str, int]:
+    """Returns the first position whose rows a call lacks that shares `keep` tokens with its parent, by the policy that
+    may answer it; 0 for those that are not there.
+    """
     if parent is None or not parent.has_tensors:
-        return 0
-    parts = [Part(step.keep, [one.bare() for one in step.sampled.tensors]) for step in _line(parent)]
-    known = joined([*parts, Part(keep, ())])
+        return {}
+    parts = [
+        Part(step.keep, [one.bare() for one in step.sampled.tensors], step.sampled.policy_id) for step in _line(parent)
+    ]
+    parts.append(Part(keep, ()))
+    return {
+        policy_id: _start(parts, policy_id, keep) for policy_id in {part.policy_id for part in parts if part.tensors}
+    }
+
+
+def _start(parts: Sequence[Part], policy_id: str, keep: int) -> int:
+    known = joined(parts, policy_id)
     # The last shared token chose nothing before: its row is the new call's.
     return max(0, min(keep - 1, *(first_gap(known, name) for name in NAMES)))
 

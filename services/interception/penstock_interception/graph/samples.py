@@ -149,7 +149,7 @@ def _sample(
         weight=0.0,
         truncated=leaf.sampled.finish_reason.truncated,
         top=_top(trained) if include_top else None,
-        tensors=path_tensors(leaf),
+        tensors=path_tensors(leaf, policy_id),
         policy_id=policy_id,
     )
 

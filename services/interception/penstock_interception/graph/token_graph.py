@@ -31,7 +31,7 @@ from penstock_interception.graph.fingerprint import (
     reasoning_text,
     visible_text,
 )
-from penstock_interception.graph.paths import NO_TOKENS, common_prefix, path_ids, tensor_start
+from penstock_interception.graph.paths import NO_TOKENS, common_prefix, path_ids, tensor_starts
 from penstock_interception.graph.record import GraphRecord, chain_next, chain_start, chain_step
 from penstock_interception.graph.validation import check_sampled
 from penstock_interception.graph.values import (
@@ -337,7 +337,7 @@ class TokenGraph:
             reason=reason,
             key=key,
             hints=hints,
-            tensor_start=tensor_start(parent, keep),
+            tensor_starts=tensor_starts(parent, keep),
         )
 
     def _share(self, ids: IntArray) -> tuple[CallNode | None, int]:

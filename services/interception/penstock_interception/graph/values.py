@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
@@ -162,7 +163,8 @@ class Plan:
 
     The prompt is `shared_prefix_len` tokens of the parent's prompt and completion, then `suffix_ids`. `exact` is False
     if there are no tokens at all (a source without a tokenizer). `reason` explains a new branch. The class is
-    provisional; `TokenGraph.branches` has the final one. Rows of tensors before `tensor_start` are in the graph.
+    provisional; `TokenGraph.branches` has the final one. `tensor_starts`: by policy, the first position whose rows of
+    tensors the graph lacks; a policy that is not there has no rows.
     """
 
     rollout_id: str
@@ -181,7 +183,7 @@ class Plan:
     mixed_up: bool = False
     # What the call's record says about how its texts were taken.
     notes: tuple[str, ...] = ()
-    tensor_start: int = 0
+    tensor_starts: Mapping[str, int] = field(default_factory=dict)
     # SHA-256 of the prompt's ids as little-endian int32: identifies the prompt in the chain and in the journal.
     prompt_sha256: bytes = field(init=False)
 
@@ -258,8 +260,8 @@ class Sample:
     by several samples are masked 1 in only one of them. `weight` is the sample's share of the rollout's trained tokens.
     `logprobs_mode` is None if trained turns have different modes; `modes_mixed` is then set. `top` has a row for each
     token whose mask is 1, in order; None if no trained turn has alternatives, or they were not requested. `tensors` are
-    those of its calls, joined, with digests. Trained tokens are of one policy, `policy_id` ("" = the only one), and
-    `weight` is the share of its trained tokens.
+    those of its policy's calls, joined, with digests. Trained tokens are of one policy, `policy_id` ("" = the only
+    one), and `weight` is the share of its trained tokens.
     """
 
     sample_id: str

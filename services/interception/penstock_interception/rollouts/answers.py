@@ -74,8 +74,6 @@ class AnswerHandler:
             return call
         if isinstance(answer, Failure):
             return self._gate.accept(call, Answered(answer, answer.digest(), answerer, self._clock.wall()))
-        if answer.tokens is not None and answer.tokens.tensors and (why := call.rollout.spec.tensors_problem):
-            return Rejection(call.id, RejectionReason.INVALID, "The completion breaks a rule.", (f"tensors: {why}",))
         bounded = call.min_policy_version is not None and not _is_context(call, answer)
         if bounded and (refused := _too_stale(call, answer, self._clock.wall())):
             return refused

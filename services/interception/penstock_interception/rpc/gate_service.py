@@ -16,7 +16,6 @@ from penstock.interception.v1 import interception_pb2
 from penstock.interception.v1 import rollout_gate_service_pb2 as pb
 from penstock.interception.v1 import rollout_gate_service_pb2_grpc as pb_grpc
 from penstock.trajectory.v1 import trajectory_pb2
-from penstock.values.models import tensors_problem
 from penstock_chassis import auth
 from penstock_chassis.auth import Owned, Role
 from penstock_chassis.errors import FailedPrecondition, InvalidArgument, NotFound, PermissionDenied, Violation
@@ -354,8 +353,6 @@ def spec_from(request: pb.OpenRolloutRequest, known: dict[Dialect, DialectCodec]
     if request.models and request.model_name:
         raise invalid_field("model_name", "not allowed with models, which have names")
     override = convert.sampling_from(request.sampling_override) if request.HasField("sampling_override") else Sampling()
-    if override.token_tensors and (problem := tensors_problem(model.policy_id for model in request.models)):
-        raise invalid_field("sampling_override.token_tensors", problem)
     spec = RolloutSpec(
         request_id=request.request_id,
         rollout_id=request.rollout_id,

@@ -77,6 +77,9 @@ def call_to(
         tools_sha256=request.tools_sha256,
         policy_id=call.policy_id,
     )
+    if call.of_model is not None:
+        message.model_name = call.of_model.name
+        message.trained = models.is_trained(call.rollout.spec, call.model, call.policy_id)
     if prompt is not None:
         message.branch_id = prompt.branch_id
         message.prompt_shared_count = prompt.shared_count

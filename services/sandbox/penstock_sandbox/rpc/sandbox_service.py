@@ -13,12 +13,13 @@ import grpc
 
 from penstock.sandbox.v1 import sandbox_pb2, sandbox_service_pb2_grpc
 from penstock.sandbox.v1 import sandbox_service_pb2 as pb
+from penstock.values import recordings
 from penstock_chassis import times
-from penstock_chassis.auth import caller
+from penstock_chassis.auth import Role, caller
 from penstock_chassis.errors import PenstockError
 from penstock_chassis.validation import check_request_id, invalid_field
 from penstock_sandbox import files, status
-from penstock_sandbox.domain.model import Sandbox, Snapshot
+from penstock_sandbox.domain.model import NetworkPolicy, Sandbox, Snapshot
 from penstock_sandbox.rpc import convert
 from penstock_sandbox.rpc.convert import page
 from penstock_sandbox.rpc.usage import stats_to, terms_from, usages
@@ -47,8 +48,10 @@ class SandboxServicer(sandbox_service_pb2_grpc.SandboxServiceServicer):
 
     async def CreateSandbox(self, request: pb.CreateSandboxRequest, context: Context) -> pb.CreateSandboxResponse:  # noqa: N802
         check_request_id(request.request_id)
+        spec = convert.spec_from(request.spec)
+        _check_recording(spec.network, "spec.network")
         sandbox = await self._sandboxes.create(
-            _scoped(request.request_id), convert.spec_from(request.spec), caller().home, wait_s=_may_wait(context)
+            _scoped(request.request_id), spec, caller().home, wait_s=_may_wait(context)
         )
         return pb.CreateSandboxResponse(sandbox=self._shown(sandbox))
 
@@ -116,7 +119,9 @@ class SandboxServicer(sandbox_service_pb2_grpc.SandboxServiceServicer):
     async def PrepareSnapshot(  # noqa: N802
         self, request: pb.PrepareSnapshotRequest, context: Context
     ) -> AsyncIterator[pb.PrepareSnapshotResponse]:
-        async for event in self._snapshots.prepare(convert.snapshot_spec_from(request.spec), caller().home):
+        spec = convert.snapshot_spec_from(request.spec)
+        _check_recording(spec.sandbox.network, "spec.sandbox.network")
+        async for event in self._snapshots.prepare(spec, caller().home):
             if isinstance(event, Snapshot):
                 yield pb.PrepareSnapshotResponse(snapshot=self._snapshot(event))
             elif isinstance(event, CommandStarted):
@@ -157,6 +162,7 @@ class SandboxServicer(sandbox_service_pb2_grpc.SandboxServiceServicer):
         if any(field.name in taken for field, _ in spec.ListFields()):
             raise invalid_field("spec", f"{', '.join(taken)} come from the source and must be unset")
         asked, wait_s, joins = convert.spec_from(spec), _may_wait(context), request.join_sandbox_id
+        _check_recording(asked.network, "spec.network")
         if joins and (request.WhichOneof("source") == "sandbox_id" or request.count != 1):
             raise invalid_field("join_sandbox_id", "needs a snapshot and a count of 1")
         if request.WhichOneof("source") == "sandbox_id":
@@ -191,7 +197,11 @@ class SandboxServicer(sandbox_service_pb2_grpc.SandboxServiceServicer):
     async def SetNetworkPolicy(  # noqa: N802
         self, request: pb.SetNetworkPolicyRequest, context: Context
     ) -> pb.SetNetworkPolicyResponse:
-        await self._sandboxes.set_network(request.sandbox_id, convert.network_from(request.network, "network"))
+        policy = convert.network_from(request.network, "network")
+        present = self._sandboxes.table.get(request.sandbox_id).view.spec.network
+        if policy.recording != present.recording:
+            _check_recording(policy, "network")
+        await self._sandboxes.set_network(request.sandbox_id, policy)
         return pb.SetNetworkPolicyResponse()
 
     async def PauseSandbox(self, request: pb.PauseSandboxRequest, context: Context) -> pb.PauseSandboxResponse:  # noqa: N802
@@ -234,6 +244,15 @@ class SandboxServicer(sandbox_service_pb2_grpc.SandboxServiceServicer):
         message = convert.snapshot_to(snapshot)
         message.service = self._sandboxes.home.name
         return message
+
+
+def _check_recording(policy: NetworkPolicy, field: str) -> None:
+    """Raises InvalidArgument where a caller names a recording of the driver's, which alone is an operator here.
+
+    What its programs ask would be what the group's verifiers get.
+    """
+    if caller().role is not Role.OPERATOR and (problem := recordings.problem(policy.recording)):
+        raise invalid_field(f"{field}.allowlist.recording", problem)
 
 
 def _scoped(request_id: str) -> str:

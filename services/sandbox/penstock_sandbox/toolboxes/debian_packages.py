@@ -29,7 +29,7 @@ from penstock_chassis.aio.retry import Delays, Pause, retry
 from penstock_chassis.disk import REFUSED as DISK_REFUSED
 from penstock_chassis.errors import FailedPrecondition, Unavailable
 from penstock_sandbox.backends.images import unpack
-from penstock_sandbox.backends.images.store import MOST_ENTRIES, machine, unpacked
+from penstock_sandbox.backends.images.store import ENTRY_BYTES, entries_within, machine, unpacked
 from penstock_sandbox.egress import no_answer
 from penstock_sandbox.toolboxes import debian_tree
 from penstock_sandbox.toolboxes.installer import take_over
@@ -46,8 +46,6 @@ _AT_ONCE: Final = 4
 _CONNECT_S, _SILENCE_S, _FILE_S = 10.0, 60.0, 900.0
 _CHUNK: Final = 1024 * 1024
 _MOST_SHOWN: Final = 200
-_ENTRY_BYTES: Final = 4096
-"""What an entry counts, beside its content, as in images: an inode and its place in a directory."""
 _AR: Final = b"!<arch>\n"
 _AR_HEADER: Final = 60
 _DATA: Final = frozenset({"data.tar", "data.tar.gz", "data.tar.xz", "data.tar.zst"})
@@ -130,20 +128,13 @@ class DebianPackages:
             os.chown(tree, self._uid, self._uid)
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
             files = await self._downloaded(packages, Path(folder), report)
-            left, entries = self._max_bytes, MOST_ENTRIES
+            left, entries = self._max_bytes, entries_within(self._max_bytes)
             for package, file in zip(packages, files, strict=True):
-                done = await self._unpacked(package, file, tree, left)
-                left -= int(done["size"]) + _ENTRY_BYTES * int(done["entries"])
+                done = await self._unpacked(package, file, tree, left, min(entries, entries_within(left)))
+                left -= int(done["size"]) + ENTRY_BYTES * int(done["entries"])
                 entries -= int(done["entries"])
                 if left < 0:
                     raise _too_large(package, self._max_bytes)
-                if entries < 0:
-                    raise _Failed(
-                        package,
-                        "TOO_LARGE",
-                        f"with it the packages have more than {MOST_ENTRIES} entries",
-                        "lock fewer packages",
-                    )
         try:
             await asyncio.to_thread(debian_tree.check, tree)
             await asyncio.to_thread(take_over, tree)
@@ -272,13 +263,15 @@ class DebianPackages:
 
     # Unpacking ---------------------------------------------------------------------------------------------------
 
-    async def _unpacked(self, package: DebianPackage, file: Path, tree: Path, most_bytes: int) -> dict[str, Any]:
+    async def _unpacked(
+        self, package: DebianPackage, file: Path, tree: Path, most_bytes: int, most_entries: int
+    ) -> dict[str, Any]:
         """Unpacks a package's files over those that are there; returns their bytes, size, and number, entries."""
         data = file.with_suffix(".tar")
         try:
             await asyncio.to_thread(_write_data, file, data)
             with data.open("rb") as blob:
-                return await unpacked(blob.fileno(), tree, self._uid, most_bytes)
+                return await unpacked(blob.fileno(), tree, self._uid, most_bytes, most_entries)
         except unpack.Refused as refused:
             if refused.kind == unpack.LARGE:
                 raise _too_large(package, self._max_bytes) from None
@@ -295,7 +288,7 @@ class DebianPackages:
 
 
 def _too_large(package: DebianPackage, most: int) -> _Failed:
-    reason = f"with it the packages have more than {most} bytes"
+    reason = f"with it the packages have more than {most} bytes, or {entries_within(most)} entries"
     return _Failed(package, "TOO_LARGE", reason, "lock fewer packages; operators: debian_max_bytes")
 
 

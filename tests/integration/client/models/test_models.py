@@ -19,7 +19,6 @@ from penstock.client import (
     Penstock,
     PolicyConstraint,
     RolloutModel,
-    Sampling,
     Upstream,
 )
 from penstock.client.transport.endpoints import write_connection
@@ -84,8 +83,7 @@ async def test_each_wrong_field_of_the_models_is_named_before_anything_starts(ps
         RolloutModel(policy_id="p", delegated=True, name="y", calls=CallRule()),
     ]
     with pytest.raises(InvalidArgument) as refused:
-        experts = Sampling(token_tensors=("routed_experts",))  # which are of one policy
-        await ps.rollouts.create(TASK, "shell", mode=Mode.TRANSPARENT_PROXY, models=models, sampling=experts)
+        await ps.rollouts.create(TASK, "shell", mode=Mode.TRANSPARENT_PROXY, models=models)
     assert sorted(one.field for one in refused.value.violations) == [
         "spec.models[0].calls",
         "spec.models[0].policy_id",
@@ -96,5 +94,4 @@ async def test_each_wrong_field_of_the_models_is_named_before_anything_starts(ps
         "spec.models[4].calls",
         "spec.models[4].calls",
         "spec.models[4].delegated",
-        "spec.sampling_override.token_tensors",
     ]

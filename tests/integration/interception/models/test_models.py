@@ -25,7 +25,7 @@ from penstock.interception.v1 import intercept_service_pb2 as pb
 from penstock.interception.v1 import interception_pb2
 from penstock.interception.v1 import rollout_gate_service_pb2 as gate
 from penstock.tables import rows
-from penstock.tables.columns import sealed
+from penstock.tables.columns import Row, sealed
 from penstock.trajectory.v1 import trajectory_pb2
 from penstock_chassis.channel import error_from_rpc
 from penstock_codec import tiny_tokenizer
@@ -187,9 +187,27 @@ async def test_each_tokens_policy_and_version_are_those_of_the_engine_that_sampl
     check_samples(captured, log)
     turns, sequences = list(rows.turns(captured)), list(rows.sequences(captured))
     assert verify(turns, sequences).problems == []
+    check_left_out(turns, sequences)
     index = next(index for index, row in enumerate(turns) if row["policy_id"] == "student")
     turns[index] = sealed({**turns[index], "policy_id": "helper"}, len(turns))
-    assert {problem.call_id for problem in verify(turns, ()).problems} == {turns[index]["call_id"]}
+    assert {problem.call_id for problem in verify(turns, ()).problems} == {turns[index]["call_id"], ""}
+
+
+def check_left_out(turns: list[Row], sequences: list[Row]) -> None:
+    """What somebody leaves out of an export, or says of its models, is found, though each row has a new digest."""
+    assert {row["policy_id"]: row["trained"] for row in turns} == {"student": True, "helper": True, "teacher": False}
+    own = [row for row in sequences if row["policy_id"] != "helper"]
+    found = {problem.message for problem in verify(turns, [sealed({**row}, len(own)) for row in own]).problems}
+    count = len(sequences) - len(own)
+    assert f"0 samples of policy helper are in the file, but the export had {count}" in found
+    assert any("OTHER_POLICY has it that another sample trains it, but none does" in one for one in found)
+    taught = [sealed({**row, "trained": True}, len(turns)) for row in turns]
+    found = {problem.message for problem in verify(taught, sequences).problems}
+    assert any("its model is trained, but its untrained_reason is 'MODEL_UNTRAINED'" in one for one in found)
+    assert "whether policy teacher is trained differs from its calls" in found
+    new = ("model_name", "trained", "policies")
+    old = [{name: value for name, value in row.items() if name not in new} for row in turns]
+    assert verify([sealed(row, len(old)) for row in old], sequences).problems == []
 
 
 def check_calls(captured: trajectory_pb2.Trajectory, log: Log) -> None:

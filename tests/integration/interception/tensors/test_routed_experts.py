@@ -13,11 +13,14 @@ import numpy as np
 import openai
 import pytest
 from numpy.typing import NDArray
-from tests.integration.interception.conftest import tokens_completion
+from tests.integration.interception.conftest import Service, tokens_completion
 from tests.integration.interception.test_sources import ASK, DEFAULT_INFERENCE, PROXY
 
+from penstock.analysis.verify_chain import verify
 from penstock.chat.v1 import chat_pb2, completion_pb2
 from penstock.interception.v1 import intercept_service_pb2 as pb
+from penstock.interception.v1 import interception_pb2
+from penstock.tables import rows as tables
 from penstock.trajectory.v1 import trajectory_pb2
 from penstock.values.token_tensors import Part, TokenTensor, joined, read
 from penstock_codec import Codec
@@ -47,8 +50,9 @@ async def tensors_of(service: Any, sample: trajectory_pb2.Sample, calls: Any) ->
     parts = []
     for call in calls:
         whole = (await service.intercept.GetCall(pb.GetCallRequest(call_id=call.call_id))).call
-        parts.append(Part(whole.prompt_shared_count, [read(tensor) for tensor in whole.completion.tensors]))
-    found = joined(parts)
+        own = [read(tensor) for tensor in whole.completion.tensors]
+        parts.append(Part(whole.prompt_shared_count, own, whole.policy_id))
+    found = joined(parts, sample.policy_id)
     assert [(one.start, one.shape, hashlib.sha256(one.data).digest()) for one in found] == [
         (one.start, tuple(one.shape), one.sha256) for one in sample.tensors
     ]
@@ -86,6 +90,54 @@ async def test_ten_turns_have_the_ids_logprobs_and_experts_of_one_forward_pass(
         np.testing.assert_array_equal(np.frombuffer(sample.logprobs, "<f4")[mask], logprobs[mask[1:]])
         assert (tensor.start, tensor.dtype, tensor.shape) == (0, "uint8", (ids.size - 1, 2, 2))
         np.testing.assert_array_equal(np.frombuffer(tensor.data, np.uint8).reshape(tensor.shape), experts)
+
+
+@pytest.mark.requirement("R132", "R133")
+async def test_a_policys_experts_are_those_of_its_own_pass_though_a_teacher_took_over(
+    start: Any, tokenizer_dir: Path, tmp_path: Path
+) -> None:
+    """The teacher, which has none, answers the calls 1 and 3: the student's next call has the rows of its tokens too.
+
+    Those of the last turn nobody has.
+    """
+    files = TokenizerFiles.from_directory(tokenizer_dir)
+    async with (
+        numpy_engine(tmp_path / "student", files, "qwen3_moe") as (address, model),
+        numpy_engine(tmp_path / "teacher", files, "qwen3") as (teacher, _),
+    ):
+        service = await start(inference_address=address, inference={"teacher": {"address": teacher}})
+        stops = [token for token in range(model[0]["vocab_size"]) if token % 2]
+        override = chat_pb2.Sampling(token_tensors=["routed_experts"], stop_token_ids=stops, max_tokens=64, seed=3)
+        source = interception_pb2.ModelSource(inference=interception_pb2.ModelSource.Inference(name="teacher"))
+        models = [
+            interception_pb2.RolloutModel(
+                policy_id="teacher",
+                source=source,
+                trained=False,
+                calls=interception_pb2.CallRule(from_index=index, until_index=index + 1),
+            )
+            for index in (1, 3)
+        ]
+        models.append(interception_pb2.RolloutModel(policy_id="student"))
+        rollout = await service.open(mode=PROXY, source=DEFAULT_INFERENCE, sampling_override=override, models=models)
+        client, turns = rollout.client(), [*ASK]
+        for _ in range(4):
+            message = await ask(client, turns)
+            turns += [{"role": "assistant", "content": message.content or ""}, {"role": "user", "content": "go on"}]
+        await service.close(rollout.rollout_id)
+        captured = await service.capture(rollout.rollout_id)
+        (sample,), calls = captured.samples, captured.calls
+        assert [call.policy_id for call in calls] == ["student", "teacher"] * 2
+        assert not calls[1].sampling_requested.token_tensors and not calls[1].completion.tensors
+        (found,) = calls[2].completion.tensors
+        assert found.start == calls[1].prompt_shared_count - 1, "it asks for what the student lacks"
+        (joint,) = await tensors_of(service, sample, calls)
+        _, experts = one_pass(model[0], model[1], np.frombuffer(sample.input_ids, "<i4"))
+        known = calls[3].prompt_shared_count - 1
+        assert experts is not None and (joint.start, joint.shape[0]) == (0, known)
+        np.testing.assert_array_equal(np.frombuffer(joint.data, np.uint8).reshape(joint.shape), experts[:known])
+        exported = list(tables.turns(captured)), list(tables.sequences(captured))
+        assert verify(*exported).problems == []
 
 
 def tensor(start: int, rows: NDArray[Any], **changes: Any) -> completion_pb2.TokenTensor:
@@ -160,6 +212,28 @@ async def test_a_later_call_fills_what_an_earlier_one_left_out(service: Any) -> 
     expected[1 : 1 + known] = rows(known, 100)
     assert (found.start, found.dtype) == (1, "uint16")
     np.testing.assert_array_equal(np.frombuffer(found.data, "<u2").reshape(found.shape), expected)
+
+
+@pytest.mark.requirement("R132", "R133")
+async def test_each_policys_sample_has_the_rows_of_its_own_trainer(service: Service) -> None:
+    """Two policies of other shapes are trained on one line: neither has a row of the other."""
+    models = [
+        interception_pb2.RolloutModel(policy_id="proposer", calls=interception_pb2.CallRule(until_index=1)),
+        interception_pb2.RolloutModel(policy_id="solver"),
+    ]
+    rollout, trainer = await service.open(models=models), await service.trainer()
+    client, turns, given = rollout.client(), [*ASK], list[NDArray[Any]]()
+    for layers in (1, 3):
+        asked = asyncio.create_task(ask(client, turns))
+        call = await trainer.call()
+        count = len(call.prompt_token_ids) // 4 + 2
+        given.append(np.full((count, layers, 2), layers, np.uint8))
+        assert (await trainer.deliver(answer(call, tensor(0, given[-1])))).accepted_call_ids
+        turns += [{"role": "assistant", "content": (await asked).content}, {"role": "user", "content": "go on"}]
+    captured = await service.capture(rollout.rollout_id)
+    for sample, policy, own in zip(captured.samples, ("proposer", "solver"), given, strict=True):
+        (found,) = await tensors_of(service, sample, captured.calls)
+        assert (sample.policy_id, found.shape, found.data) == (policy, own.shape, own.tobytes())
 
 
 GOOD = rows(3)

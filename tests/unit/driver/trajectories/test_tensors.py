@@ -29,16 +29,20 @@ class Gate:
     def __init__(self) -> None:
         self.asked: list[str] = []
         self.is_there = True
+        self.policies = {"a": "", "b": ""}
 
     async def capture(self, rollout_id: str, **_: object) -> AsyncIterator[trajectory_pb2.Trajectory]:
         if not self.is_there:
             raise NotFound("no such rollout", reason="ROLLOUT_UNKNOWN")
-        (tensor,) = joined(Part(shared, (own,)) for shared, own in CALLS.values())
+        parts = [Part(shared, (own,), self.policies[call_id]) for call_id, (shared, own) in CALLS.items()]
+        (tensor,) = joined(parts, self.policies["b"])
         sample = trajectory_pb2.Sample(sample_id="s", turns=[trajectory_pb2.TurnSpan(call_id=one) for one in CALLS])
+        sample.policy_id = self.policies["b"]
         sample.tensors.append(write(tensor.digested().bare(), with_data=False))
         yield trajectory_pb2.Trajectory(samples=[sample], chain_sha256=b"chain")
         for (call_id, (shared, own)), parent in zip(CALLS.items(), (None, "a"), strict=True):
             call = trajectory_pb2.Call(call_id=call_id, parent_call_id=parent, prompt_shared_count=shared)
+            call.policy_id = self.policies[call_id]
             call.completion.tensors.append(write(own.bare(), with_data=False))
             yield trajectory_pb2.Trajectory(calls=[call])
 
@@ -69,6 +73,17 @@ async def test_a_calls_rows_and_those_of_a_sample_come_from_the_gate() -> None:
     assert await data_of(tensors.of_call(record, "b", NAME, 3)) == bytes([4, 5])
     assert await data_of(tensors.of_sample(record, "s", NAME, 0)) == WHOLE
     assert gate.asked == ["b", "a", "b"]
+
+
+@pytest.mark.requirement("R132", "R133")
+async def test_a_sample_has_the_rows_of_its_policys_calls_alone() -> None:
+    """The other's are not even asked for; they stay with their call."""
+    gate, record = Gate(), Ended()
+    gate.policies = {"a": "teacher", "b": "student"}
+    tensors: Any = Tensors(gate)  # type: ignore[arg-type]
+    assert await data_of(tensors.of_sample(record, "s", NAME, 3)) == bytes([4, 5])
+    assert gate.asked == ["b"]
+    assert await data_of(tensors.of_call(record, "a", NAME, 0)) == bytes([1, 2, 3])
 
 
 @pytest.mark.requirement("R29", "R132")

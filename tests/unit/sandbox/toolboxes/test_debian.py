@@ -10,6 +10,7 @@ import stat
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import structlog
@@ -21,6 +22,8 @@ from yarl import URL
 
 from penstock.values.locks import debian_lock
 from penstock_chassis.errors import FailedPrecondition, InvalidArgument, Unavailable
+from penstock_sandbox.backends.images import store
+from penstock_sandbox.backends.images.store import unpacked
 from penstock_sandbox.domain.model import Toolbox, ToolboxSpec
 from penstock_sandbox.settings import SandboxSettings
 from penstock_sandbox.toolboxes import debian_mirrors, debian_packages, debian_tree
@@ -332,9 +335,29 @@ async def test_entries_count_over_all_packages(tmp_path: Path, mirror: Index, mo
     error = await refusal(toolboxes(tmp_path, f"{mirror.url}/debian", most=40 * 4096 - 1), lock)
     assert error.metadata["debian_code"] == "TOO_LARGE" and error.metadata["packages"] == "two"
     await prepared(toolboxes(tmp_path, f"{mirror.url}/debian", most=40 * 4096), lock)
-    monkeypatch.setattr(debian_packages, "MOST_ENTRIES", 39)
+    monkeypatch.setattr(store, "MOST_ENTRIES", 39)
     error = await refusal(toolboxes(tmp_path / "other", f"{mirror.url}/debian"), lock)
     assert error.metadata["debian_code"] == "TOO_LARGE" and "39 entries" in error.message
+
+
+@pytest.mark.requirement("R151", "R95")
+async def test_a_package_of_many_entries_is_refused_before_they_are_there(
+    tmp_path: Path, mirror: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No disk's inodes are used up by one package: what fits is counted while it is unpacked."""
+    there = list[int]()
+
+    async def watched(blob: int, tree: Path, *given: Any) -> Any:
+        try:
+            return await unpacked(blob, tree, *given)
+        finally:
+            there.append(sum(1 for _ in tree.rglob("*")))
+
+    monkeypatch.setattr(debian_packages, "unpacked", watched)
+    lock = add(mirror, "many", archive(*((f"usr/{number}", "nowhere", "") for number in range(200))))
+    error = await refusal(toolboxes(tmp_path, f"{mirror.url}/debian", most=40 * 4096), lock)
+    assert error.metadata["debian_code"] == "TOO_LARGE" and "or 40 entries" in error.message
+    assert [0 < count <= 40 + len(("usr",)) for count in there] == [True]
 
 
 @pytest.mark.requirement("R151", "R90")

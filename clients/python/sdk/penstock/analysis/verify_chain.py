@@ -16,7 +16,7 @@ import numpy as np
 
 from penstock.analysis.verify_replays import Calls, check_replay, key_of, origin_of
 from penstock.analysis.verify_rows import Problem, Proof, checked_origins, checked_rows, has_its_rows, unlike
-from penstock.analysis.verify_samples import check_samples
+from penstock.analysis.verify_samples import check_policies, check_samples
 from penstock.tables.columns import Row, Table
 
 __all__ = ["Problem", "Proof", "Row", "verify"]
@@ -53,6 +53,8 @@ def verify(
     for rollout_id, rows in rollouts.items():
         _check_chain(rollout_id, rows, proof)
         _check_calls(rollout_id, rows, proof)
+        for message in check_policies(rows, samples.get(rollout_id, ())):
+            proof.problems.append(Problem(rollout_id, "", message))
     for table, others in ((Table.SEQUENCES, samples), (Table.TOOL_CALLS, tools)):
         for rollout_id in others.keys() & rollouts.keys():
             for name in unlike(others[rollout_id][0], rollouts[rollout_id][0]):

@@ -30,7 +30,7 @@ _NEVER_NULL: Final = frozenset(
 )
 _OF_ROLLOUT: Final = (
     *("run_id", "group_id", "group_index", "task_id", "agent", "labels", "tokenizer_sha256", "error", "error_cause"),
-    *("error_caused_by", "rollout_chain_sha256", "reward", "reward_components", "grade", "findings"),
+    *("error_caused_by", "rollout_chain_sha256", "reward", "reward_components", "grade", "findings", "policies"),
 )
 """Columns in which all rows of a rollout agree."""
 
@@ -174,6 +174,8 @@ def _check_form(row: Row, table: Table, number: int) -> None:
         _refuse(f"Row {number} of {table}: sampling_used is not an object")
     if table is Table.TURNS and not _or_null(_is_origin)(row.get("replayed_from")):
         _refuse(f"Row {number} of {table}: replayed_from does not name a call")
+    if not _or_null(_are_policies)(row.get("policies")):
+        _refuse(f"Row {number} of {table}: policies are not a list of policies")
     for name in ("completion_tensors", "tensors"):
         if not _or_null(_are_tensors)(row.get(name)):
             _refuse(f"Row {number} of {table}: {name} are not tensors")
@@ -221,6 +223,15 @@ def _is_text(value: Any) -> bool:
 
 def _is_origin(value: Any) -> bool:
     return isinstance(value, dict) and all(_is_text(value.get(name)) for name in ("rollout_id", "call_id"))
+
+
+def _are_policies(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(one, dict)
+        and _is_text(one.get("policy_id"))
+        and all(_is_int(32)(one.get(name)) for name in ("calls", "samples"))
+        for one in value
+    )
 
 
 def _or_null(test: Callable[[Any], bool]) -> Callable[[Any], bool]:

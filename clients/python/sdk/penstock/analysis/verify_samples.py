@@ -17,6 +17,10 @@ from penstock.values.token_tensors import Part, TokenTensor, joined
 
 Found = tuple[str, str]
 """The id of a call, empty where it concerns the whole sample, and the problem."""
+_ELSEWHERE: Final = ("SHARED", "OTHER_POLICY")
+"""Why a turn is not trained in a sample although another one trains it."""
+_CONTEXT: Final = ("MODEL_UNTRAINED", "PARENT")
+"""Why a call is trained nowhere in its rollout: of a span that has a part of it, too."""
 _TRUNCATED: Final = ("length", "abort")
 """Finish reasons of a turn that was cut off."""
 
@@ -30,6 +34,33 @@ def check_samples(rows: Sequence[Row], calls: Mapping[str, Row]) -> Iterator[Fou
     for row in rows:
         for call_id, message in _check(row, calls, trained, whole[row.get("policy_id")]):
             yield call_id, f"sample {row['sample_id']}: {message}"
+    for row in rows:
+        for span in row["turn_spans"]:
+            call_id, why = span["call_id"], span.get("untrained_reason")
+            if why in _ELSEWHERE and call_id not in trained:
+                yield call_id, f"sample {row['sample_id']}: {why} has it that another sample trains it, but none does"
+                trained[call_id] = ""  # one problem for each
+
+
+def check_policies(turns: Sequence[Row], samples: Sequence[Row]) -> Iterator[str]:
+    """Yields where the stated policies of a rollout are not those of its calls, and of its samples if it has any."""
+    stated = turns[0].get("policies") or []
+    named = {row["policy_id"] for row in turns if row.get("policy_id")}
+    if "policies" in turns[0] and named != {one["policy_id"] for one in stated}:
+        yield "its policies are not those of its calls"
+        return
+    for one in stated:
+        policy_id = one["policy_id"]
+        own = [row for row in turns if row.get("policy_id") == policy_id]
+        trained = [row["trained"] for row in own if row.get("trained") is not None]
+        if one.get("trained") != (any(trained) if trained else None):
+            yield f"whether policy {policy_id} is trained differs from its calls"
+        counts = [("calls", len(own))]
+        if samples:
+            counts.append(("samples", sum(row.get("policy_id") == policy_id for row in samples)))
+        for name, count in counts:
+            if one[name] != count:
+                yield f"{count} {name} of policy {policy_id} are in the file, but the export had {one[name]}"
 
 
 def _check(row: Row, calls: Mapping[str, Row], trained: dict[str, str], whole: int) -> Iterator[Found]:
@@ -66,13 +97,15 @@ def _check_span(row: Row, span: Mapping[str, Any], call: Row) -> Iterator[str]:
     partial, why = end - start < len(sampled), span.get("untrained_reason")
     if any(mask) and (partial or not all(mask)):
         yield "trains only a part of the call's sampled tokens"
-    if why is not None and (any(mask) == bool(why) or (why == "PARTIAL") != partial):
+    if why is not None and (any(mask) == bool(why) or (why not in _CONTEXT and (why == "PARTIAL") != partial)):
         yield f"its mask is not that of a turn with untrained_reason {why!r}"
     is_own = row.get("policy_id") == call.get("policy_id")
     if any(mask) and not is_own:
         yield "is trained, but is of another policy than the sample"
     if why == "OTHER_POLICY" and is_own:
         yield "is of the sample's policy, but its untrained_reason is 'OTHER_POLICY'"
+    if why is not None and call.get("trained") is not None and (why == "MODEL_UNTRAINED") == call["trained"]:
+        yield f"its model is {'' if call['trained'] else 'not '}trained, but its untrained_reason is {why!r}"
     if any(mask) and call["completion_logprobs"] is not None:
         given = None if row["logprobs"] is None else row["logprobs"][start:end]
         if given != call["completion_logprobs"]:
@@ -113,7 +146,7 @@ def _check_whole(row: Row, calls: Mapping[str, Row], whole: int) -> Iterator[str
         expected |= _tensors(row, calls)
     elif "tensors" in row and any(
         call.get("completion_tensors") and span.get("untrained_reason") != "PARTIAL"
-        for span, call in zip(turns, own, strict=True)
+        for span, call in zip(*_own(row, turns, own), strict=True)
     ):
         yield "tensors are left out, which its calls have"
     for name, value in expected.items():
@@ -139,18 +172,20 @@ def _top(row: Row, calls: Sequence[Row]) -> dict[str, list[list[Any]]]:
 
 
 def _tensors(row: Row, calls: Mapping[str, Row]) -> dict[str, list[Row]]:
-    """Returns the tensors of the sample's calls, joined; nothing if `turns` has no rows of them."""
+    """Returns the tensors of the sample's calls of its policy, joined; nothing if `turns` has no rows of them."""
+    policy_id = row.get("policy_id") or ""
     call: Row | None = calls.get(row["turn_spans"][-1]["call_id"]) if row["turn_spans"] else None
     parts: list[Part] = []
     while call is not None:
-        given = call.get("completion_tensors") or []
+        of = call.get("policy_id") or ""
+        given = call.get("completion_tensors") or [] if of == policy_id else []
         if any(one.get("data") is None for one in given):
             return {}
         shared = call.get("prompt_shared_count") or 0
-        parts.append(Part(shared, [_tensor(one) for one in given]))
+        parts.append(Part(shared, [_tensor(one) for one in given], of))
         call = calls.get(call.get("parent_call_id") or "") if shared else None
     with_data = all(one.get("data") is not None for one in row["tensors"])
-    found = [tensor_row(one.digested(), with_data=with_data) for one in joined(reversed(parts))]
+    found = [tensor_row(one.digested(), with_data=with_data) for one in joined(reversed(parts), policy_id)]
     return {"tensors": found}
 
 

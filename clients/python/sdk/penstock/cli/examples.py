@@ -28,6 +28,7 @@ EXAMPLES: Final[Mapping[str, Sequence[str]]] = {
         "penstock rollout --agent shell --task task.yaml --model-dir MODEL",
         "penstock rollout --agent codex --task task.yaml --model M \\",
         "    --upstream https://api.example.com/v1 --api-key-env KEY",
+        "penstock rollout --agent opencode --task task.yaml --models models.yaml",
     ),
     "branch": (
         "penstock branch ROLLOUT 3 -n 8",

@@ -68,7 +68,7 @@ def without_calls(options: RolloutOptions | None) -> RolloutOptions:
     A source that the options name is checked, as for rollouts that it answers.
     """
     given = options or {}
-    return {"mode": Mode.TRANSPARENT_PROXY if "source" in given else Mode.INTERCEPTION_GATE, **given}
+    return {"mode": Mode.TRANSPARENT_PROXY if "source" in given else Mode.INTERCEPTION_GATE, "models": (), **given}
 
 
 async def solving_agent(ps: Penstock) -> AgentChoice:

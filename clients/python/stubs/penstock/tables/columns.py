@@ -119,6 +119,9 @@ COLUMNS: Final = MappingProxyType(
             "turn_reward_components": Kind.JSON,
             "token_rewards": Kind.FLOATS,
             "policy_id": Kind.TEXT,
+            "model_name": Kind.TEXT,
+            "trained": Kind.BOOL,
+            "policies": Kind.JSON,
             **_SEAL,
         },
         Table.SEQUENCES: {
@@ -205,6 +208,7 @@ COLUMNS: Final = MappingProxyType(
             "end_time": Kind.TEXT,
             "seconds": Kind.DOUBLE,
             "branched_from": Kind.JSON,
+            "policies": Kind.JSON,
             "cost": Kind.JSON,
             **_SEAL,
         },

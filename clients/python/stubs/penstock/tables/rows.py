@@ -41,6 +41,7 @@ def turns(trajectory: trajectory_pb2.Trajectory) -> Iterator[Row]:
     """Yields a row per model call, in order of arrival."""
     calls = {call.call_id: call for call in trajectory.calls}
     rewards = {turn.call_id: turn for turn in trajectory.reward.turns}
+    policies = _policies(trajectory)
     for call in trajectory.calls:
         done = call.completion if call.HasField("completion") else None
         span = completion_pb2.TokenSpan() if done is None else done.span
@@ -104,6 +105,9 @@ def turns(trajectory: trajectory_pb2.Trajectory) -> Iterator[Row]:
             "branch_point": call.branch_point,
             **_turn_reward(rewards.get(call.call_id)),
             "policy_id": call.policy_id or None,
+            "model_name": _optional(call, "model_name"),
+            "trained": _optional(call, "trained"),
+            "policies": policies,
         }
         yield sealed(row, len(trajectory.calls))
 
@@ -239,6 +243,7 @@ def rollouts(trajectory: trajectory_pb2.Trajectory, cost: Row | None = None) -> 
         "end_time": _time(trajectory, "end_time"),
         "seconds": seconds,
         "branched_from": _branch(trajectory.branched_from) if trajectory.HasField("branched_from") else None,
+        "policies": _policies(trajectory),
         "cost": cost,
     }
     yield sealed(row, 1)
@@ -281,6 +286,20 @@ def reward(trajectory: trajectory_pb2.Trajectory) -> Row:
         "reward": None if given is None else given.value,
         "reward_components": {} if given is None else dict(given.components),
     }
+
+
+def _policies(trajectory: trajectory_pb2.Trajectory) -> list[Row] | None:
+    """Returns what each policy of the rollout has; None where its calls are of one without a name."""
+    found: dict[str, Row] = {}
+    for call in (call for call in trajectory.calls if call.policy_id):
+        own = found.setdefault(call.policy_id, {"policy_id": call.policy_id, "trained": None, "calls": 0, "samples": 0})
+        own["calls"] += 1
+        if call.HasField("trained"):
+            own["trained"] = call.trained or bool(own["trained"])
+    for sample in trajectory.samples:
+        if sample.policy_id in found:
+            found[sample.policy_id]["samples"] += 1
+    return [found[policy_id] for policy_id in sorted(found)] or None
 
 
 def _turn_reward(turn: trajectory_pb2.TurnReward | None) -> Row:

@@ -4,7 +4,7 @@ Invariants: each rule needs the request alone; which sources there are, and whic
 """
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from penstock.interception.v1 import interception_pb2
@@ -36,14 +36,6 @@ def is_delegated(model: interception_pb2.RolloutModel) -> bool:
 def is_trained(model: interception_pb2.RolloutModel) -> bool:
     """Returns whether the model's tokens may be trained."""
     return model.trained if model.HasField("trained") else True
-
-
-def tensors_problem(policy_ids: Iterable[str]) -> str:
-    """Returns why calls of a rollout with models of these policies cannot have tensors of tokens; empty if they can.
-
-    A sample has the rows of all calls on its path, and those of another policy's weights are not its own.
-    """
-    return "" if len(set(policy_ids)) < 2 else "must be empty: the rollout's models are of several policies"
 
 
 def problems(

@@ -96,12 +96,13 @@ class TokenTensor:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One call on the way from a conversation's root to a leaf: its tensors, and how many tokens it shares with the
-    call before it.
+    """One call on the way from a conversation's root to a leaf: its tensors, how many tokens it shares with the call
+    before it, and the policy that answered it ("" = the rollout has one).
     """
 
     shared_count: int
     tensors: Sequence[TokenTensor]
+    policy_id: str = ""
 
 
 def read(message: completion_pb2.TokenTensor) -> TokenTensor:
@@ -202,17 +203,21 @@ def merged(tensors: Iterable[TokenTensor]) -> tuple[TokenTensor, ...]:
     return tuple(found)
 
 
-def joined(parts: Iterable[Part]) -> tuple[TokenTensor, ...]:
-    """Returns the tensors of a path through a conversation, from those of its calls, root first; without digests.
+def joined(parts: Iterable[Part], policy_id: str = "") -> tuple[TokenTensor, ...]:
+    """Returns one policy's tensors of a path through a conversation, from those of its calls, root first; without
+    digests.
 
     A token's row is of the call that sampled it or had it in the new part of its prompt. The row of the last token that
-    a call shares is its own too: it chose the next one. A later call's rows fill the gaps that earlier ones left.
+    a call shares is its own too: it chose the next one. A later call's rows fill the gaps that earlier ones left. Rows
+    of another policy's calls are of other weights: they leave such a gap.
     """
     known: dict[str, list[TokenTensor]] = {}
     for part in parts:
         border = max(0, part.shared_count - 1)
         for rows in known.values():
             _cut_tail(rows, part.shared_count)
+        if part.policy_id != policy_id:
+            continue
         for one in sorted(part.tensors, key=lambda one: one.start):
             rows = known.setdefault(one.name, [])
             if (own := one.cut(border, sys.maxsize)) is not None:

@@ -48,7 +48,7 @@ _MOST_LAYERS = 128
 _AT_ONCE = 3
 _PULLS_AT_ONCE = 32
 _MOST_CONFIG = 1024 * 1024
-_ENTRY_BYTES = 4096
+ENTRY_BYTES = 4096
 """What an entry of a layer counts, beside its content: an inode and its place in a directory, which disks lack, too."""
 # Of the digest's 64 digits: the kernel takes one page of paths for all layers of an overlay.
 _NAME_DIGITS = 40
@@ -99,10 +99,16 @@ class _Kept:
     used_at: float
 
 
-async def unpacked(blob: int, tree: Path, user: int | None, most_bytes: int) -> dict[str, Any]:
+def entries_within(most_bytes: int) -> int:
+    """Returns the most entries that fit these bytes, by what each counts."""
+    return min(MOST_ENTRIES, most_bytes // ENTRY_BYTES)
+
+
+async def unpacked(blob: int, tree: Path, user: int | None, most_bytes: int, most_entries: int) -> dict[str, Any]:
     """Unpacks the tar ``blob``, a descriptor, into ``tree`` in a process of its own, which dies with this call.
 
-    ``user`` is the host user to become, who owns ``tree``; None = this process's own. Returns what it prints.
+    ``user`` is the host user to become, who owns ``tree``; None = this process's own. Bytes and entries are counted
+    before they are written. Returns what it prints.
 
     Raises unpack.Refused, OSError.
     """
@@ -110,7 +116,7 @@ async def unpacked(blob: int, tree: Path, user: int | None, most_bytes: int) -> 
     try:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-I", "-m", unpack.__name__),
-            *map(str, (target, -1 if user is None else user, most_bytes, MOST_ENTRIES)),
+            *map(str, (target, -1 if user is None else user, most_bytes, most_entries)),
             stdin=blob,
             stdout=asyncio.subprocess.PIPE,
             pass_fds=(target,),
@@ -388,7 +394,7 @@ class ImageStore:
             done = await self._run(wanted, file.fileno(), tree)
         if done["diff_id"] != diff_id:
             raise errors.unusable(str(wanted), f"a layer unpacks to {done['diff_id']}; its configuration has {diff_id}")
-        layer = Layer(_name(diff_id), diff_id, int(done["size"]) + _ENTRY_BYTES * int(done["entries"]))
+        layer = Layer(_name(diff_id), diff_id, int(done["size"]) + ENTRY_BYTES * int(done["entries"]))
         target = self.layers_folder / layer.name
         if target.exists():
             # Of a pull that failed after it, at another layer.
@@ -406,7 +412,8 @@ class ImageStore:
 
     async def _run(self, wanted: Reference, blob: int, tree: Path) -> dict[str, Any]:
         try:
-            return await unpacked(blob, tree, self._options.unpack_as, self._options.most_image_bytes)
+            most = self._options.most_image_bytes
+            return await unpacked(blob, tree, self._options.unpack_as, most, entries_within(most))
         except unpack.Refused as refused:
             raised = errors.too_large if refused.kind == unpack.LARGE else errors.unusable
             raise raised(str(wanted), str(refused)) from refused

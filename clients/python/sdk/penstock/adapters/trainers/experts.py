@@ -4,13 +4,17 @@ A sequence of n tokens has n - 1 rows: the model was not run on the last one.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.adapters.trainers.selection import Row
 from penstock.client.errors import InvalidArgument
+from penstock.client.types.trajectories import Sample
+from penstock.values.token_tensors import ROUTED_EXPERTS
+
+_ABSENT: Final = -1
 
 
 def experts_of(rows: Iterable[Row], *, fill: int | None = None) -> list[NDArray[Any]] | None:
@@ -18,14 +22,16 @@ def experts_of(rows: Iterable[Row], *, fill: int | None = None) -> list[NDArray[
 
     Args:
         rows: read with `tensors=True`.
-        fill: for tokens whose routing was not captured; None = that is an error.
+        fill: for tokens whose routing was not captured; None = that is an error, unless they come after the last
+            trained one, as where another policy goes on: such get the first experts, and no trained token depends on
+            them.
 
     Raises:
         InvalidArgument: `TENSOR_GAP`, some rows have experts and others have none, or not for each token;
             `TENSOR_LEFT_OUT`; `TENSOR_SHAPE`, rows are of several models.
     """
     held = [*rows]
-    found = [row.sample.routed_experts(fill) for row in held]
+    found = [_in_effect(row.sample) if fill is None else row.sample.routed_experts(fill) for row in held]
     there = [one for one in found if one is not None]
     if not there:
         return None
@@ -41,6 +47,26 @@ def experts_of(rows: Iterable[Row], *, fill: int | None = None) -> list[NDArray[
         np.full((len(row.sample) - 1, *shape), fill or 0, np.int32) if one is None else one
         for row, one in zip(held, found, strict=True)
     ]
+
+
+def _in_effect(sample: Sample) -> NDArray[Any] | None:
+    """Returns a sample's experts; tokens that no trained one depends on may lack them, and then have the first ones."""
+    tensors = sorted((one for one in sample.tensors if one.name == ROUTED_EXPERTS), key=lambda one: one.start)
+    known = 0
+    for tensor in tensors:
+        if tensor.start > known:
+            break
+        known = tensor.end
+    # A trained token was chosen by the pass before it.
+    needed = int(np.flatnonzero(sample.loss_mask)[-1]) if sample.loss_mask.any() else 0
+    if not needed <= known < len(sample) - 1:
+        return sample.routed_experts()
+    experts = sample.routed_experts(_ABSENT)
+    if experts is None:
+        return None
+    # Zeros are a capture that failed, for slime.
+    experts[experts[:, 0, 0] == _ABSENT] = np.arange(experts.shape[2])
+    return experts.astype(np.result_type(*(one.dtype for one in tensors)))
 
 
 def with_last(experts: NDArray[Any], fill: int = 0) -> NDArray[Any]:

@@ -36,6 +36,7 @@ from penstock.cli.connections.options import (
     FilesFrom,
     KeepEndState,
     MaxCalls,
+    ModelsFile,
     PriceFile,
     RequireAssay,
     Seed,
@@ -71,6 +72,7 @@ from penstock.client import (
     Trajectory,
 )
 from penstock.client.errors import first_of
+from penstock.client.tasks.model_keys import load_models
 from penstock.client.transport.atomic_files import write_whole
 from penstock.tasks.images import with_image
 
@@ -89,6 +91,7 @@ def rollout(
     upstream: UpstreamChoice = None,
     model: UpstreamModel = "",
     api_key_env: ApiKeyEnv = None,
+    models: ModelsFile = None,
     option: AgentOptions = None,
     skip_permissions: SkipPermissions = False,
     n: Annotated[int, typer.Option("--n", "-n", min=1, max=256, help="How many rollouts of the task.")] = 1,
@@ -126,6 +129,8 @@ def rollout(
         answers, backend=backend, timeout=timeout, max_calls=max_calls, seed=seed, keep_end_state=keep_end_state
     )
     options["mode"] = mode or (Mode.TRANSPARENT_PROXY if upstream else Mode.INTERCEPTION_GATE)
+    if models is not None:
+        options["models"] = read(load_models, models)
     if run_id is not None:
         options["run_id"] = run_id
     if attempts is not None:

@@ -57,6 +57,13 @@ AssayKey = Annotated[
     Path | None,
     typer.Option(envvar="PENSTOCK_ASSAY_KEY", help="File of the key of --require-assay; default: beside it, *.key."),
 ]
+ModelsFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--models", metavar="FILE",
+        help="Several models that answer the calls: YAML, as `models` of a task file; default: the task's.",
+    ),
+]  # fmt: skip
 KeepEndState = Annotated[
     bool | None,
     typer.Option(

@@ -50,7 +50,8 @@ class RolloutOptions(TypedDict, total=False):
     budgets: tasks.Budgets
     policy: tasks.PolicyConstraint
     models: Sequence[tasks.RolloutModel]
-    """Several models, or policies, that answer the rollout's calls by name, turn or class; default: one, `source`."""
+    """Several models, or policies, that answer the rollout's calls by name, turn or class. Default: the task's, else
+    one, `source`."""
     run_id: str
     run_budgets: tasks.RunBudgets
     """For all rollouts with this run_id; fixed by the first rollout that sets them."""
@@ -98,7 +99,7 @@ def spec(task: Task, agent: str | tasks.AgentChoice, options: RolloutOptions) ->
         max_attempts=options.get("max_attempts"),
         replay=specs.replay(options["replay"]) if "replay" in options else rollout_pb2.REPLAY_UNSPECIFIED,
         keep_end_state=options.get("keep_end_state", task.keep_end_state),
-        models=map(specs.model, options.get("models", ())),
+        models=map(specs.model, options.get("models", task.models)),
     )
     if "source" in options:
         message.source.CopyFrom(specs.source(options["source"]))

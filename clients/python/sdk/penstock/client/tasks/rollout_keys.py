@@ -25,6 +25,7 @@ from penstock.client.tasks.field_types import (
     ServerName,
     not_json,
 )
+from penstock.client.tasks.model_keys import ModelTables
 from penstock.client.tasks.named_files import Beside, CannotRead
 from penstock.client.tasks.sandbox_keys import CompanionTables, ResourcesTable, Size, SmallSize
 from penstock.client.tasks.spec import (
@@ -241,6 +242,9 @@ class RolloutKeys(Strict):
     env: Environment = Field(default_factory=dict, description="Environment of setup and agent, not of the verifier.")
     mcp_servers: list[McpServerTable] = Field(
         default_factory=list, max_length=MAX_SERVERS, description="MCP servers for the agent, beside the rollout's own."
+    )
+    models: ModelTables = Field(
+        default_factory=list, description="Several models that answer the calls; default: one, the rollout's."
     )
     metadata: dict[str, Any] = Field(default_factory=dict, description="Any values; they are copied to the trajectory.")
     keep_diff: bool = Field(

@@ -47,7 +47,7 @@ class Strict(BaseModel):
     def _whole(cls, value: Any, handler: ModelWrapValidatorHandler[Self], info: ValidationInfo) -> Self:
         value = cls.unfolded(value)
         found = cls.conflicts(value, (info.context or {}).get("beside")) if isinstance(value, Mapping) else ()
-        wrong = [InitErrorDetails(type=_conflict(problem), loc=place, input=None) for place, problem in found]
+        wrong = [InitErrorDetails(type=conflict(problem), loc=place, input=None) for place, problem in found]
         if not wrong:
             return handler(value)
         try:
@@ -55,12 +55,13 @@ class Strict(BaseModel):
         except ValidationError as error:
             for item in error.errors(include_url=False):
                 context = item.get("ctx", {})
-                kind = _conflict(context["problem"]) if item["type"] == _CONFLICT else item["type"]
+                kind = conflict(context["problem"]) if item["type"] == _CONFLICT else item["type"]
                 wrong.append(InitErrorDetails(type=kind, loc=item["loc"], input=item["input"], ctx=context))
         raise ValidationError.from_exception_data(cls.__name__, wrong)
 
 
-def _conflict(problem: str) -> PydanticCustomError:
+def conflict(problem: str) -> PydanticCustomError:
+    """Returns a problem in words, as the type of one of pydantic's errors."""
     return PydanticCustomError(_CONFLICT, "{problem}", {"problem": problem})
 
 

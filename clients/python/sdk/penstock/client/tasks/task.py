@@ -23,6 +23,7 @@ from penstock.client.tasks.spec import (
     Limits,
     McpServer,
     RewardFrom,
+    RolloutModel,
     SandboxChoice,
     SeedFile,
     Solution,
@@ -44,7 +45,7 @@ class Task:
     `keep_diff` keeps the agent's changes in its working directory as an artifact `changes.diff`, `keep_files` the small
     files that are there at the end (64 KiB each, one directory deep, 32) as `files/PATH`. `keep_end_state` is its
     rollouts' default of that option. Agents get `mcp_servers` beside those of the rollout's `AgentChoice`; an agent
-    that cannot use MCP servers is refused.
+    that cannot use MCP servers is refused. `models` are its rollouts' default of that option.
     """
 
     task_id: str
@@ -65,6 +66,7 @@ class Task:
     keep_files: bool = False
     keep_end_state: bool | None = None
     mcp_servers: Sequence[McpServer] = ()
+    models: Sequence[RolloutModel] = ()
 
     @staticmethod
     def load(path: str | Path, *, files_from: Sequence[str | Path] = ()) -> "Task":
@@ -132,6 +134,7 @@ def build_task(source: YamlFile, content: Any = None) -> Task:
         keep_files=file.keep_files,
         keep_end_state=file.keep_end_state,
         mcp_servers=[server.made() for server in file.mcp_servers],
+        models=[table.made() for table in file.models],
     )
 
 

@@ -119,7 +119,9 @@ class Call:
     failed, cancelled or expired; `call_class` main, sub_agent, compaction, title, probe or edit. `sampled_count` is the
     number of sampled tokens, set even if the tokens themselves were left out. `chain_sha256` is the rollout's hash
     chain after the call, `chain_index` its position in it: None unless delivered. `policy_id` is the policy that it was
-    for, of which its versions are; empty = the rollout has one.
+    for, of which its versions are; empty = the rollout has one. With several models `model_name` is the name of the one
+    that it was chosen for (empty = it has none), and `trained` whether tokens of that policy may be trained; both None
+    with one, and where no model was chosen.
     """
 
     call_id: str
@@ -157,6 +159,8 @@ class Call:
     branch_point: bool = False
     given: bool = False
     policy_id: str = ""
+    model_name: str | None = None
+    trained: bool | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

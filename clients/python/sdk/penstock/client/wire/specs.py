@@ -86,14 +86,15 @@ task: Final = writer(
         "companion_builds",
         "keep_end_state",
         "mcp_servers",
+        "models",
     ),
     by={"metadata": lambda value: struct(value.metadata, "metadata") if value.metadata else None},
 )
-"""Converts a task; the rollout's terms and agent have what it says of its sandbox, limits, servers and so on."""
+"""Converts a task; the rollout's terms and agent have what it says of its sandbox, limits, models and so on."""
 
 
 def digest(value: Task) -> str:
-    """Returns a hash of everything that a task's rollouts depend on: its solution and its labels are not in it.
+    """Returns a hash of everything that a task's check depends on: its solution, labels and models are not in it.
 
     It is that of a rollout's spec with the task's own sandbox, limits, budgets and MCP servers and nothing else, of
     which no empty message counts: the clients of other languages make it of a spec.

@@ -278,6 +278,8 @@ class Call(_message.Message):
     REPLAYED_FROM_FIELD_NUMBER: _builtins.int
     BRANCH_POINT_FIELD_NUMBER: _builtins.int
     GIVEN_FIELD_NUMBER: _builtins.int
+    MODEL_NAME_FIELD_NUMBER: _builtins.int
+    TRAINED_FIELD_NUMBER: _builtins.int
     call_id: _builtins.str
     rollout_id: _builtins.str
     index: _builtins.int
@@ -332,6 +334,11 @@ class Call(_message.Message):
     """Whether its answer was given by the creator of this rollout, a branch, or of one of those that it was branched from: nobody
     sampled it. Then `injected` is set, and neither a span nor replayed_from is.
     """
+    model_name: _builtins.str
+    """Of a rollout with several models: the name of the one that it was chosen for (RolloutModel.name; empty = it has none), and
+    whether tokens of `policy_id` may be trained there. Both unset where the rollout has one model, or no model was chosen yet.
+    """
+    trained: _builtins.bool
     @_builtins.property
     def completion(self) -> _completion_pb2.Completion:
         """Unset unless DELIVERED."""
@@ -409,27 +416,37 @@ class Call(_message.Message):
         replayed_from: Global___ReplayOrigin | None = ...,
         branch_point: _builtins.bool = ...,
         given: _builtins.bool = ...,
+        model_name: _builtins.str | None = ...,
+        trained: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_chain_index", b"_chain_index", "_completion", b"_completion", "_parent_call_id", b"_parent_call_id", "_replayed_from", b"_replayed_from", "chain_index", b"chain_index", "completion", b"completion", "end_time", b"end_time", "lease_time", b"lease_time", "parent_call_id", b"parent_call_id", "receive_time", b"receive_time", "replayed_from", b"replayed_from", "sampling_requested", b"sampling_requested"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_chain_index", b"_chain_index", "_completion", b"_completion", "_model_name", b"_model_name", "_parent_call_id", b"_parent_call_id", "_replayed_from", b"_replayed_from", "_trained", b"_trained", "chain_index", b"chain_index", "completion", b"completion", "end_time", b"end_time", "lease_time", b"lease_time", "model_name", b"model_name", "parent_call_id", b"parent_call_id", "receive_time", b"receive_time", "replayed_from", b"replayed_from", "sampling_requested", b"sampling_requested", "trained", b"trained"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_chain_index", b"_chain_index", "_completion", b"_completion", "_parent_call_id", b"_parent_call_id", "_replayed_from", b"_replayed_from", "agent_session", b"agent_session", "answerer", b"answerer", "branch_id", b"branch_id", "branch_point", b"branch_point", "call_class", b"call_class", "call_id", b"call_id", "capture_level", b"capture_level", "chain_index", b"chain_index", "chain_sha256", b"chain_sha256", "completion", b"completion", "dialect", b"dialect", "end_reason", b"end_reason", "end_time", b"end_time", "given", b"given", "http_attempts", b"http_attempts", "index", b"index", "injected", b"injected", "lease_time", b"lease_time", "leases", b"leases", "media", b"media", "model_requested", b"model_requested", "normalisations", b"normalisations", "parent_call_id", b"parent_call_id", "policy_id", b"policy_id", "prompt_count", b"prompt_count", "prompt_shared_count", b"prompt_shared_count", "prompt_suffix_token_ids", b"prompt_suffix_token_ids", "receive_time", b"receive_time", "replayed_from", b"replayed_from", "request_body", b"request_body", "request_body_sha256", b"request_body_sha256", "rollout_id", b"rollout_id", "sampling_requested", b"sampling_requested", "state", b"state", "tools", b"tools", "tools_sha256", b"tools_sha256"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_chain_index", b"_chain_index", "_completion", b"_completion", "_model_name", b"_model_name", "_parent_call_id", b"_parent_call_id", "_replayed_from", b"_replayed_from", "_trained", b"_trained", "agent_session", b"agent_session", "answerer", b"answerer", "branch_id", b"branch_id", "branch_point", b"branch_point", "call_class", b"call_class", "call_id", b"call_id", "capture_level", b"capture_level", "chain_index", b"chain_index", "chain_sha256", b"chain_sha256", "completion", b"completion", "dialect", b"dialect", "end_reason", b"end_reason", "end_time", b"end_time", "given", b"given", "http_attempts", b"http_attempts", "index", b"index", "injected", b"injected", "lease_time", b"lease_time", "leases", b"leases", "media", b"media", "model_name", b"model_name", "model_requested", b"model_requested", "normalisations", b"normalisations", "parent_call_id", b"parent_call_id", "policy_id", b"policy_id", "prompt_count", b"prompt_count", "prompt_shared_count", b"prompt_shared_count", "prompt_suffix_token_ids", b"prompt_suffix_token_ids", "receive_time", b"receive_time", "replayed_from", b"replayed_from", "request_body", b"request_body", "request_body_sha256", b"request_body_sha256", "rollout_id", b"rollout_id", "sampling_requested", b"sampling_requested", "state", b"state", "tools", b"tools", "tools_sha256", b"tools_sha256", "trained", b"trained"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__chain_index: _TypeAlias = _typing.Literal["chain_index"]  # noqa: Y015
     _WhichOneofArgType__chain_index: _TypeAlias = _typing.Literal["_chain_index", b"_chain_index"]  # noqa: Y015
     _WhichOneofReturnType__completion: _TypeAlias = _typing.Literal["completion"]  # noqa: Y015
     _WhichOneofArgType__completion: _TypeAlias = _typing.Literal["_completion", b"_completion"]  # noqa: Y015
+    _WhichOneofReturnType__model_name: _TypeAlias = _typing.Literal["model_name"]  # noqa: Y015
+    _WhichOneofArgType__model_name: _TypeAlias = _typing.Literal["_model_name", b"_model_name"]  # noqa: Y015
     _WhichOneofReturnType__parent_call_id: _TypeAlias = _typing.Literal["parent_call_id"]  # noqa: Y015
     _WhichOneofArgType__parent_call_id: _TypeAlias = _typing.Literal["_parent_call_id", b"_parent_call_id"]  # noqa: Y015
     _WhichOneofReturnType__replayed_from: _TypeAlias = _typing.Literal["replayed_from"]  # noqa: Y015
     _WhichOneofArgType__replayed_from: _TypeAlias = _typing.Literal["_replayed_from", b"_replayed_from"]  # noqa: Y015
+    _WhichOneofReturnType__trained: _TypeAlias = _typing.Literal["trained"]  # noqa: Y015
+    _WhichOneofArgType__trained: _TypeAlias = _typing.Literal["_trained", b"_trained"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__chain_index) -> _WhichOneofReturnType__chain_index | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__completion) -> _WhichOneofReturnType__completion | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__model_name) -> _WhichOneofReturnType__model_name | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__parent_call_id) -> _WhichOneofReturnType__parent_call_id | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__replayed_from) -> _WhichOneofReturnType__replayed_from | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__trained) -> _WhichOneofReturnType__trained | None: ...
 
 Global___Call: _TypeAlias = Call  # noqa: Y015
 
