@@ -43,6 +43,7 @@ from penstock.cli.connections.options import (
     StateDir,
     UpstreamChoice,
     UpstreamModel,
+    UserFile,
     agent_choice,
     required_assays,
     rollout_options,
@@ -71,6 +72,7 @@ from penstock.client import (
     Trajectory,
 )
 from penstock.client.errors import first_of
+from penstock.client.tasks.task import load_user
 from penstock.client.transport.atomic_files import write_whole
 from penstock.tasks.images import with_image
 
@@ -108,6 +110,7 @@ def rollout(
     require_assay: RequireAssay = None,
     assay_key: AssayKey = None,
     keep_end_state: KeepEndState = None,
+    user: UserFile = None,
     prices: PriceFile = None,
     model_dir: ModelDir = None,
     engine: Engine = "numpy",
@@ -132,6 +135,8 @@ def rollout(
         options["max_attempts"] = attempts
     if replay is not None:
         options["replay"] = replay
+    if user is not None:
+        options["user"] = read(load_user, user)
     required_assays(options, require_assay, assay_key)
     chosen = agent_choice(agent, option, skip_permissions)
 
