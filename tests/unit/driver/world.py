@@ -556,6 +556,8 @@ class HttpGate:
         self.users: list[UserRequest] = []
         self.asked: list[dict[str, Any]] = []
         """What the user's model was asked, a repeat once."""
+        self.user_reached: asyncio.Event | None = None
+        """Set when the user's model is asked, which then never answers."""
         self.user: Callable[[dict[str, Any]], str] = lambda body: "[END]"
         self.host_tools: tuple[str, ...] = ()
         self.interruptions = 0
@@ -639,6 +641,9 @@ class HttpGate:
         asked = json.loads(body)
         if asked not in self.asked:
             self.asked.append(asked)
+        if self.user_reached is not None:
+            self.user_reached.set()
+            await asyncio.get_running_loop().create_future()
         return self.user(asked)
 
     async def answered(self, rollout_id: str) -> GateClosing:

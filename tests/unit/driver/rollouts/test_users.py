@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from asyncio import Event
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.unit.driver.conftest import Driver, empty_terms
+from tests.unit.driver.conftest import Driver, accepted, empty_terms, wire_spec
 from tests.unit.driver.world import bash, say
 
 from penstock.driver.v1 import rollout_pb2
 from penstock.interception.v1 import interception_pb2
 from penstock_chassis.errors import FailedPrecondition, InvalidArgument, Unavailable
 from penstock_driver.domain.ports import Command, GateClosing
+from penstock_driver.domain.records import Record, RequestKey, new_id
 from penstock_driver.domain.rollout import Limits, RolloutSpec, Verifier
 from penstock_driver.domain.users import User, UserModel
 from penstock_driver.wire.specs import effective_spec, rollout_spec
@@ -211,3 +213,72 @@ def test_a_users_bounds_are_in_the_effective_spec(driver: Driver) -> None:
     scripted = wanted()
     scripted.user.script.instructions.extend(["a", "b", "c"])
     assert effective_spec(rollout_spec(scripted, driver.registry, "default")).user.max_instructions == 3
+
+
+async def left(driver: Driver, wire: rollout_pb2.RolloutSpec, at: Event) -> Record:
+    """A rollout that its driver leaves as soon as `at` is set."""
+    spec, record = accepted(driver, wire)
+    sealed = await driver.opened.parts.specs.sealed(spec, record)
+    await driver.records.create(RequestKey(new_id("q"), "d"), [record], sealed=sealed)
+    driver.manager.start(spec, [record])
+    await at.wait()
+    await driver.manager.leave(60)
+    return record
+
+
+def asks_twice() -> rollout_pb2.RolloutSpec:
+    wire = wire_spec()
+    wire.task.instruction = "printf ki > out.txt"
+    return wire
+
+
+async def gone_on(driver: Driver, record: Record) -> list[rollout_pb2.RolloutEvent]:
+    """The events, once the next driver has gone on to the end."""
+    driver.manager = driver.make()
+    assert await driver.manager.recover() == 1
+    outcome = await driver.outcome(record)
+    assert not outcome.HasField("failure") and outcome.reward.value == 1.0, outcome
+    assert (await driver.manager.get(record.rollout_id)).attempts == 1
+    return await driver.events(record.rollout_id)
+
+
+@pytest.mark.requirement("R127")
+async def test_a_decided_instruction_is_given_once_by_the_next_driver(driver: Driver) -> None:
+    """It is on disk before the agent is started, and the agent key is the one that it had."""
+    reached = Event()
+
+    def script(messages: list[dict[str, Any]]) -> dict[str, Any]:
+        if messages[-1]["role"] == "tool" and not reached.is_set():
+            driver.sandboxes.holds = {"start": reached}
+        return obeys(messages)
+
+    driver.gate.script = script
+    wire = asks_twice()
+    wire.user.script.instructions.append("printf wi >> out.txt")
+    record = await left(driver, wire, reached)
+    assert turns(await driver.events(record.rollout_id)) == [
+        (1, "done: printf ki > out.txt", "printf wi >> out.txt", "")
+    ]
+    driver.sandboxes.holds = {}
+    events = await gone_on(driver, record)
+    assert [turn[0] for turn in turns(events)] == [1, 2]
+    assert sum(event.HasField("agent_exited") for event in events) == 2
+    assert driver.gate.requested == [record.rollout_id] * 2
+
+
+@pytest.mark.requirement("R127")
+async def test_a_question_that_is_not_answered_is_asked_again_as_it_was(driver: Driver) -> None:
+    """So the gate knows it. What the agent has printed before is recorded once."""
+    driver.gate.script, reached = obeys, Event()
+    wire = asks_twice()
+    wire.user.model.prompt = "You want kiwis."
+    driver.gate.user_reached = reached
+    record = await left(driver, wire, reached)
+    driver.gate.user_reached = None
+    driver.gate.user = lambda body: "[END]" if len(body["messages"]) > 2 else "printf wi >> out.txt"
+    events = await gone_on(driver, record)
+    assert [turn[3] for turn in turns(events)] == ["", "USER_ENDED"]
+    assert len(driver.gate.asked) == 2
+    reported = [event.agent_event.data for event in events if event.HasField("agent_event")]
+    said = [data["text"] for data in reported if "text" in data]
+    assert said == ["done: printf ki > out.txt", "done: printf wi >> out.txt"]

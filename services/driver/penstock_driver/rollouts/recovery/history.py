@@ -70,7 +70,7 @@ class History:
                     case "agent_exited":
                         history._has_exit = True
                     case "user_turn":
-                        history.user_turns.append(from_proto(event.user_turn, UserTurn))
+                        history.user_turns.append(from_proto(UserTurn, event.user_turn))
                         if event.user_turn.instruction:
                             history._begin_turn()
                     case "call_finished":
