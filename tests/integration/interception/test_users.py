@@ -20,7 +20,7 @@ from penstock.interception.v1 import rollout_gate_service_pb2 as pb
 from penstock.trajectory.v1 import trajectory_pb2
 from penstock_chassis.channel import error_from_rpc
 
-pytestmark = pytest.mark.requirement("R134")
+pytestmark = pytest.mark.requirement("R133")
 PROXY = interception_pb2.MODE_TRANSPARENT_PROXY
 PERSON = interception_pb2.ModelSource(upstream=interception_pb2.Upstream(name="person", model="m"))
 Serving = Callable[..., AbstractAsyncContextManager[Service]]

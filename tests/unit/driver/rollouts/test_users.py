@@ -20,7 +20,7 @@ from penstock_driver.domain.rollout import Limits, RolloutSpec, Verifier
 from penstock_driver.domain.users import User, UserModel
 from penstock_driver.wire.specs import effective_spec, rollout_spec
 
-pytestmark = pytest.mark.requirement("R134")
+pytestmark = pytest.mark.requirement("R133")
 
 
 def obeys(messages: list[dict[str, Any]]) -> dict[str, Any]:
