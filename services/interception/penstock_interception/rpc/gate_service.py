@@ -241,8 +241,10 @@ class RolloutGateServicer(pb_grpc.RolloutGateServiceServicer):
             conversation = await self._interceptor.conversations.of(beside)
             captured = capture(beside, conversation, after_index=_BEFORE_ALL, include_top=request.include_top)
             async for asked in trajectory.fragments(captured, conversation, body_of, include_top=request.include_top):
-                calls = {"judge_calls" if beside.spec.judge_of else "user_calls": asked.calls}
-                yield pb.GetCaptureResponse(trajectory=trajectory_pb2.Trajectory(**calls))
+                is_judge = bool(beside.spec.judge_of)
+                part = trajectory_pb2.Trajectory()
+                (part.judge_calls if is_judge else part.user_calls).extend(asked.calls)
+                yield pb.GetCaptureResponse(trajectory=part)
 
     async def WatchCalls(  # noqa: N802
         self, request: pb.WatchCallsRequest, context: grpc.aio.ServicerContext[ProtoMessage, ProtoMessage]

@@ -104,11 +104,13 @@ def _user_of(attempt: AttemptSpec, gate: Gate) -> RolloutUser | None:
     user, rollout_id = attempt.rollout.user, attempt.record.rollout_id
     if user is None:
         return None
-    request = user.model and UserRequest(
-        user_of=rollout_id,
-        request_id=f"{rollout_id}/user/{attempt.number}",
-        terms=user.model.terms,
-        driver_id=attempt.labels.get(DRIVER_LABEL, ""),
-        task_id=attempt.rollout.task.task_id,
-    )
+    request = None
+    if user.model is not None:
+        request = UserRequest(
+            user_of=rollout_id,
+            request_id=f"{rollout_id}/user/{attempt.number}",
+            terms=user.model.terms,
+            driver_id=attempt.labels.get(DRIVER_LABEL, ""),
+            task_id=attempt.rollout.task.task_id,
+        )
     return RolloutUser(user, gate, request, attempt.rollout.task.instruction)
