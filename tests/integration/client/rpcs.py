@@ -195,7 +195,7 @@ ELSEWHERE: Final = {
 
 NOT_IN_CLIENT: Final = {
     "ProcessService/WatchProcesses": "tests/unit/driver/clients/test_watches.py",
-    "RolloutGateService/AskUser": "tests/integration/interception/test_users.py",
+    "RolloutGateService/AskUser": "tests/integration/interception/models/test_users.py",
 }
 """RPCs for services, which have more to watch than a client: a test of their caller."""
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Mapping
 from typing import Final
 
 from penstock_chassis.errors import FailedPrecondition, Unavailable
 from penstock_chassis.validation import invalid_field
 from penstock_interception.domain import models
-from penstock_interception.domain.calls import CallRequest, CallState
+from penstock_interception.domain.calls import CallRequest, CallState, Dialect
 from penstock_interception.domain.requests import ChatRequest, merged_sampling
 from penstock_interception.domain.state import Call, Rollout
 from penstock_interception.ingress import errors
@@ -29,9 +30,13 @@ MAX_TEXT: Final = 256 << 10
 class Questions:
     """Asks the models that play users, in the dialect of Chat Completions."""
 
-    def __init__(self, interceptor: Interceptor, dialect: DialectCodec) -> None:
+    def __init__(self, interceptor: Interceptor, dialects: Mapping[Dialect, DialectCodec]) -> None:
         self._interceptor = interceptor
-        self._dialect = dialect
+        self._dialects = dialects
+
+    @property
+    def _dialect(self) -> DialectCodec:
+        return self._dialects[Dialect.CHAT_COMPLETIONS]
 
     async def ask(self, rollout: Rollout, body: bytes) -> tuple[str, str]:
         """Returns the id of the call that has this body, and the text of its answer.

@@ -89,7 +89,7 @@ class RolloutGateServicer(pb_grpc.RolloutGateServiceServicer):
         self._registry = interceptor.registry
         self._keys = interceptor.agent_keys
         self._dialects = {dialect.dialect: dialect for dialect in dialects}
-        self._questions = Questions(interceptor, self._dialects[Dialect.CHAT_COMPLETIONS])
+        self._questions = Questions(interceptor, self._dialects)
         self._ingress_address = ingress_address
         self._stopping = stopping
 

@@ -17,7 +17,7 @@ from penstock.client.transport.endpoints import write_connection
 from penstock.local.stack import LocalStack
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.requirement("R133")]
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 
 
 async def test_the_example_shows_the_conversation_and_whose_tokens_are_trained(
