@@ -14,7 +14,7 @@ TASK = Task(
     instruction="Write the word hello to out.txt.",
     verifier=Verifier(commands=[Command(shell="grep -q hello out.txt")], reward=RewardFrom.PASSED_SHARE),
 )
-PROMPT = "You test a coding agent. Ask it to show the file, then to add a line with the word world. Then you are content."
+PROMPT = "You test a coding agent. Ask it to show the file, then to add the word world. Then you are content."
 
 
 async def main(agent: str = "shell", model: str = "") -> None:

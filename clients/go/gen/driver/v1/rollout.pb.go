@@ -3592,8 +3592,8 @@ type UserTurn struct {
 	AgentMessage string `protobuf:"bytes,2,opt,name=agent_message,json=agentMessage,proto3" json:"agent_message,omitempty"`
 	// What the agent is given next. Empty = the conversation is over.
 	Instruction string `protobuf:"bytes,3,opt,name=instruction,proto3" json:"instruction,omitempty"`
-	// Why it is over: "SCRIPT_ENDED", "USER_ENDED" (its model wrote [END], or nothing), "MAX_INSTRUCTIONS", "AGENT_FAILED" (it
-	// is not asked then). Empty = it goes on.
+	// Why it is over: "SCRIPT_ENDED", "USER_ENDED" (its model wrote [END], or nothing), "MAX_INSTRUCTIONS", "USER_BUDGET"
+	// (UserModel.budgets), "AGENT_FAILED" (then the user is not asked). Empty = it goes on.
 	EndReason     string `protobuf:"bytes,4,opt,name=end_reason,json=endReason,proto3" json:"end_reason,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache

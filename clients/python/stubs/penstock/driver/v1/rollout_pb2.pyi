@@ -2186,8 +2186,8 @@ class UserTurn(_message.Message):
     instruction: _builtins.str
     """What the agent is given next. Empty = the conversation is over."""
     end_reason: _builtins.str
-    """Why it is over: "SCRIPT_ENDED", "USER_ENDED" (its model wrote [END], or nothing), "MAX_INSTRUCTIONS", "AGENT_FAILED" (it
-    is not asked then). Empty = it goes on.
+    """Why it is over: "SCRIPT_ENDED", "USER_ENDED" (its model wrote [END], or nothing), "MAX_INSTRUCTIONS", "USER_BUDGET"
+    (UserModel.budgets), "AGENT_FAILED" (then the user is not asked). Empty = it goes on.
     """
     def __init__(
         self,

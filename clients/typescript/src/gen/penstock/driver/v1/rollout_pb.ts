@@ -2016,8 +2016,8 @@ export type UserTurn = Message<"penstock.driver.v1.UserTurn"> & {
   instruction: string;
 
   /**
-   * Why it is over: "SCRIPT_ENDED", "USER_ENDED" (its model wrote [END], or nothing), "MAX_INSTRUCTIONS", "AGENT_FAILED" (it
-   * is not asked then). Empty = it goes on.
+   * Why it is over: "SCRIPT_ENDED", "USER_ENDED" (its model wrote [END], or nothing), "MAX_INSTRUCTIONS", "USER_BUDGET"
+   * (UserModel.budgets), "AGENT_FAILED" (then the user is not asked). Empty = it goes on.
    *
    * @generated from field: string end_reason = 4;
    */
