@@ -123,6 +123,13 @@ async def test_a_model_that_does_not_answer_is_a_loss_of_the_model(driver: Drive
     assert failure.cause == rollout_pb2.FAILURE_CAUSE_MODEL and not outcome.HasField("reward")
 
 
+async def test_a_model_that_thinks_for_too_long_is_not_waited_for(driver: Driver) -> None:
+    driver.gate.script, driver.gate.user_reached = obeys, Event()
+    user = User(2, model=UserModel("p", empty_terms(), timeout_s=0.05))
+    failure = (await driver.run(with_user(driver, user))).failure
+    assert (failure.reason, failure.retriable) == ("USER_UNANSWERED", True) and "timeout" in failure.message
+
+
 async def test_an_agent_that_fails_gets_no_further_instruction(driver: Driver) -> None:
     """Its work is graded, as that of any agent that fails."""
     driver.gate.script = lambda messages: 400

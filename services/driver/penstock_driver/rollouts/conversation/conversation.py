@@ -92,7 +92,7 @@ class Conversation:
         if self._user is None or self.is_over:
             return False
         if await classified() is None:
-            turn = await self._user.turn(turns, agent_message)
+            turn = await self._user.turn(turns, agent_message, self.left_s)
         else:
             turn = UserTurn(len(turns) + 1, agent_message, end_reason=EndReason.AGENT_FAILED)
         self._recorder.append(turn)

@@ -46,8 +46,11 @@ class RolloutUser:
         self._instruction = cut(instruction, MAX_TEXT_BYTES)
         self._opening: GateOpening | None = None
 
-    async def turn(self, before: Sequence[UserTurn], agent_message: str) -> UserTurn:
-        """Return what the user decides, given its turns before. RolloutFailed (USER_UNANSWERED, GATE_LOST)."""
+    async def turn(self, before: Sequence[UserTurn], agent_message: str, most_s: float) -> UserTurn:
+        """Return what the user decides, given its turns before, within `most_s` seconds.
+
+        RolloutFailed (USER_UNANSWERED, GATE_LOST).
+        """
         index, user = len(before) + 1, self._user
         if user.model is None and len(before) >= len(user.script):
             return UserTurn(index, agent_message, end_reason=EndReason.SCRIPT_ENDED)
@@ -55,23 +58,26 @@ class RolloutUser:
             return UserTurn(index, agent_message, end_reason=EndReason.MAX_INSTRUCTIONS)
         if user.model is None:
             return UserTurn(index, agent_message, user.script[len(before)])
-        text = await self._said(user.model, before, agent_message)
+        text = await self._said(user.model, before, agent_message, min(most_s, user.model.timeout_s))
         if text is None:
             return UserTurn(index, agent_message, end_reason=EndReason.USER_BUDGET)
         if END in text or not text.strip():
             return UserTurn(index, agent_message, end_reason=EndReason.USER_ENDED)
         return UserTurn(index, agent_message, cut(text.replace("\0", "").strip(), MAX_TEXT_BYTES))
 
-    async def _said(self, model: UserModel, before: Sequence[UserTurn], agent_message: str) -> str | None:
+    async def _said(
+        self, model: UserModel, before: Sequence[UserTurn], agent_message: str, limit_s: float
+    ) -> str | None:
         """What the model writes; None if its budget is used up."""
         try:
-            async with asyncio.timeout(model.timeout_s):
+            async with asyncio.timeout(limit_s):
                 opening = self._opening or await self._open()
                 name = opening.model_name or NAMELESS_MODEL
                 body = request_body(model, name, self._instruction, before, agent_message)
-                return await self._asked(body, model.timeout_s)
+                return await self._asked(body, limit_s)
         except TimeoutError:
-            raise _unanswered(f"it took longer than {model.timeout_s:g} s", is_passing=True) from None
+            message = f"it took longer than {limit_s:.1f} s, its timeout or what is left of limits.agent"
+            raise _unanswered(message, is_passing=True) from None
 
     async def _open(self) -> GateOpening:
         assert self._request is not None
