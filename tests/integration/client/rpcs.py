@@ -193,7 +193,10 @@ ELSEWHERE: Final = {
 """RPCs that the scripted engine cannot be brought to: a test that calls each by the client's method."""
 
 
-NOT_IN_CLIENT: Final = {"ProcessService/WatchProcesses": "tests/unit/driver/clients/test_watches.py"}
+NOT_IN_CLIENT: Final = {
+    "ProcessService/WatchProcesses": "tests/unit/driver/clients/test_watches.py",
+    "RolloutGateService/AskUser": "tests/integration/interception/models/test_users.py",
+}
 """RPCs for services, which have more to watch than a client: a test of their caller."""
 
 

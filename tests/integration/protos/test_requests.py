@@ -85,7 +85,7 @@ DOES_NOT_CREATE: Final = {
     "penstock.driver.v1.TerminalService": "Step CloseTerminal GetTerminal",
     "penstock.interception.v1.InterceptService": "Intercept LeaseCalls CompleteCalls ListCalls GetCall",
     "penstock.interception.v1.RolloutGateService": (
-        "CheckSource LoadRecording HoldCalls CloseRollout DeleteRollout RevokeTokens GetRollout ListRollouts "
+        "CheckSource LoadRecording AskUser HoldCalls CloseRollout DeleteRollout RevokeTokens GetRollout ListRollouts "
         "GetCapture WatchCalls WatchGate"
     ),
     "penstock.inference.v1.InferenceService": (

@@ -50,6 +50,7 @@ from penstock_driver.domain.ports import (
     SandboxTerms,
     SnapshotSpec,
     SnapshotStep,
+    UserRequest,
 )
 
 
@@ -552,6 +553,12 @@ class HttpGate:
         self.judge_closed = False
         self.judging = GateClosing()
         """What became of a judge's calls."""
+        self.users: list[UserRequest] = []
+        self.asked: list[dict[str, Any]] = []
+        """What the user's model was asked, a repeat once."""
+        self.user_reached: asyncio.Event | None = None
+        """Set when the user's model is asked, which then never answers."""
+        self.user: Callable[[dict[str, Any]], str] = lambda body: "[END]"
         self.host_tools: tuple[str, ...] = ()
         self.interruptions = 0
         self.call_ends: asyncio.Queue[CallEnded] = asyncio.Queue()
@@ -623,6 +630,21 @@ class HttpGate:
             return None
         paths = {Dialect.CHAT_COMPLETIONS: "/rollout/judge/v1"}
         return GateOpening(f"127.0.0.1:{self.port}", paths, "sk-judge", "wise")
+
+    async def open_user(self, opening: UserRequest) -> GateOpening | None:
+        self._failing("open_user")
+        self.users.append(opening)
+        return GateOpening("", {}, "sk-user", "person")
+
+    async def ask_user(self, rollout_id: str, body: bytes, timeout_s: float) -> str:
+        self._failing("ask_user")
+        asked = json.loads(body)
+        if asked not in self.asked:
+            self.asked.append(asked)
+        if self.user_reached is not None:
+            self.user_reached.set()
+            await asyncio.get_running_loop().create_future()
+        return self.user(asked)
 
     async def answered(self, rollout_id: str) -> GateClosing:
         self._failing("answered")

@@ -26,6 +26,7 @@ from penstock.client import (
     Task,
     Tokenizer,
     Upstream,
+    User,
 )
 from penstock.client.rollouts.client import spec
 from penstock.client.tasks.model_keys import load_models
@@ -365,3 +366,16 @@ def test_the_dashboards_form_knows_the_keys_that_a_task_file_has() -> None:
     assert form["task"] == list(schema["properties"])
     for name in form.keys() - {"task"}:
         assert sorted(form[name]) == sorted(tables[name]["properties"]), name
+
+
+@pytest.mark.requirement("R133", "R63")
+def test_a_user_of_a_task_is_a_script_or_a_model(tmp_path: Path) -> None:
+    """What is of a model is refused of a script, by its line."""
+    file = tmp_path / "task.yaml"
+    file.write_text("instruction: go\nuser: {prompt: be curt, upstream: openai, model: m, max_instructions: 3}\n")
+    assert Task.load(file).user == User(
+        prompt="be curt", source=Upstream(name="openai", model="m"), instructions=[], max_instructions=3
+    )
+    file.write_text("instruction: go\nuser: {instructions: [on], temperature: 1}\n")
+    with pytest.raises(InvalidArgument, match="is of a model: set prompt"):
+        Task.load(file)

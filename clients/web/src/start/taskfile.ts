@@ -267,6 +267,7 @@ function read(source: string): TaskFile {
   for (const key of ["instruction_file", "build"])
     if (given[key] !== undefined) throw new TaskFileError(key, "a page cannot read files: use `penstock rollout`");
   if (given["models"] !== undefined) throw new TaskFileError("models", "is not supported by the form: use `penstock rollout`");
+  if (given["user"] !== undefined) throw new TaskFileError("user", "is not supported by the form: use `penstock rollout`");
   const choice = given["sandbox"] === undefined ? null : sandbox(given["sandbox"]);
   return {
     task: {

@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from typing import Final
 
 import tomli_w
@@ -19,7 +20,7 @@ from penstock_chassis.errors import FailedPrecondition, Violation
 from penstock_chassis.validation import invalid
 from penstock_driver.agents.output_events import compiled, search
 from penstock_driver.agents.specs import MAX_INSTRUCTION_ARGV_BYTES, AgentSpec, ConfigFile, Mcp, PromptDelivery
-from penstock_driver.agents.templates import Absent, Scope, names, render_text, render_tree
+from penstock_driver.agents.templates import Absent, Scope, names, render_text, render_tree, walk
 
 MAX_SERVERS: Final = 64
 HOST_TOOLS_SERVER: Final = "penstock"
@@ -146,8 +147,21 @@ def reaches_host_tools(spec: AgentSpec) -> bool:
     return server.url in entry and "Bearer probe" in entry
 
 
-def plan_launch(spec: AgentSpec, choice: AgentChoice, place: LaunchContext, instruction: str) -> Launch:
-    """Render the spec. FailedPrecondition (MODEL_NAME_UNUSABLE) if the model's name could be misread as syntax."""
+class Start(StrEnum):
+    """Why an agent is started: for its only instruction, for the first of several, or for a further one."""
+
+    ONLY = "only"
+    FIRST = "first"
+    FURTHER = "further"
+
+
+def plan_launch(
+    spec: AgentSpec, choice: AgentChoice, place: LaunchContext, instruction: str, start: Start = Start.ONLY
+) -> Launch:
+    """Render the spec. With FURTHER, which needs `resume`, only the files that hold the instruction are written again.
+
+    FailedPrecondition (MODEL_NAME_UNUSABLE) if the model's name could be misread as syntax.
+    """
     if not _MODEL_NAME.fullmatch(place.model):
         raise FailedPrecondition(
             "the model's name may have letters, digits and . _ : / @ + - only, 256 at most, and starts with a letter "
@@ -158,7 +172,7 @@ def plan_launch(spec: AgentSpec, choice: AgentChoice, place: LaunchContext, inst
         tools = McpServer(HOST_TOOLS_SERVER, url=place.tools_url, headers={"Authorization": f"Bearer {place.api_key}"})
         choice = replace(choice, mcp_servers=(*choice.mcp_servers, tools))
     scope = _scope(spec, choice, place, instruction)
-    argv = _arguments(spec.argv, scope)
+    argv = _arguments(_argv(spec, start), scope)
     environment = dict(spec.env)
     if choice.skip_permissions:
         argv += _arguments(spec.skip_permissions_argv, scope)
@@ -170,9 +184,15 @@ def plan_launch(spec: AgentSpec, choice: AgentChoice, place: LaunchContext, inst
         argv=tuple(argv),
         env={name: value for name, value in env.items() if name not in secret},
         secret_env={name: value for name, value in env.items() if name in secret},
-        files=tuple(_files(spec, choice, place, scope, instruction)),
+        files=tuple(_files(spec, choice, place, scope, instruction, only_instruction=start is Start.FURTHER)),
         stdin=instruction.encode() if spec.instruction.method is PromptDelivery.STDIN else None,
     )
+
+
+def _argv(spec: AgentSpec, start: Start) -> Sequence[str]:
+    if start is Start.ONLY or spec.resume is None:
+        return spec.argv
+    return spec.resume.argv if start is Start.FURTHER else spec.resume.first_argv or spec.argv
 
 
 def check_command(spec: AgentSpec, *, home: str, workdir: str, toolbox: str) -> tuple[str, ...]:
@@ -212,11 +232,19 @@ def _arguments(templates: Sequence[str], scope: Scope) -> list[str]:
 
 
 def _files(
-    spec: AgentSpec, choice: AgentChoice, place: LaunchContext, scope: Scope, instruction: str
+    spec: AgentSpec,
+    choice: AgentChoice,
+    place: LaunchContext,
+    scope: Scope,
+    instruction: str,
+    *,
+    only_instruction: bool,
 ) -> Sequence[FileToWrite]:
     files = []
     pending = spec.mcp if choice.mcp_servers else None
     for file in spec.files:
+        if only_instruction and not _holds_instruction(file):
+            continue
         path = render_text(file.path, scope)
         if isinstance(path, Absent):
             continue
@@ -226,13 +254,17 @@ def _files(
             pending = None
         if content is not None:
             files.append(FileToWrite(_absolute(place.home, path), content, file.mode))
-    if pending:
+    if pending and not only_instruction:
         tree: dict[str, JsonValue] = {}
         _merge_servers(tree, pending, choice.mcp_servers)
         files.append(FileToWrite(_absolute(place.home, pending.path), _json(tree), 0o600))
     if spec.instruction.path is not None:
         files.append(FileToWrite(_absolute(place.home, spec.instruction.path), instruction.encode(), 0o644))
     return files
+
+
+def _holds_instruction(file: ConfigFile) -> bool:
+    return "instruction" in names(file.text or "") or any(name == "instruction" for _, name in walk(file.tree, ""))
 
 
 def _content(file: ConfigFile, scope: Scope, mcp: Mcp | None, servers: Sequence[McpServer]) -> bytes | None:

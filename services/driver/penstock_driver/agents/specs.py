@@ -343,6 +343,17 @@ class Trial(_Model):
         return self
 
 
+class Resume(_Model):
+    """How the agent goes on with its last session, given a further instruction: see AgentResume.
+
+    `argv` takes the place of the spec's for each further instruction, `first_argv` for the first one, where there may
+    be further ones.
+    """
+
+    argv: Annotated[list[Template], Field(min_length=1)]
+    first_argv: list[Template] = []
+
+
 class AgentSpec(_Model):
     """One agent, as data."""
 
@@ -367,11 +378,14 @@ class AgentSpec(_Model):
     success_exit_codes: Annotated[list[Annotated[int, Field(ge=0, le=255)]], Field(min_length=1)] = [0]
     default_timeout_s: Annotated[float, Field(gt=0, le=7 * 86400)] = 900.0
     trial: Trial | None = None
+    resume: Resume | None = None
+    """None = it takes one instruction."""
 
     @property
     def sha256(self) -> str:
-        """Hexadecimal sha256 of the whole spec: its version."""
-        return digest(self.model_dump(mode="json", by_alias=True))
+        """Hexadecimal sha256 of the whole spec: its version. Without `resume`, it is as before there was that."""
+        left_out = {"resume"} if self.resume is None else None
+        return digest(self.model_dump(mode="json", by_alias=True, exclude=left_out))
 
     @property
     def can_skip_permissions(self) -> bool:
@@ -418,6 +432,10 @@ class AgentSpec(_Model):
             yield "instruction: {{instruction_path}} exists only when the method is file"
         if "base_url" not in used:
             yield "nothing uses {{base_url}}, so the agent would not call the gate"
+        if self.resume is not None and self.instruction.method is PromptDelivery.ARGV:
+            for where, arguments in (("argv", self.resume.argv), ("first_argv", self.resume.first_argv)):
+                if arguments and not any("instruction" in names(argument) for argument in arguments):
+                    yield f"resume.{where}: {{{{instruction}}}} is missing, by which the instruction reaches the agent"
         unmergeable = [file.path for file in self.files if file.text is not None or file.json_list is not None]
         if self.mcp and self.mcp.path in unmergeable:
             yield "mcp.path: names a text file or a list, which cannot be merged into"
@@ -428,6 +446,8 @@ class AgentSpec(_Model):
             in_argv = in_argv - {"instruction"}
         for where, arguments, allowed in (
             ("argv", self.argv, in_argv),
+            ("resume.argv", self.resume.argv if self.resume else [], in_argv),
+            ("resume.first_argv", self.resume.first_argv if self.resume else [], in_argv),
             ("skip_permissions_argv", self.skip_permissions_argv, PLACES),
             ("check_argv", self.check_argv, PLACES),
         ):

@@ -30,8 +30,10 @@ from penstock_driver.domain.ports import (
     JudgeRequest,
     Load,
     OpenRequest,
+    UserRequest,
 )
 from penstock_driver.domain.rollout import judge_id
+from penstock_driver.domain.users import user_id
 from penstock_driver.environments.cleanup import DRIVER_LABEL
 from penstock_driver.wire.converters import DIALECTS, dialect_from_proto
 
@@ -135,19 +137,37 @@ class GrpcGate:
     async def open_judge(self, opening: JudgeRequest) -> GateOpening | None:
         """See ports.Gate."""
         request = rollout_gate_service_pb2.OpenRolloutRequest(
-            request_id=opening.request_id,
-            rollout_id=judge_id(opening.judge_of),
-            judge_of=opening.judge_of,
-            driver_id=opening.driver_id,
-            task_id=opening.task_id or None,
-            keep_capture=self._keep_captures,
+            rollout_id=judge_id(opening.judge_of), judge_of=opening.judge_of
         )
+        return await self._open_beside(request, opening)
+
+    async def open_user(self, opening: UserRequest) -> GateOpening | None:
+        """See ports.Gate."""
+        request = rollout_gate_service_pb2.OpenRolloutRequest(
+            rollout_id=user_id(opening.user_of), user_of=opening.user_of
+        )
+        return await self._open_beside(request, opening)
+
+    async def _open_beside(
+        self, request: rollout_gate_service_pb2.OpenRolloutRequest, opening: JudgeRequest | UserRequest
+    ) -> GateOpening | None:
+        """Open what belongs to another rollout; None if it is closed."""
+        request.request_id, request.driver_id = opening.request_id, opening.driver_id
+        request.keep_capture = self._keep_captures
+        if opening.task_id:
+            request.task_id = opening.task_id
         request.MergeFrom(opening.terms)
         with typed_errors():
             answer = await self._gate.OpenRollout(request, timeout=CALL_S)
         if answer.rollout.state == rollout_gate_service_pb2.GATE_ROLLOUT_STATE_CLOSED:
             return None
         return _opened(answer)
+
+    async def ask_user(self, rollout_id: str, body: bytes, timeout_s: float) -> str:
+        """See ports.Gate."""
+        request = rollout_gate_service_pb2.AskUserRequest(rollout_id=user_id(rollout_id), body=body)
+        with typed_errors():
+            return (await self._gate.AskUser(request, timeout=timeout_s)).text
 
     async def load_recording(self, part: rollout_gate_service_pb2.LoadRecordingRequest) -> int:
         """See ports.Gate."""

@@ -413,6 +413,17 @@ class JudgeRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class UserRequest:
+    """The user of a rollout's agent, to be opened at the gate that has the rollout. `driver_id` leases it."""
+
+    user_of: str
+    request_id: str
+    terms: rollout_gate_service_pb2.OpenRolloutRequest = field(repr=False)
+    driver_id: str = ""
+    task_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class GateOpening:
     """An open rollout: its agent's endpoint and agent key, the offered tools and their endpoint."""
 
@@ -522,6 +533,18 @@ class Gate(GateCheck, Protocol):
     async def open_judge(self, opening: JudgeRequest) -> GateOpening | None:
         """Let the verifier of a closed rollout ask its judge from now on, once per `request_id`; None if it was opened
         before, and closed since. NotFound: there is no such rollout.
+        """
+
+    async def open_user(self, opening: UserRequest) -> GateOpening | None:
+        """Let a model play the user of an open rollout's agent, once per `request_id`; None if it was opened before,
+        and closed since. NotFound: there is no such rollout. FailedPrecondition (USER_TOO_LATE): it is closed.
+        """
+
+    async def ask_user(self, rollout_id: str, body: bytes, timeout_s: float) -> str:
+        """Return what the model writes that plays the user of this rollout's agent; `body` is a request of Chat
+        Completions, and an equal one gets the answer of the earlier one.
+
+        Unavailable or DeadlineExceeded: it may be asked again.
         """
 
     async def answered(self, rollout_id: str) -> GateClosing:

@@ -25,6 +25,7 @@ from penstock_driver.agents.output_events import AgentEvent
 from penstock_driver.agents.registry import Agent
 from penstock_driver.domain.pauses import RolloutPaused, RolloutResumed
 from penstock_driver.domain.ports import NO_PACKAGES, CallSpent, Command, CommandResult, Exit, Packages, SandboxTerms
+from penstock_driver.domain.users import User, UserTurn
 
 _AS_THE_AGENTS: Final = SandboxTerms()
 
@@ -347,6 +348,8 @@ class RolloutSpec:
     """Whether the agent's changes are kept; None = if they are read to be graded in a fresh fork."""
     verifier_sha256: str = ""
     """Of its verifier, in hex; empty without one."""
+    user: User | None = None
+    """Who sends its agent further instructions."""
 
     def at(self, index: int) -> RolloutSpec:
         """The spec of one rollout of a group: its seed is the group's plus its index."""
@@ -446,6 +449,7 @@ RolloutEvent: TypeAlias = (
     | AttemptFailed
     | RolloutPaused
     | RolloutResumed
+    | UserTurn
     | Outcome
 )
 

@@ -30,7 +30,8 @@ class Stage(StrEnum):
 class AttemptPlace:
     """Where an agent runs: names of the members, its sandbox, and the state that this is a fork of.
 
-    `deadline` is when the sandbox service ends the agent, in seconds since the epoch.
+    `deadline` is when the sandbox service ends the agent, in seconds since the epoch. `gate_request` is the id of the
+    request that opened the rollout at the gate: a repeat returns the same agent key.
     """
 
     node: str
@@ -39,6 +40,7 @@ class AttemptPlace:
     snapshot: PreparedSnapshot
     toolbox: PreparedToolbox
     deadline: float
+    gate_request: str = ""
 
     def to_json(self) -> str:
         """As it is stored."""
@@ -58,6 +60,7 @@ class AttemptPlace:
                 PreparedSnapshot(**data["snapshot"]),
                 PreparedToolbox(**data["toolbox"]),
                 data["deadline"],
+                data.get("gate_request", ""),
             )
         except (KeyError, TypeError) as error:
             raise ValueError(f"not a place of an attempt: {error}") from error

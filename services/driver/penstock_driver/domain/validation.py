@@ -24,11 +24,13 @@ from penstock_chassis import times
 from penstock_chassis.errors import Violation
 from penstock_chassis.validation import invalid, invalid_field
 from penstock_driver.agents.launch import FileToWrite
+from penstock_driver.domain import users
 from penstock_driver.domain.ports import LIMITED, Command, Packages, SandboxTerms
 from penstock_driver.domain.records import GroupPlan
-from penstock_driver.domain.rollout import OF_A_JUDGE, RolloutSpec, Task, Verifier
+from penstock_driver.domain.rollout import OF_A_JUDGE, Replay, RolloutSpec, Task, Verifier
 from penstock_driver.domain.terminal_episode import MAX_COMMANDS as MAX_STEPS
 from penstock_driver.domain.terminal_episode import MAX_OUTPUT, TerminalSpec
+from penstock_driver.domain.users import User
 
 
 class Violations:
@@ -75,8 +77,9 @@ _TOKEN_SCOPES: Final = frozenset(interception_pb2.TokenScope.values()) - {interc
 
 def id_problem(value: str) -> str:
     """Why a chosen id cannot be used; empty if it can."""
-    if value.endswith(OF_A_JUDGE):
-        return f"must not end with {OF_A_JUDGE}, as the gate's ids of judges do"
+    for end in (OF_A_JUDGE, users.OF_A_USER):
+        if value.endswith(end):
+            return f"must not end with {end}, as the gate's ids of judges and users do"
     return "" if _ID.fullmatch(value) else "expected 1 to 120 letters, digits and . _ -"
 
 
@@ -133,8 +136,25 @@ def check_rollout(spec: RolloutSpec, found: Violations) -> None:
     if spec.sandbox.companions:
         _check_grading_beside(spec, where, found)
     _check_packages(spec.packages, where, found)
+    if spec.user is not None:
+        _check_user(spec, spec.user, f"{where}user", found)
     if not 1 <= spec.max_attempts <= MAX_ATTEMPTS:
         found.add(f"{where}max_attempts", f"expected 1 to {MAX_ATTEMPTS}")
+
+
+def _check_user(spec: RolloutSpec, user: User, here: str, found: Violations) -> None:
+    agent = spec.agent.spec
+    if agent.resume is None:
+        found.add(here, f"agent {agent.name} takes one instruction: its spec has no resume")
+    for field, problem in users.problems(user):
+        found.add(f"{here}{field}", problem)
+    if user.model is None:
+        return
+    _check_model(user.model.terms, f"{here}.model", "a user", found)
+    if spec.replay is Replay.EXACT:
+        found.add(
+            "spec.replay", "a further attempt's user writes something else: with a model as user, nothing is exact"
+        )
 
 
 def check_terminal(spec: TerminalSpec, found: Violations) -> None:
@@ -233,14 +253,15 @@ def _check_verifier(verifier: Verifier, here: str, found: Violations) -> None:
     _check_files(verifier.files, f"{here}.files", found)
     _check_limit(verifier.command_timeout_s, f"{here}.command_timeout", found)
     if verifier.judge is not None:
-        _check_judge(verifier.judge, f"{here}.judge", found)
+        _check_model(verifier.judge, f"{here}.judge", "a judge", found)
 
 
-def _check_judge(terms: rollout_gate_service_pb2.OpenRolloutRequest, here: str, found: Violations) -> None:
+def _check_model(terms: rollout_gate_service_pb2.OpenRolloutRequest, here: str, who: str, found: Violations) -> None:
+    """Check the model of a judge or of a user."""
     _check_source(terms, f"{here}.", found)
     _check_budgets(terms.budgets, f"{here}.budgets", found)
     if terms.source.upstream.HasField("caller"):
-        found.add(f"{here}.source.upstream.caller", "a judge is one of the operator's: name an endpoint")
+        found.add(f"{here}.source.upstream.caller", f"{who} is one of the operator's: name an endpoint")
 
 
 def _check_taken(verifier: Verifier, here: str, found: Violations) -> None:

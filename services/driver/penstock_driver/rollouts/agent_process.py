@@ -30,10 +30,10 @@ from penstock_driver.domain.rollout import (
 )
 from penstock_driver.grading.carried import Fetched
 from penstock_driver.grading.judge import NAMELESS_MODEL
+from penstock_driver.rollouts.conversation.conversation import Conversation
 from penstock_driver.rollouts.event_limits import Allowance, OutputEvents
 from penstock_driver.rollouts.process_watch import watched
 
-AGENT_PROCESS: Final = "agent"
 STDERR_TAIL_BYTES: Final = 4096
 BROUGHT_BYTES: Final = 256 << 10
 """The most bytes of files that come with the request to start an agent."""
@@ -41,10 +41,11 @@ BROUGHT_BYTES: Final = 256 << 10
 
 @dataclass(frozen=True, slots=True)
 class AgentRun:
-    """How an agent's process ended, and the event by which it reported that it was done."""
+    """How an agent's process ended, by which event it reported that it was done, and the end of its last message."""
 
     exit: AgentExit
     done: AgentEvent | None
+    said: str
 
 
 def brings_files(sandbox: SandboxFacts, launch: Launch) -> bool:
@@ -60,8 +61,9 @@ def plan_agent(
     toolbox: str,
     opening: GateOpening,
     phase: Phase,
+    conversation: Conversation,
 ) -> Launch:
-    """Plan the launch of a rollout's agent in its sandbox.
+    """Plan the launch of a rollout's agent in its sandbox, with the instruction at which its conversation is.
 
     `port`: of the sandbox's loopback, where the gate is. `toolbox`: where its programs are mounted.
 
@@ -85,32 +87,35 @@ def plan_agent(
         tools_url=f"http://127.0.0.1:{port}{opening.mcp_path}" if opening.host_tools else "",
     )
     try:
-        return plan_launch(agent, spec.choice, place, spec.task.instruction)
+        return plan_launch(agent, spec.choice, place, conversation.instruction, conversation.start)
     except PenstockError as error:
         raise RolloutFailed(failure_of(error, phase, Component.OPERATOR)) from error
 
 
-async def start_agent(sandboxes: Sandboxes, sandbox: SandboxFacts, spec: RolloutSpec, launch: Launch) -> None:
+async def start_agent(
+    sandboxes: Sandboxes, sandbox: SandboxFacts, spec: RolloutSpec, launch: Launch, conversation: Conversation
+) -> None:
     """Start an agent and give it its instruction, and its files if it brings them."""
     command = Command(
         argv=launch.argv,
         env={**spec.task.env, **launch.env},
         secret_env=launch.secret_env,
-        timeout_s=spec.limits.agent_s,
+        timeout_s=conversation.left_s,
     )
     files = launch.files if brings_files(sandbox, launch) else ()
-    await sandboxes.start(sandbox.sandbox_id, AGENT_PROCESS, command, launch.stdin, kill_all_after=True, files=files)
+    process_id = conversation.process_id
+    await sandboxes.start(sandbox.sandbox_id, process_id, command, launch.stdin, kill_all_after=True, files=files)
 
 
-async def rejoin_agent(sandboxes: Sandboxes, sandbox_id: str, spec: RolloutSpec) -> None:
+async def rejoin_agent(sandboxes: Sandboxes, sandbox_id: str, spec: RolloutSpec, conversation: Conversation) -> None:
     """Give an agent that an earlier process started what it has not got of its instruction.
 
     One that a pause has frozen has all of it: it was started before. NotFound (PROCESS_UNKNOWN) if it was not started.
     """
-    stdin = spec.task.instruction.encode() if spec.agent.spec.instruction.method is PromptDelivery.STDIN else None
+    stdin = conversation.instruction.encode() if spec.agent.spec.instruction.method is PromptDelivery.STDIN else None
     if stdin is not None:
         try:
-            await sandboxes.send_stdin(sandbox_id, AGENT_PROCESS, stdin)
+            await sandboxes.send_stdin(sandbox_id, conversation.process_id, stdin)
         except FailedPrecondition as error:
             if error.reason != "SANDBOX_PAUSED":
                 raise
@@ -124,6 +129,7 @@ async def watch_agent(
     allowance: Allowance,
     ended: Callable[[Exit], None],
     *,
+    process_id: str,
     limit_s: float,
     held_s: Callable[[], float],
     recorded: Sequence[int] = (),
@@ -141,7 +147,7 @@ async def watch_agent(
         allowance, record, lambda: EventParser(mapping.rules, text=mapping.source is EventSource.STDOUT_LINES), recorded
     )
     stderr, end = bytearray(), Exit(ExitReason.KILLED)
-    watching = watched(sandboxes, sandbox_id, AGENT_PROCESS, limit_s, what="the agent", held_s=held_s)
+    watching = watched(sandboxes, sandbox_id, process_id, limit_s, what="the agent", held_s=held_s)
     async with aclosing(watching) as items:
         async for item in items:
             if isinstance(item, Exit):
@@ -154,8 +160,8 @@ async def watch_agent(
                 await output.take(item.data)
     output.finish()
     if end.reason is not ExitReason.SANDBOX_LOST and not end.all_killed:
-        await sandboxes.kill(sandbox_id, AGENT_PROCESS, everything=True)
-    return AgentRun(AgentExit(end, bytes(stderr)), output.done)
+        await sandboxes.kill(sandbox_id, process_id, everything=True)
+    return AgentRun(AgentExit(end, bytes(stderr)), output.done, output.said)
 
 
 async def fetch_artifacts(

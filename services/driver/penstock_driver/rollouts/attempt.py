@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
@@ -62,10 +62,18 @@ from penstock_driver.grading.carried import CarriedWork, Fetched
 from penstock_driver.grading.grader import ROOT, Grader, check_system
 from penstock_driver.grading.judge import Judge
 from penstock_driver.placement.services import RunnerServices
-from penstock_driver.rollouts.agent_process import brings_files, fetch_artifacts, plan_agent, start_agent, watch_agent
+from penstock_driver.rollouts.agent_process import (
+    AgentRun,
+    brings_files,
+    fetch_artifacts,
+    plan_agent,
+    start_agent,
+    watch_agent,
+)
 from penstock_driver.rollouts.attempt_environments import AttemptEnvironments
 from penstock_driver.rollouts.attempt_resources import CLEAN_UP_S, AttemptResources
 from penstock_driver.rollouts.context import AttemptResult, AttemptSpec, Cancellation
+from penstock_driver.rollouts.conversation.conversation import Conversation
 from penstock_driver.rollouts.end_state_capture import EndStateCapture
 from penstock_driver.rollouts.held_agent import HeldAgent
 from penstock_driver.rollouts.recorder import RolloutRecorder
@@ -111,6 +119,9 @@ class Attempt:
         self._recording = AttemptRecording(attempt, services, recorder)
         self._carried = CarriedWork(services.carried, self._id) if services.carried else None
         self._outcome = Outcome()
+        self._conversation = Conversation(attempt, services.gate, recorder)
+        self._gate_request = attempt.taken_up.place.gate_request if attempt.taken_up else attempt.new_gate_request()
+        self._opening: GateOpening | None = None
 
     async def run(self) -> AttemptResult:
         """Run all phases in order, then clean up."""
@@ -159,10 +170,7 @@ class Attempt:
         if self._end_state_grader:
             await self._end_state_grader.save_baseline(sandbox, prepared.plain)
         await self._work.keep(sandbox)
-        toolbox = prepared.toolbox.mount_path
-        launch = plan_agent(self._spec, self._id, self._services.agent_port, sandbox, toolbox, opening, self._phase)
-        if launch.files and not brings_files(sandbox, launch):
-            await self._sandboxes.write_files(sandbox.sandbox_id, launch.files)
+        launch = await self._planned(sandbox, prepared, opening)
         async with self._attempt.pausing.holding(self._held(sandbox)):
             await self._attempt.pausing.start(partial(self._start_agent, sandbox, prepared, launch))
             failure = await self._run_agent(sandbox, prepared, self._spec.limits.agent_s)
@@ -171,13 +179,27 @@ class Attempt:
     def _held(self, sandbox: SandboxFacts) -> HeldAgent:
         return HeldAgent(self._sandboxes, self._gate, sandbox.sandbox_id, self._id, self._spec.limits.sandbox_s)
 
+    async def _planned(self, sandbox: SandboxFacts, prepared: PreparedEnvironment, opening: GateOpening) -> Launch:
+        """Plan the agent's launch, and write its files unless they come with its start."""
+        toolbox, port, talk = prepared.toolbox.mount_path, self._services.agent_port, self._conversation
+        launch = plan_agent(self._spec, self._id, port, sandbox, toolbox, opening, self._phase, talk)
+        if launch.files and not brings_files(sandbox, launch):
+            await self._sandboxes.write_files(sandbox.sandbox_id, launch.files)
+        return launch
+
     async def _start_agent(self, sandbox: SandboxFacts, prepared: PreparedEnvironment, launch: Launch) -> None:
         deadline = time.time() + self._spec.limits.agent_s
         names = (self._attempt.node, self._attempt.gate)
-        place = AttemptPlace(*names, sandbox, prepared.snapshot, prepared.toolbox, deadline)
+        place = AttemptPlace(*names, sandbox, prepared.snapshot, prepared.toolbox, deadline, self._gate_request)
         self._recorder.enter(Phase.RUNNING, place=place)
         await self._recorder.secure()  # what an agent samples is not sampled again by the next process
-        await start_agent(self._sandboxes, sandbox, self._spec, launch)
+        self._conversation.begin()
+        await start_agent(self._sandboxes, sandbox, self._spec, launch, self._conversation)
+
+    async def _start_again(self, sandbox: SandboxFacts, prepared: PreparedEnvironment) -> None:
+        """Start the agent, which has ended, with its user's further instruction."""
+        launch = await self._planned(sandbox, prepared, self._opening or await self._open_gate())
+        await start_agent(self._sandboxes, sandbox, self._spec, launch, self._conversation)
 
     async def _judge(self, failure: Failure | None, sandbox: SandboxFacts, prepared: PreparedEnvironment) -> None:
         """Grade and collect after the agent's end, unless its failure says nothing of the policy."""
@@ -207,7 +229,7 @@ class Attempt:
         )
 
     async def _open_gate(self) -> GateOpening:
-        request = self._attempt.open_request()
+        request = self._attempt.open_request(self._gate_request)
         self._resources.gate_asked = True
         opening = await self._of_gate(
             self._services.openings.run(lambda: self._gate.open(request), full_s=self._spec.limits.prepare_s)
@@ -216,6 +238,7 @@ class Attempt:
             check_host_tools(self._spec.agent.spec, opening.host_tools)
         except PenstockError as error:
             raise RolloutFailed(failure_of(error, self._phase, Component.OPERATOR)) from error
+        self._opening = opening
         return opening
 
     async def _of_gate(self, work: Awaitable[T]) -> T:
@@ -249,28 +272,45 @@ class Attempt:
             # The gate opens no judge before the rollout is closed there.
             is_early = self._asked is not None or end.reason is ExitReason.SANDBOX_LOST
             is_early = is_early or bool(self._spec.sandbox.companions)  # their sandbox is read before it is joined
+            is_early = is_early or self._conversation.has_user  # it may go on
             if self._grader and self._grader.grading.fresh_fork and not is_early:
                 self._begin_to_fork(prepared)
 
-        run = await watch_agent(
-            self._sandboxes,
-            sandbox.sandbox_id,
-            self._spec,
-            self._recorder.append,
-            self._recorder.output,
-            ended,
-            limit_s=limit_s,
-            held_s=self._attempt.pausing.held_s,
-            recorded=self._recorder.agent_events,
-        )
-        self._outcome = replace(self._outcome, agent_exit=run.exit)
-        self._recorder.append(run.exit)
+        while True:
+            run = await watch_agent(
+                self._sandboxes,
+                sandbox.sandbox_id,
+                self._spec,
+                self._recorder.append,
+                self._recorder.output,
+                ended,
+                process_id=self._conversation.process_id,
+                limit_s=limit_s,
+                held_s=self._attempt.pausing.held_s,
+                recorded=self._recorder.agent_events,
+            )
+            self._outcome = replace(self._outcome, agent_exit=run.exit)
+            self._recorder.append(run.exit)
+            classified = partial(self._classified, run, interruptions)
+            if not await self._conversation.goes_on(run.said, partial(classified, self._gate.answered)):
+                break
+            await self._attempt.pausing.start(partial(self._start_again, sandbox, prepared))
+            limit_s = self._conversation.left_s
+        return await classified(self._close_gate)
+
+    async def _close_gate(self, rollout_id: str) -> GateClosing:
+        self._gate_closing = await self._gate.close(rollout_id, "AGENT_EXITED")
+        return self._gate_closing
+
+    async def _classified(
+        self, run: AgentRun, interruptions: int, asked: Callable[[str], Awaitable[GateClosing]]
+    ) -> Failure | None:
+        """Classify an end of the agent by what the gate says of its calls when it is `asked`."""
         # Retry: a gate that restarts at this moment still has all of the agent's calls in its journal.
-        closing = patiently(lambda: self._gate.close(self._id, "AGENT_EXITED"), full_s=CLEAN_UP_S, absent_s=CLEAN_UP_S)
-        self._gate_closing = await self._of_gate(closing)
+        closing = await self._of_gate(patiently(lambda: asked(self._id), full_s=CLEAN_UP_S, absent_s=CLEAN_UP_S))
         return classify_exit(
             run.exit.exit,
-            self._gate_closing,
+            closing,
             run.done,
             self._spec.agent.spec.success_exit_codes,
             self._phase,

@@ -51,13 +51,17 @@ class AttemptSpec:
         """Whether nothing of the rollout can be at a gate yet."""
         return self.number == 1 and not self.is_moved
 
-    def open_request(self) -> OpenRequest:
-        """Returns the request that opens the rollout at the gate. Only the first one repeats an earlier one's id."""
+    def new_gate_request(self) -> str:
+        """Returns the id of the request that opens the rollout at the gate: the first one's is the rollout's."""
+        return self.record.rollout_id if self.is_first else secrets.token_hex(16)
+
+    def open_request(self, request_id: str) -> OpenRequest:
+        """Returns the request that opens the rollout at the gate."""
         agent = self.rollout.agent.spec
         hints, record = agent.auxiliary_calls, self.record
         return OpenRequest(
             rollout_id=record.rollout_id,
-            request_id=record.rollout_id if self.is_first else secrets.token_hex(16),
+            request_id=request_id,
             group_id=record.group_id,
             group_index=record.index if record.group_id else None,
             task_id=self.rollout.task.task_id,

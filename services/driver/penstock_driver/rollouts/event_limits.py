@@ -15,6 +15,7 @@ from typing import Final
 
 from penstock_driver.agents.output_events import AgentEvent, EventKind, EventParser
 from penstock_driver.domain.rollout import RolloutEvent
+from penstock_driver.domain.users import SEEN_BYTES
 
 MAX_EVENTS: Final = 50_000
 MAX_BYTES: Final = 32 << 20
@@ -84,6 +85,8 @@ class OutputEvents:
         self._lines = 0
         self._size_bytes = 0
         self.done: AgentEvent | None = None
+        self.said = ""
+        """The end of the agent's last message."""
 
     async def take(self, data: bytes) -> None:
         """Parse the next part of the output in turns, sleeping after each turn as long as it took.
@@ -147,6 +150,8 @@ class OutputEvents:
 
     def _note_done(self, event: AgentEvent) -> None:
         self.done = event if event.kind is EventKind.DONE else self.done
+        if event.kind is EventKind.ASSISTANT and isinstance(text := event.data.get("text"), str) and text.strip():
+            self.said = text.encode("utf-8", "replace")[-SEEN_BYTES:].decode("utf-8", "ignore")
 
     def _drop(self, data: bytes) -> None:
         assert self._tail is not None

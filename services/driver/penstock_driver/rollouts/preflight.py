@@ -26,6 +26,7 @@ from penstock_driver.domain.ports import (
     SandboxTerms,
 )
 from penstock_driver.domain.rollout import RolloutSpec, judge_id
+from penstock_driver.domain.users import user_id
 
 FRESH_S: Final = 2.0
 """How long the sandbox service's answer is reused: a burst of creations asks once."""
@@ -51,6 +52,8 @@ class Preflight:
         verifier = spec.task.verifier
         if verifier is not None and verifier.judge is not None:
             await self._gate.check(verifier.judge, rollout_id=judge_id(rollout_id), group_id=None, labels={})
+        if spec.user is not None and spec.user.model is not None:
+            await self._gate.check(spec.user.model.terms, rollout_id=user_id(rollout_id), group_id=None, labels={})
         return placed
 
     async def check_terminal(self, terms: SandboxTerms, packages: Packages = NO_PACKAGES) -> SandboxTerms:

@@ -33,6 +33,7 @@ from penstock_driver.domain.rollout import (
     RunProgress,
 )
 from penstock_driver.domain.unended import AttemptPlace, Stage
+from penstock_driver.domain.users import UserTurn
 from penstock_driver.rollouts.event_limits import Allowance, EventLimits
 from penstock_driver.rollouts.recovery.history import History
 from penstock_driver.store.event_log import EventLog
@@ -71,6 +72,7 @@ class RolloutRecorder:
         "pauses",
         "progress",
         "record",
+        "user_turns",
     )
 
     def __init__(self, record: Record, log: EventLog, limits: EventLimits, history: History | None = None) -> None:
@@ -90,6 +92,8 @@ class RolloutRecorder:
         self._replayed = 0
         self._sequence = 0 if history is None else history.last_sequence
         self._closed = False
+        self.user_turns: tuple[UserTurn, ...] = () if history is None else tuple(history.user_turns)
+        """What the user of this attempt decided so far."""
         self._place: AttemptPlace | None = None
         self._was_started = False  # the agent of an attempt that is over
         self._stage = Stage.NONE
@@ -143,6 +147,8 @@ class RolloutRecorder:
 
     def append(self, event: RolloutEvent) -> None:
         """Append an event; agent output counts against `output`. What an earlier process recorded is left out."""
+        if isinstance(event, UserTurn):
+            self.user_turns = (*self.user_turns, event)
         if self._history is not None and self._history.has(event):
             return
         is_summary = isinstance(event, PhaseChanged | AttemptFailed | RolloutPaused | RolloutResumed)
@@ -274,6 +280,7 @@ class RolloutRecorder:
         self.progress.begin_anew(counted=counted)
         self.fork_kind = 0
         self._was_started |= self._place is not None
+        self.user_turns = ()
         self.continue_at(None, Stage.NONE, None)
         if self._history is not None:
             self._history.began_anew()

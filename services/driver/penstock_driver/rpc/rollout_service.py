@@ -24,7 +24,7 @@ from penstock_driver.store.summaries import Summaries
 from penstock_driver.wire.converters import page_token
 from penstock_driver.wire.to_proto import group_to_proto, listed_to_proto, rollout_to_proto
 
-FEATURES: Final = ("rollouts.pause", "annotations", "policies", "turn_rewards", "token_tensors")
+FEATURES: Final = ("rollouts.pause", "annotations", "policies", "turn_rewards", "token_tensors", "users")
 WAIT_SHARE: Final = 0.8
 HOLD_S: Final = 45.0
 """How long at most a pause, or its end, is waited for."""

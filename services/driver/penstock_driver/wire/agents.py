@@ -102,6 +102,8 @@ def spec_from_proto(wire: agent_pb2.AgentSpec) -> AgentSpec:
     }
     if wire.HasField("trial"):
         data["trial"] = {"work": wire.trial.work, "end": wire.trial.end, "end_command": wire.trial.end_command}
+    if wire.HasField("resume"):
+        data["resume"] = {"argv": list(wire.resume.argv), "first_argv": list(wire.resume.first_argv)}
     if wire.HasField("default_timeout"):
         data["default_timeout_s"] = times.seconds(wire.default_timeout)
     return parse_spec(data)
@@ -163,6 +165,7 @@ def spec_to_proto(spec: AgentSpec) -> agent_pb2.AgentSpec:
         success_exit_codes=spec.success_exit_codes,
         default_timeout=times.duration(spec.default_timeout_s),
         trial=agent_pb2.AgentTrial(**spec.trial.model_dump()) if spec.trial else None,
+        resume=agent_pb2.AgentResume(**spec.resume.model_dump()) if spec.resume else None,
     )
 
 

@@ -24,6 +24,7 @@ from penstock_driver.domain.ports import LIMITED, Packages, SandboxTerms
 from penstock_driver.domain.rollout import Limits, Replay, RolloutSpec, Task, Verifier
 from penstock_driver.domain.terminal_episode import DEFAULT_OUTPUT, MAX_COMMANDS, Action, Answer, TerminalSpec
 from penstock_driver.domain.validation import Violations
+from penstock_driver.wire import users
 from penstock_driver.wire.converters import command_from_proto, struct_to_dict
 
 T = TypeVar("T")
@@ -74,6 +75,7 @@ def rollout_spec(request: rollout_pb2.RolloutSpec, agents: AgentRegistry, namesp
         replay=_REPLAYS[request.replay],
         repeatable=is_repeatable(request),
         namespace=namespace,
+        user=users.user_from_proto(request),
         keep_end_state=request.keep_end_state if request.HasField("keep_end_state") else None,
         verifier_sha256=verifier_sha256(request.task.verifier) if request.task.HasField("verifier") else "",
         packages=_packages(request.sandbox.packages),
@@ -277,6 +279,8 @@ def effective_spec(spec: RolloutSpec) -> rollout_pb2.RolloutSpec:
     for name in ("prepare", "setup", "agent", "verify"):
         getattr(wire.limits, name).CopyFrom(times.duration(getattr(spec.limits, f"{name}_s")))
     make_effective(wire.task, spec.task)
+    if spec.user is not None:
+        users.make_effective(wire.user, spec.user)
     return wire
 
 

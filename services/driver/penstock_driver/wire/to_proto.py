@@ -36,6 +36,7 @@ from penstock_driver.domain.rollout import (
     TurnReward,
 )
 from penstock_driver.domain.terminal_episode import Observation, TerminalSpec
+from penstock_driver.domain.users import UserTurn
 from penstock_driver.wire.agents import EVENT_KINDS
 from penstock_driver.wire.converters import command_to_proto, exit_to_proto
 from penstock_driver.wire.specs import make_effective
@@ -140,6 +141,8 @@ def event_to_proto(rollout_id: str, sequence: int, time: float, event: RolloutEv
             wire.paused.CopyFrom(to_proto(event, rollout_pb2.RolloutPaused))
         case RolloutResumed():
             wire.resumed.CopyFrom(to_proto(event, rollout_pb2.RolloutResumed))
+        case UserTurn():
+            wire.user_turn.CopyFrom(to_proto(event, rollout_pb2.UserTurn))
         case Outcome():
             wire.ended.CopyFrom(outcome_to_proto(event))
     return wire

@@ -217,9 +217,16 @@ class RolloutSpec:
     branched_from: BranchPoint | None = None
     """Set for a branch of another rollout."""
     judge_of: str = ""
-    """The rollout whose verifier calls; empty = an agent calls."""
+    """The rollout whose verifier calls; empty = an agent calls, or a user asks."""
+    user_of: str = ""
+    """The rollout whose agent's user asks its model; empty = an agent or a verifier calls."""
     models: tuple[RolloutModel, ...] = ()
     """Empty = one model, the rollout's own."""
+
+    @property
+    def belongs_to(self) -> str:
+        """The rollout beside which it is, as its judge or its user: it answers each body once. Empty = none."""
+        return self.judge_of or self.user_of
 
     @property
     def session_id(self) -> str:

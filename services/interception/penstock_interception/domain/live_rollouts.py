@@ -29,6 +29,7 @@ class Registry:
         self._by_request: dict[tuple[str, str], Rollout] = {}
         # By the id of the rollout whose verifier asks it.
         self._judges: dict[str, Rollout] = {}
+        self._users: dict[str, Rollout] = {}
         self._calls: dict[str, Call] = {}
         self._sessions: dict[str, Session] = {}
 
@@ -63,6 +64,14 @@ class Registry:
         """Returns the calls of a rollout's verifier to its judge, which are a rollout of their own, or None."""
         return self._judges.get(rollout_id)
 
+    def user_of(self, rollout_id: str) -> Rollout | None:
+        """Returns the calls to the model that plays the user of a rollout's agent, a rollout of their own, or None."""
+        return self._users.get(rollout_id)
+
+    def beside(self, rollout_id: str) -> list[Rollout]:
+        """Returns a rollout's judge and user, where it has them: what becomes of it becomes of them."""
+        return [one for one in (self.judge_of(rollout_id), self.user_of(rollout_id)) if one is not None]
+
     def rollouts(self) -> Iterable[Rollout]:
         """All rollouts, oldest first."""
         return self._rollouts.values()
@@ -76,6 +85,8 @@ class Registry:
         self._by_request[rollout.spec.namespace, rollout.spec.request_id] = rollout
         if rollout.spec.judge_of:
             self._judges[rollout.spec.judge_of] = rollout
+        if rollout.spec.user_of:
+            self._users[rollout.spec.user_of] = rollout
         if rollout.state is not RolloutState.CLOSED:
             self.open_rollouts += 1
             self.open_in[rollout.spec.namespace] += 1
@@ -101,6 +112,8 @@ class Registry:
         self._by_request.pop((rollout.spec.namespace, rollout.spec.request_id), None)
         if self._judges.get(rollout.spec.judge_of) is rollout:
             del self._judges[rollout.spec.judge_of]
+        if self._users.get(rollout.spec.user_of) is rollout:
+            del self._users[rollout.spec.user_of]
         self.drop_calls(rollout)
 
     # Calls -----------------------------------------------------------------------------------------------------------

@@ -213,9 +213,9 @@ class Gate:
     def await_rejoin(self, call: Call) -> None:
         """Cancels an open call without connections after the grace period, unless a retry rejoins it.
 
-        A judge's stays open: its verifier may be started again much later, and shall not have it sampled twice.
+        A judge's and a user's stay open: who asks may be started again much later, and shall not have it sampled twice.
         """
-        if not call.rollout.spec.judge_of:
+        if not call.rollout.spec.belongs_to:
             self._set_deadline(DeadlineKind.GONE, call.id, self._limits.rejoin_grace_s)
 
     def stop_awaiting_rejoin(self, call: Call) -> None:

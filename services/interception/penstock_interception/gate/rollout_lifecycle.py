@@ -160,7 +160,7 @@ class RolloutLifecycle:
         for call in calls:
             self._registry.add_call(call)
             rollout.by_retry_key[call.request.retry_key] = call
-            if not call.state.terminal and not rollout.spec.judge_of:
+            if not call.state.terminal and not rollout.spec.belongs_to:
                 self._set_deadline(DeadlineKind.GONE, call.id, self._limits.rejoin_grace_s)
         if rollout.state is RolloutState.CLOSED:
             self.retain(rollout)

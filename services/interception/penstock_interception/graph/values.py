@@ -44,6 +44,7 @@ class CallClass(StrEnum):
     EDIT = "edit"
     RETRY = "retry"
     JUDGE = "judge"
+    USER = "user"
 
 
 class LogprobsMode(StrEnum):

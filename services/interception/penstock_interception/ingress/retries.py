@@ -8,7 +8,8 @@ An SDK that loses its connection, or gets a retriable error, repeats its request
 3. Any other request joins a call with the same body if no client can be waiting for it: an open call without
    connections, or an answered call whose answer was not fully received before its connection ended. An answer still
    being written to an open connection belongs to that connection.
-4. A verifier that asks its judge gets the answer that a known body had: it may have been started again.
+4. A verifier that asks its judge, and a user that asks its model, gets the answer that a known body had: it may have
+   been started again.
 5. Everything else is a new call, even with a known body: an agent may ask the same thing twice.
 
 Bodies are the same if their dialect's `essence` is the same: a client may serialise one request in several ways.
@@ -69,7 +70,7 @@ def same_call(rollout: Rollout, identity: Identity, is_taken: Callable[[str], bo
         raise BadRequest("This Idempotency-Key was used with another body.", None, "idempotency_key_reused")
     if call.state.terminal and call.state is not CallState.DELIVERED:
         return None
-    if identity.by_key or identity.says_retry or rollout.spec.judge_of:
+    if identity.by_key or identity.says_retry or rollout.spec.belongs_to:
         return call
     if not call.state.terminal:
         return call if call.attached <= 0 else None

@@ -99,6 +99,8 @@ class Conversation:
         hints = hints_for(request, self._spec.hints, session)
         if self._spec.judge_of:
             hints = replace(hints, call_class=CallClass.JUDGE)
+        elif self._spec.user_of:
+            hints = replace(hints, call_class=CallClass.USER)
         plan = self.graph.plan(messages, request.tools, hints, template_kwargs=request.template_kwargs)
         codec = self._codec
         if codec is None or not codec.may_spell_control_tokens(request.body):

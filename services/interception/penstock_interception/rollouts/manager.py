@@ -72,15 +72,15 @@ class Rollouts:
         Raises what Registry.find_opened, Sources.resolve and RolloutLifecycle.open raise, FailedPrecondition
         TOKENIZER_MISMATCH for a model whose source has another tokenizer, and Unavailable
         JOURNAL_FAILED (the rollout then does not exist). For a judge: NotFound ROLLOUT_UNKNOWN, FailedPrecondition
-        JUDGE_TOO_EARLY, AlreadyExists ROLLOUT_EXISTS.
+        JUDGE_TOO_EARLY, AlreadyExists ROLLOUT_EXISTS; for a user the same with USER_TOO_LATE.
         """
         before = self._registry.find_opened(spec)
         if before is None:
-            self._check_judged(spec)
+            self._check_beside(spec)
             resolved = await self._resolve(spec, caller_key, spec.model_name)
             before = self._registry.find_opened(spec)  # a concurrent request may have been first
             if before is None:
-                self._check_judged(spec)
+                self._check_beside(spec)
                 return await self._open(spec, resolved, caller_key)
         before.caller_key = caller_key
         if before.opened is not None:
@@ -88,7 +88,7 @@ class Rollouts:
         return before
 
     async def close(self, rollout_id: str, reason: str, *, capture_stored: bool = False) -> Rollout:
-        """Closes a rollout and its judge; returns once that and every accepted answer is on disk. Idempotent.
+        """Closes a rollout, its judge and its user; returns once that and every accepted answer is on disk. Idempotent.
 
         `capture_stored`: its capture needs to be kept no longer than the retention.
 
@@ -103,8 +103,8 @@ class Rollouts:
         if rollout.recording is not None and rollout.recording.forget():
             self._store.recordings.drop_calls(rollout_id)
         cache.PARSED_BODIES.forget(rollout_id)
-        if (judge := self._registry.judge_of(rollout_id)) is not None:
-            await self.close(judge.id, reason, capture_stored=capture_stored)
+        for one in self._registry.beside(rollout_id):
+            await self.close(one.id, reason, capture_stored=capture_stored)
         return rollout
 
     async def abandon(self, driver_id: str) -> None:
@@ -125,15 +125,15 @@ class Rollouts:
                 raise failure
 
     async def delete(self, rollout_id: str) -> None:
-        """Deletes a rollout, its whole capture and its judge's; returns once that is on disk. Idempotent.
+        """Deletes a rollout, its whole capture, its judge's and its user's; returns once that is on disk. Idempotent.
 
         Raises Unavailable JOURNAL_FAILED (the rollout is closed but still exists).
         """
         rollout = self._registry.find(rollout_id)
         if rollout is None:
             return
-        if (judge := self._registry.judge_of(rollout_id)) is not None:
-            await self.delete(judge.id)
+        for one in self._registry.beside(rollout_id):
+            await self.delete(one.id)
         await self._close(rollout, "DELETED")
         if self._registry.find(rollout_id) is not rollout:
             return  # another request has deleted it meanwhile
@@ -157,8 +157,8 @@ class Rollouts:
             written.add_done_callback(partial(self._deleted, rollout))
             try:
                 await durable(written)
-                if (judge := self._registry.judge_of(record.rollout_id)) is not None:
-                    await self.delete(judge.id)
+                for one in self._registry.beside(record.rollout_id):
+                    await self.delete(one.id)
             except Unavailable as error:
                 _log.error("a capture could not be discarded", rollout_id=record.rollout_id, reason=error.reason)
                 return
@@ -192,17 +192,24 @@ class Rollouts:
         still_open = [one.spec for one in self._registry.rollouts() if one.state is not RolloutState.CLOSED]
         await self._tools.restore(still_open, self._gate.leasing.restore_session)
 
-    def _check_judged(self, spec: RolloutSpec) -> None:
-        """Checks the rollout whose verifier is to ask a judge: its agent must not be able to call any more."""
-        if not spec.judge_of:
+    def _check_beside(self, spec: RolloutSpec) -> None:
+        """Checks the rollout whose verifier is to ask a judge, for which its agent must not be able to call any more,
+        or whose agent a user is to instruct.
+        """
+        if not spec.belongs_to:
             return
-        judged = self._registry.rollout(spec.judge_of)
-        if judged.spec.namespace != spec.namespace or judged.spec.judge_of:
+        other = self._registry.rollout(spec.belongs_to)
+        if other.spec.namespace != spec.namespace or other.spec.belongs_to:
             raise NotFound("No such rollout.", reason="ROLLOUT_UNKNOWN")
-        if judged.state is not RolloutState.CLOSED:
+        is_closed = other.state is RolloutState.CLOSED
+        if spec.judge_of and not is_closed:
             raise FailedPrecondition("A judge is asked once the rollout is closed.", reason="JUDGE_TOO_EARLY")
-        if self._registry.judge_of(spec.judge_of) is not None:
+        if spec.user_of and is_closed:
+            raise FailedPrecondition("A user is there while the rollout is open.", reason="USER_TOO_LATE")
+        if spec.judge_of and self._registry.judge_of(other.id) is not None:
             raise AlreadyExists("The rollout has a judge.", reason="ROLLOUT_EXISTS")
+        if spec.user_of and self._registry.user_of(other.id) is not None:
+            raise AlreadyExists("The rollout has a user.", reason="ROLLOUT_EXISTS")
 
     async def _resolve(self, spec: RolloutSpec, caller_key: str | None, asked_model: str) -> Resolved:
         with acting_in(spec.namespace):

@@ -43,6 +43,7 @@ from penstock_interception.domain.state import Rollout
 from penstock_interception.gate.events import CallChange, Change
 from penstock_interception.ingress.dialects.base import DialectCodec
 from penstock_interception.ingress.mcp import server
+from penstock_interception.ingress.questions import Questions
 from penstock_interception.interceptor import Interceptor
 from penstock_interception.rollouts.trajectory import capture
 from penstock_interception.rpc import budgets_and_keys, tools, trajectory
@@ -87,6 +88,7 @@ class RolloutGateServicer(pb_grpc.RolloutGateServiceServicer):
         self._registry = interceptor.registry
         self._keys = interceptor.agent_keys
         self._dialects = {dialect.dialect: dialect for dialect in dialects}
+        self._questions = Questions(interceptor, self._dialects)
         self._ingress_address = ingress_address
         self._stopping = stopping
 
@@ -147,6 +149,13 @@ class RolloutGateServicer(pb_grpc.RolloutGateServiceServicer):
             rollout, request.calls, origin, exact=request.exact, tools=request.host_tool_calls
         )
         return pb.LoadRecordingResponse(calls=count)
+
+    async def AskUser(  # noqa: N802
+        self, request: pb.AskUserRequest, context: grpc.aio.ServicerContext[ProtoMessage, ProtoMessage]
+    ) -> pb.AskUserResponse:
+        rollout = self._registry.rollout(request.rollout_id)
+        call_id, text = await self._questions.ask(rollout, request.body)
+        return pb.AskUserResponse(text=text, call_id=call_id)
 
     async def HoldCalls(  # noqa: N802
         self, request: pb.HoldCallsRequest, context: grpc.aio.ServicerContext[ProtoMessage, ProtoMessage]
@@ -227,12 +236,14 @@ class RolloutGateServicer(pb_grpc.RolloutGateServiceServicer):
             for record in await self._interceptor.store.tools.calls_of(rollout.id, after_index=tools_after):
                 item = tools.record_to(record, bodies=request.include_bodies)
                 yield pb.GetCaptureResponse(trajectory=trajectory_pb2.Trajectory(host_tool_calls=[item]))
-        judge = self._registry.judge_of(rollout.id)
-        if after is None and judge is not None:
-            conversation = await self._interceptor.conversations.of(judge)
-            captured = capture(judge, conversation, after_index=_BEFORE_ALL, include_top=request.include_top)
+        for beside in self._registry.beside(rollout.id) if after is None else ():
+            conversation = await self._interceptor.conversations.of(beside)
+            captured = capture(beside, conversation, after_index=_BEFORE_ALL, include_top=request.include_top)
             async for asked in trajectory.fragments(captured, conversation, body_of, include_top=request.include_top):
-                yield pb.GetCaptureResponse(trajectory=trajectory_pb2.Trajectory(judge_calls=asked.calls))
+                is_judge = bool(beside.spec.judge_of)
+                part = trajectory_pb2.Trajectory()
+                (part.judge_calls if is_judge else part.user_calls).extend(asked.calls)
+                yield pb.GetCaptureResponse(trajectory=part)
 
     async def WatchCalls(  # noqa: N802
         self, request: pb.WatchCallsRequest, context: grpc.aio.ServicerContext[ProtoMessage, ProtoMessage]
@@ -322,6 +333,7 @@ def owned(interceptor: Interceptor) -> Mapping[str, Owned]:
     one = Owned(("rollout_id",), of_rollout)
     methods = (
         "LoadRecording",
+        "AskUser",
         "HoldCalls",
         "CloseRollout",
         "DeleteRollout",
@@ -381,24 +393,29 @@ def spec_from(request: pb.OpenRolloutRequest, known: dict[Dialect, DialectCodec]
         keep_capture=request.keep_capture,
         attempt=_attempt_from(request),
         branched_from=_branch_from(request),
-        judge_of=_judge_of(request),
+        judge_of=_beside_of(request, "judge_of"),
+        user_of=_beside_of(request, "user_of"),
         models=models_from(request, policy, _source_from),
     )
     return spec, caller_key
 
 
-def _judge_of(request: pb.OpenRolloutRequest) -> str:
-    if not request.judge_of:
+def _beside_of(request: pb.OpenRolloutRequest, name: str) -> str:
+    """Returns the rollout of which it is the judge or the user, by the name of that field."""
+    rollout_id: str = getattr(request, name)
+    if not rollout_id:
         return ""
-    check_id("judge_of", request.judge_of)
+    check_id(name, rollout_id)
+    if request.judge_of and request.user_of:
+        raise invalid_field("user_of", "not allowed with judge_of")
     if request.mode != interception_pb2.MODE_TRANSPARENT_PROXY:
-        raise invalid_field("mode", "a judge's calls need MODE_TRANSPARENT_PROXY")
+        raise invalid_field("mode", f"needs MODE_TRANSPARENT_PROXY with {name}")
     for field in ("run_id", "branched_from"):
         if request.HasField(field):
-            raise invalid_field(field, "not allowed with judge_of")
+            raise invalid_field(field, f"not allowed with {name}")
     if request.models:
-        raise invalid_field("models", "not allowed with judge_of")
-    return request.judge_of
+        raise invalid_field("models", f"not allowed with {name}")
+    return rollout_id
 
 
 def _branch_from(request: pb.OpenRolloutRequest) -> BranchPoint | None:

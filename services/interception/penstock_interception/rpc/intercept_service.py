@@ -52,6 +52,7 @@ FEATURES = (
     "policies",
     "token_tensors",
     "top_logprobs",
+    "users",
 )
 """What the gate serves of the contract beyond revision 1."""
 SERVICE = "penstock.interception.v1.InterceptService"

@@ -139,6 +139,8 @@ def test_a_spec_is_known_by_its_content() -> None:
         (changed(env={"A B": "x"}), "env.A B.[key]", "pattern"),
         (changed(needs_root="yes"), "needs_root", "valid boolean"),
         (changed(success_exit_codes=[True]), "success_exit_codes.0", "valid integer"),
+        (changed(resume={"argv": []}), "resume.argv", "at least 1 item"),
+        (changed(resume={"argv": ["{{api_key}}"]}), "spec", "resume.argv[0]: {{api_key}} may not be used here"),
         (changed(check_argv=["{{option.level}}"]), "spec", "may not be used here"),
     ],
 )

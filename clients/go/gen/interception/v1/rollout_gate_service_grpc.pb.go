@@ -22,6 +22,7 @@ const (
 	RolloutGateService_CheckSource_FullMethodName   = "/penstock.interception.v1.RolloutGateService/CheckSource"
 	RolloutGateService_OpenRollout_FullMethodName   = "/penstock.interception.v1.RolloutGateService/OpenRollout"
 	RolloutGateService_LoadRecording_FullMethodName = "/penstock.interception.v1.RolloutGateService/LoadRecording"
+	RolloutGateService_AskUser_FullMethodName       = "/penstock.interception.v1.RolloutGateService/AskUser"
 	RolloutGateService_HoldCalls_FullMethodName     = "/penstock.interception.v1.RolloutGateService/HoldCalls"
 	RolloutGateService_CloseRollout_FullMethodName  = "/penstock.interception.v1.RolloutGateService/CloseRollout"
 	RolloutGateService_DeleteRollout_FullMethodName = "/penstock.interception.v1.RolloutGateService/DeleteRollout"
@@ -50,8 +51,8 @@ type RolloutGateServiceClient interface {
 	//
 	// Idempotent by request_id: a repeat returns the same token.
 	// Errors: ALREADY_EXISTS (ROLLOUT_EXISTS; REQUEST_ID_REUSED), those of CheckSource, FAILED_PRECONDITION
-	// (RUN_BUDGETS_DIFFER, with field violations; JUDGE_TOO_EARLY), NOT_FOUND (ROLLOUT_UNKNOWN: judge_of), RESOURCE_EXHAUSTED
-	// (ROLLOUT_LIMIT, with RetryInfo; BUDGET_EXHAUSTED, final: the run's).
+	// (RUN_BUDGETS_DIFFER, with field violations; JUDGE_TOO_EARLY; USER_TOO_LATE), NOT_FOUND (ROLLOUT_UNKNOWN: judge_of, user_of),
+	// RESOURCE_EXHAUSTED (ROLLOUT_LIMIT, with RetryInfo; BUDGET_EXHAUSTED, final: the run's).
 	OpenRollout(ctx context.Context, in *OpenRolloutRequest, opts ...grpc.CallOption) (*OpenRolloutResponse, error)
 	// LoadRecording adds calls of an earlier attempt, or of another rollout, to an open rollout whose agent has not called
 	// yet. Then a call whose prompt has the token ids of a recorded call's prompt is answered with the recorded completion, at
@@ -72,6 +73,12 @@ type RolloutGateServiceClient interface {
 	// INVALID_ARGUMENT (COMPLETION_INVALID), RESOURCE_EXHAUSTED (RECORDING_LIMIT: 20,000 calls, or the bytes that the operator
 	// allows a rollout's journal).
 	LoadRecording(ctx context.Context, in *LoadRecordingRequest, opts ...grpc.CallOption) (*LoadRecordingResponse, error)
+	// AskUser asks the model that plays the user of another rollout's agent (OpenRolloutRequest.user_of), and returns what it
+	// wrote. A request with the body of an earlier call, other than a failed one, gets that call's answer, or waits for it.
+	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (NOT_A_USER: it was opened without user_of; ROLLOUT_CLOSED;
+	// USER_REFUSED: the model's source refused the request), INVALID_ARGUMENT (FIELD_INVALID), UNAVAILABLE (USER_UNANSWERED: a
+	// repeat may succeed), RESOURCE_EXHAUSTED (BUDGET_EXHAUSTED; RATE_LIMIT, with RetryInfo).
+	AskUser(ctx context.Context, in *AskUserRequest, opts ...grpc.CallOption) (*AskUserResponse, error)
 	// HoldCalls holds an open rollout's calls, or lets them go. While they are held, none is leased or dispatched, agents get
 	// keep-alives, and call_timeout, wall_time and expire_time stop counting. Calls that were given out before may be answered.
 	// Unlike PauseCalls, it holds one rollout, belongs to no session, and lasts until it is revoked or the rollout is closed, also
@@ -145,6 +152,16 @@ func (c *rolloutGateServiceClient) LoadRecording(ctx context.Context, in *LoadRe
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(LoadRecordingResponse)
 	err := c.cc.Invoke(ctx, RolloutGateService_LoadRecording_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *rolloutGateServiceClient) AskUser(ctx context.Context, in *AskUserRequest, opts ...grpc.CallOption) (*AskUserResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(AskUserResponse)
+	err := c.cc.Invoke(ctx, RolloutGateService_AskUser_FullMethodName, in, out, cOpts...)
 	if err != nil {
 		return nil, err
 	}
@@ -336,8 +353,8 @@ type RolloutGateServiceServer interface {
 	//
 	// Idempotent by request_id: a repeat returns the same token.
 	// Errors: ALREADY_EXISTS (ROLLOUT_EXISTS; REQUEST_ID_REUSED), those of CheckSource, FAILED_PRECONDITION
-	// (RUN_BUDGETS_DIFFER, with field violations; JUDGE_TOO_EARLY), NOT_FOUND (ROLLOUT_UNKNOWN: judge_of), RESOURCE_EXHAUSTED
-	// (ROLLOUT_LIMIT, with RetryInfo; BUDGET_EXHAUSTED, final: the run's).
+	// (RUN_BUDGETS_DIFFER, with field violations; JUDGE_TOO_EARLY; USER_TOO_LATE), NOT_FOUND (ROLLOUT_UNKNOWN: judge_of, user_of),
+	// RESOURCE_EXHAUSTED (ROLLOUT_LIMIT, with RetryInfo; BUDGET_EXHAUSTED, final: the run's).
 	OpenRollout(context.Context, *OpenRolloutRequest) (*OpenRolloutResponse, error)
 	// LoadRecording adds calls of an earlier attempt, or of another rollout, to an open rollout whose agent has not called
 	// yet. Then a call whose prompt has the token ids of a recorded call's prompt is answered with the recorded completion, at
@@ -358,6 +375,12 @@ type RolloutGateServiceServer interface {
 	// INVALID_ARGUMENT (COMPLETION_INVALID), RESOURCE_EXHAUSTED (RECORDING_LIMIT: 20,000 calls, or the bytes that the operator
 	// allows a rollout's journal).
 	LoadRecording(context.Context, *LoadRecordingRequest) (*LoadRecordingResponse, error)
+	// AskUser asks the model that plays the user of another rollout's agent (OpenRolloutRequest.user_of), and returns what it
+	// wrote. A request with the body of an earlier call, other than a failed one, gets that call's answer, or waits for it.
+	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (NOT_A_USER: it was opened without user_of; ROLLOUT_CLOSED;
+	// USER_REFUSED: the model's source refused the request), INVALID_ARGUMENT (FIELD_INVALID), UNAVAILABLE (USER_UNANSWERED: a
+	// repeat may succeed), RESOURCE_EXHAUSTED (BUDGET_EXHAUSTED; RATE_LIMIT, with RetryInfo).
+	AskUser(context.Context, *AskUserRequest) (*AskUserResponse, error)
 	// HoldCalls holds an open rollout's calls, or lets them go. While they are held, none is leased or dispatched, agents get
 	// keep-alives, and call_timeout, wall_time and expire_time stop counting. Calls that were given out before may be answered.
 	// Unlike PauseCalls, it holds one rollout, belongs to no session, and lasts until it is revoked or the rollout is closed, also
@@ -412,6 +435,9 @@ func (UnimplementedRolloutGateServiceServer) OpenRollout(context.Context, *OpenR
 }
 func (UnimplementedRolloutGateServiceServer) LoadRecording(context.Context, *LoadRecordingRequest) (*LoadRecordingResponse, error) {
 	return nil, status.Errorf(codes.Unimplemented, "method LoadRecording not implemented")
+}
+func (UnimplementedRolloutGateServiceServer) AskUser(context.Context, *AskUserRequest) (*AskUserResponse, error) {
+	return nil, status.Errorf(codes.Unimplemented, "method AskUser not implemented")
 }
 func (UnimplementedRolloutGateServiceServer) HoldCalls(context.Context, *HoldCallsRequest) (*HoldCallsResponse, error) {
 	return nil, status.Errorf(codes.Unimplemented, "method HoldCalls not implemented")
@@ -506,6 +532,24 @@ func _RolloutGateService_LoadRecording_Handler(srv interface{}, ctx context.Cont
 	}
 	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
 		return srv.(RolloutGateServiceServer).LoadRecording(ctx, req.(*LoadRecordingRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _RolloutGateService_AskUser_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(AskUserRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(RolloutGateServiceServer).AskUser(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: RolloutGateService_AskUser_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(RolloutGateServiceServer).AskUser(ctx, req.(*AskUserRequest))
 	}
 	return interceptor(ctx, in, info, handler)
 }
@@ -717,6 +761,10 @@ var RolloutGateService_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "LoadRecording",
 			Handler:    _RolloutGateService_LoadRecording_Handler,
+		},
+		{
+			MethodName: "AskUser",
+			Handler:    _RolloutGateService_AskUser_Handler,
 		},
 		{
 			MethodName: "HoldCalls",

@@ -89,6 +89,7 @@ from penstock.client.tasks.spec import (
     TokenScope,
     TokenTerms,
     Upstream,
+    User,
     Verifier,
 )
 from penstock.client.tasks.task import Task
@@ -161,6 +162,7 @@ from penstock.client.types.results import (
     RolloutPaused,
     RolloutResult,
     RolloutResumed,
+    UserTurn,
     VerifierCommand,
 )
 from penstock.client.types.sandboxes import (
@@ -384,6 +386,8 @@ __all__ = [
     "Unsupported",
     "Upstream",
     "Usage",
+    "User",
+    "UserTurn",
     "Verifier",
     "VerifierCommand",
     "VersionSpan",

@@ -5,6 +5,8 @@ interpreter has not already loaded) and its prompts are as short as they can be.
 21 ms of CPU; with `json` 32, with `json` and `http.client`, which load `re`, `email` and `ssl`, 72.
 
     python3 -I -S shell_agent.py CONFIG.json        (or --check: exit 0 if it can run here)
+    python3 -I -S shell_agent.py --keep SESSION.json CONFIG.json        keep the conversation at its end
+    python3 -I -S shell_agent.py --resume SESSION.json CONFIG.json      go on with it, and keep it again
 
 CONFIG.json is an object; a key that is not listed here is refused:
     base_url           http://HOST:PORT/PATH; `/chat/completions` is appended. Required.
@@ -180,15 +182,41 @@ def use_tool(call: "dict[str, Any]", config: "dict[str, Any]") -> "tuple[str, in
         return f"error: {error}", None
 
 
-def converse(config: "dict[str, Any]", sampling: "dict[str, Any]") -> int:
-    """Talk until the model stops calling tools."""
+def resumed(path: str) -> "list[Any]":
+    """The messages of a conversation that was kept."""
+    try:
+        with open(path, encoding="utf-8", newline="") as file:
+            messages = loads(file.read())
+    except (OSError, ValueError) as error:
+        raise Stop(2, f"session: {error}") from None
+    if not isinstance(messages, list):
+        raise Stop(2, "session: is not a conversation")
+    return messages
+
+
+def keep(path: str, messages: "list[Any]") -> None:
+    """Keep a conversation, so that it can be resumed."""
+    if not path:
+        return
+    try:
+        with open(path, "w", encoding="utf-8", newline="") as file:
+            file.write(dumps(messages))
+    except OSError as error:
+        raise Stop(2, f"session: {error}") from None
+
+
+def converse(config: "dict[str, Any]", sampling: "dict[str, Any]", session: str = "", resume: bool = False) -> int:
+    """Talk until the model stops calling tools. The conversation is kept in the file `session`, unless it is empty."""
     try:
         with open(config["instruction_file"], encoding="utf-8", newline="") as file:
             instruction = file.read()
     except (OSError, ValueError) as error:
         raise Stop(2, f"instruction_file: {error}") from None
     endpoint = Endpoint(config["base_url"], config["key"], config["request_timeout_s"])
-    messages = [{"role": "system", "content": config["system_prompt"]}] if config["system_prompt"] else []
+    if resume:
+        messages = resumed(session)
+    else:
+        messages = [{"role": "system", "content": config["system_prompt"]}] if config["system_prompt"] else []
     messages.append({"role": "user", "content": instruction})
     request = {"model": config["model"], "messages": messages, "tools": [TOOL], **sampling}
     if config["stream"]:
@@ -202,6 +230,7 @@ def converse(config: "dict[str, Any]", sampling: "dict[str, Any]") -> int:
             emit(type="assistant", turn=turn, text=message["content"])
         calls = message.get("tool_calls") or []
         if not calls:
+            keep(session, messages)
             emit(type="done", reason="stop", turns=turn)
             return 0
         for call in calls:
@@ -210,18 +239,20 @@ def converse(config: "dict[str, Any]", sampling: "dict[str, Any]") -> int:
             output, code = use_tool(call, config)
             emit(type="tool_result", turn=turn, id=call["id"], output=output, exit_code=code)
             messages.append({"role": "tool", "tool_call_id": call["id"], "content": output})
+    keep(session, messages)
     emit(type="done", reason="max_turns", turns=config["max_turns"])
     return 5
 
 
 def main() -> int:
     try:
-        if len(sys.argv) != 2:
-            raise Stop(2, "usage: shell_agent.py CONFIG.json")
+        option = sys.argv[1] if len(sys.argv) == 4 else ""
+        if len(sys.argv) != 2 and option not in ("--keep", "--resume"):
+            raise Stop(2, "usage: shell_agent.py [--keep SESSION.json | --resume SESSION.json] CONFIG.json")
         if sys.argv[1] == "--check":
             emit(type="ok", run=run("exit 0", 10, 1)[1])
             return 0
-        return converse(*read_config(sys.argv[1]))
+        return converse(*read_config(sys.argv[-1]), sys.argv[2] if option else "", option == "--resume")
     except Stop as stop:
         emit(type="error", message=str(stop))
         return stop.code

@@ -6,9 +6,11 @@ another result is not done again: the attempt is lost instead, and says so.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
-from penstock_chassis.errors import FailedPrecondition, NotFound, PenstockError
+from penstock_chassis.errors import AlreadyExists, FailedPrecondition, NotFound, PenstockError
 from penstock_chassis.telemetry.tracing import working_for
 from penstock_driver.domain.failures import OF_THE_SANDBOX
 from penstock_driver.domain.ports import SandboxFacts
@@ -65,8 +67,12 @@ class ContinuedAttempt(Attempt):
             )
         try:
             async with self._attempt.pausing.holding(self._held(sandbox)):
+                self._conversation.begin(place.deadline)
+                if self._conversation.is_further and not self._conversation.is_over:
+                    with suppress(AlreadyExists):  # it was started before the driver died
+                        await self._attempt.pausing.start(partial(self._start_again, sandbox, prepared))
                 async with self._attempt.pausing.undisturbed():
-                    await rejoin_agent(self._sandboxes, sandbox.sandbox_id, self._spec)
+                    await rejoin_agent(self._sandboxes, sandbox.sandbox_id, self._spec, self._conversation)
                 await self._restore_baselines(prepared, before=True)
                 await self._record_missed_calls()
                 # The sandbox service ends the agent in time, by a clock that does not jump.
@@ -87,6 +93,7 @@ class ContinuedAttempt(Attempt):
         await self._recorder.secure()  # the process after this one would look for the sandbox
         await self._sandboxes.delete_labelled(self._attempt.labels)
         self._attempt = replace(self._attempt, is_moved=True, taken_up=None)
+        self._gate_request = self._attempt.new_gate_request()
         await super()._run_phases()
 
     async def _go_on_verifying(self, taken_up: TakenUp, prepared: PreparedEnvironment) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from penstock.values import from_proto
 from penstock_driver.domain.records import Record
 from penstock_driver.domain.rollout import (
     AgentExit,
@@ -16,6 +17,7 @@ from penstock_driver.domain.rollout import (
     RolloutEvent,
     RunProgress,
 )
+from penstock_driver.domain.users import UserTurn
 from penstock_driver.rollouts.event_limits import Allowance, EventLimits
 from penstock_driver.store.event_log import EventLog
 from penstock_driver.wire.outcomes import phase_from_proto
@@ -25,7 +27,8 @@ from penstock_driver.wire.outcomes import phase_from_proto
 class History:
     """The events of a rollout so far. `output` and `calls` are what they used of the limits.
 
-    `agent_events` has the sizes of this attempt's agent events in bytes, in order; they are not in `output` yet.
+    `agent_events` has the sizes of the agent events of this attempt, since its user's last instruction, in bytes, in
+    order; they are not in `output` yet. `user_turns` are of this attempt.
     """
 
     progress: RunProgress
@@ -33,6 +36,7 @@ class History:
     calls: Allowance
     last_sequence: int = 0
     agent_events: list[int] = field(default_factory=list)
+    user_turns: list[UserTurn] = field(default_factory=list)
     _calls: set[str] = field(default_factory=set)
     _artifacts: set[str] = field(default_factory=set)
     _has_exit: bool = False
@@ -65,6 +69,10 @@ class History:
                         history.agent_events.append(size)
                     case "agent_exited":
                         history._has_exit = True
+                    case "user_turn":
+                        history.user_turns.append(from_proto(UserTurn, event.user_turn))
+                        if event.user_turn.instruction:
+                            history._begin_turn()
                     case "call_finished":
                         history.calls.took(size)
                         history._calls.add(event.call_finished.call.call_id)
@@ -83,6 +91,10 @@ class History:
                 return event.name in self._artifacts
             case AgentExit():
                 return self._has_exit
+            case UserTurn(instruction=instruction) if instruction:
+                self.agent_events.clear()  # `output` has counted them: the agent's whole output was read
+                self._has_exit = False
+                return False
             case _:
                 return False
 
@@ -98,8 +110,13 @@ class History:
         self._begin_attempt()
 
     def _begin_attempt(self) -> None:
+        self._begin_turn()
+        self.user_turns.clear()
+        self._artifacts.clear()
+
+    def _begin_turn(self) -> None:
+        """What was printed so far is not read again: the agent is another process from now on."""
         for size in self.agent_events:
             self.output.took(size)
         self.agent_events.clear()
-        self._artifacts.clear()
         self._has_exit = False

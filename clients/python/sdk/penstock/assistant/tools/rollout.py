@@ -26,6 +26,7 @@ from penstock.client import (
     RolloutEvent,
     RolloutPaused,
     RolloutResumed,
+    UserTurn,
 )
 
 _COMPONENTS: Final = 50
@@ -204,6 +205,8 @@ def _event(event: RolloutEvent) -> tuple[dict[str, Any], str]:
             return {}, payload.message
         case RolloutPaused() | RolloutResumed():
             return {}, payload.reason
+        case UserTurn():
+            return {"end": payload.end_reason}, payload.instruction
         case Ended():
             failure = payload.outcome.failure
             return {"reward": _value(payload.outcome.reward), "failure": failure and failure.reason}, ""

@@ -44,6 +44,7 @@ from penstock.cli.connections.options import (
     StateDir,
     UpstreamChoice,
     UpstreamModel,
+    UserFile,
     agent_choice,
     required_assays,
     rollout_options,
@@ -73,6 +74,7 @@ from penstock.client import (
 )
 from penstock.client.errors import first_of
 from penstock.client.tasks.model_keys import load_models
+from penstock.client.tasks.task import load_user
 from penstock.client.transport.atomic_files import write_whole
 from penstock.tasks.images import with_image
 
@@ -111,6 +113,7 @@ def rollout(
     require_assay: RequireAssay = None,
     assay_key: AssayKey = None,
     keep_end_state: KeepEndState = None,
+    user: UserFile = None,
     prices: PriceFile = None,
     model_dir: ModelDir = None,
     engine: Engine = "numpy",
@@ -137,6 +140,8 @@ def rollout(
         options["max_attempts"] = attempts
     if replay is not None:
         options["replay"] = replay
+    if user is not None:
+        options["user"] = read(load_user, user)
     required_assays(options, require_assay, assay_key)
     chosen = agent_choice(agent, option, skip_permissions)
 

@@ -75,6 +75,12 @@ PriceFile = Annotated[
     Path | None,
     typer.Option("--prices", metavar="FILE", help="YAML table of prices per million tokens; shows what calls cost."),
 ]
+UserFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--user", metavar="FILE", help="YAML: who sends the agent further instructions; default: the task's user."
+    ),
+]
 StateDir = Annotated[Path | None, typer.Option(help="State directory of the services; default: per user.")]
 AllNamespaces = Annotated[
     bool, typer.Option("--all-namespaces", "-A", help="For an operator: those of all namespaces.")

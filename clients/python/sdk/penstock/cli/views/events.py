@@ -19,6 +19,7 @@ from penstock.client import (
     RolloutEvent,
     RolloutPaused,
     RolloutResumed,
+    UserTurn,
 )
 
 _MARKS = {"assistant": "", "reasoning": "thinks", "tool_call": "calls", "tool_result": "got", "error": "error"}
@@ -47,6 +48,10 @@ def event(item: RolloutEvent) -> RenderableType | None:
             return Text(clean(f"paused{until}{reason and f': {reason}'}"), style="yellow")
         case RolloutResumed(took, why):
             return Text(clean(f"goes on after a pause of {took or 0.0:.1f} s ({why})"), style="yellow")
+        case UserTurn(instruction=instruction, end_reason=why):
+            if why:
+                return Text(clean(f"   the user has no further instruction ({why})"), style="dim")
+            return Text.assemble(("user: ", "bold"), quoted(instruction))
         case ArtifactCollected(name, _, truncated, size):
             return Text(clean(f"   artifact {name}: {size} bytes{' (cut)' if truncated else ''}"), style="dim")
         case Ended():

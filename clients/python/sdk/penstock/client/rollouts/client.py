@@ -69,6 +69,8 @@ class RolloutOptions(TypedDict, total=False):
     """Results of `penstock tasks assay`: a task without a passing one is refused (`ASSAY_REQUIRED`)."""
     keep_end_state: bool
     """Whether the agent's work is kept, for `regrade`; default: the task's, else if it is graded in a fresh fork."""
+    user: tasks.User
+    """Sends the agent further instructions once it has ended; default: the task's, else nobody."""
 
 
 def spec(task: Task, agent: str | tasks.AgentChoice, options: RolloutOptions) -> rollout_pb2.RolloutSpec:
@@ -112,6 +114,8 @@ def spec(task: Task, agent: str | tasks.AgentChoice, options: RolloutOptions) ->
     budgets = over(options.get("budgets"), task.budgets)
     if budgets is not None:
         message.budgets.CopyFrom(specs.budgets(budgets))
+    if (user := options.get("user", task.user)) is not None:
+        message.user.CopyFrom(specs.user(user))
     if "run_budgets" in options:
         message.run_budgets.CopyFrom(specs.run_budgets(options["run_budgets"]))
     if "token_terms" in options:

@@ -16,6 +16,8 @@ MAX_COMMANDS: Final = 1000
 MAX_PATHS: Final = 256
 MAX_COMPONENTS: Final = 256
 MAX_SERVERS: Final = 64
+MAX_USER_INSTRUCTIONS: Final = 64
+MAX_USER_TEXT_BYTES: Final = 64 << 10
 MAX_LIMIT_S: Final = 7 * 86_400
 _MAX_PERIOD_S: Final = 86_400
 _MAX_SECONDS: Final = 100 * 366 * 86_400
@@ -82,6 +84,14 @@ def _instruction(text: str) -> str:
     return text
 
 
+def _user_text(text: str) -> str:
+    if not text.strip() or "\0" in text:
+        raise ValueError("must not be empty, nor have NUL in it")
+    if len(text.encode()) > MAX_USER_TEXT_BYTES:
+        raise ValueError(f"must have at most {MAX_USER_TEXT_BYTES} bytes")
+    return text
+
+
 def _pattern(pattern: str) -> str:
     names = names_of(pattern)
     if not names or "\0" in pattern or ".." in names:
@@ -100,6 +110,7 @@ def _range(values: list[float]) -> list[float]:
 
 
 Instruction = Annotated[str, AfterValidator(_instruction)]
+UserText = Annotated[str, AfterValidator(_user_text)]
 SeedPath = Annotated[str, _check(is_seed_path, FILE_PATH)]
 Plain = Annotated[str, _check(lambda text: "\0" not in text, "must not have NUL in it")]
 ShellLine = Annotated[str, _check(lambda text: text.strip() and "\0" not in text, "must not be empty, nor have NUL")]

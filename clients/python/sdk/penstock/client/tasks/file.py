@@ -21,6 +21,7 @@ from penstock.client.tasks.field_types import (
     MAX_FILE_BYTES,
     MAX_INSTRUCTION_BYTES,
     MAX_PATHS,
+    MAX_USER_INSTRUCTIONS,
     WORKING_DIRECTORY,
     CopiedFrom,
     Directory,
@@ -33,6 +34,7 @@ from penstock.client.tasks.field_types import (
     Range,
     SeedPath,
     ShellLine,
+    UserText,
     instruction_problem,
     is_file_path,
     names_of,
@@ -40,7 +42,7 @@ from penstock.client.tasks.field_types import (
 from penstock.client.tasks.named_files import Beside, CannotRead, dockerfile_problem
 from penstock.client.tasks.rollout_keys import BudgetsTable, RolloutKeys
 from penstock.client.tasks.sandbox_keys import ResourcesTable
-from penstock.client.tasks.spec import Command, Inference, Judge, SeedFile, Upstream
+from penstock.client.tasks.spec import Command, Inference, Judge, SeedFile, Upstream, User
 from penstock.client.tasks.strict_model import Place, Strict
 
 TASK_FILES: Final = ("task.yaml", "task.yml", "task.json")
@@ -172,8 +174,8 @@ class CopiedPathTable(Strict):
         return {"anyOf": [handler.resolve_ref_schema(handler(schema)), {"type": "string"}]}
 
 
-class JudgeTable(Strict):
-    """`verifier.judge`."""
+class ModelTable(Strict):
+    """A model of the operator's that is asked beside the agent's, and limits of its calls."""
 
     inference: Plain = Field("", description="An inference service's name; without it and upstream, the default one.")
     upstream: Plain = Field("", description="The name of an endpoint in the operator's settings.")
@@ -187,9 +189,56 @@ class JudgeTable(Strict):
         if value.get("model") and not value.get("upstream"):
             yield ("model",), "is of an upstream, which is not set"
 
+    @property
+    def source(self) -> Inference | Upstream:
+        return Upstream(name=self.upstream, model=self.model) if self.upstream else Inference(self.inference)
+
+
+class JudgeTable(ModelTable):
+    """`verifier.judge`."""
+
     def made(self) -> Judge:
-        source = Upstream(name=self.upstream, model=self.model) if self.upstream else Inference(self.inference)
-        return Judge(source=source, budgets=None if self.budgets is None else self.budgets.made())
+        return Judge(source=self.source, budgets=None if self.budgets is None else self.budgets.made())
+
+
+class UserTable(ModelTable):
+    """`user`, or a file of its own."""
+
+    instructions: list[UserText] = Field(
+        default_factory=list, max_length=MAX_USER_INSTRUCTIONS, description="A script's, sent in order."
+    )
+    prompt: UserText | None = Field(None, description="Makes a model the user: who it is, and what it wants.")
+    max_instructions: Annotated[int, Field(ge=1, le=MAX_USER_INSTRUCTIONS)] | None = Field(
+        None, description="The most further instructions; default: the whole script, and 8 of a model."
+    )
+    max_tokens: Annotated[int, Field(ge=1, le=16384)] | None = Field(
+        None, description="The most tokens of one of the model's answers; default 1024."
+    )
+    temperature: Annotated[float, Field(ge=0, le=2, strict=False, allow_inf_nan=False)] | None = None
+    timeout: Annotated[float, Field(gt=0, le=3600, strict=False)] | None = Field(
+        None, description="Seconds for one of the model's answers; default 300."
+    )
+
+    @classmethod
+    def conflicts(cls, value: Mapping[str, Any], beside: Beside | None) -> Iterator[tuple[Place, str]]:
+        yield from super().conflicts(value, beside)
+        if bool(value.get("instructions")) == (value.get("prompt") is not None):
+            yield (), "set instructions or prompt"
+        for name in ("inference", "upstream", "model", "budgets", "max_tokens", "temperature", "timeout"):
+            if value.get("instructions") and value.get(name) is not None:
+                yield (name,), "is of a model: set prompt"
+
+    def made(self) -> User:
+        return User(
+            instructions=self.instructions,
+            prompt=self.prompt or "",
+            source=self.source,
+            budgets=None if self.budgets is None else self.budgets.made(),
+            max_instructions=self.max_instructions,
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            timeout=self.timeout,
+        )
 
 
 class VerifierFile(Strict):
@@ -268,6 +317,7 @@ class TaskFile(RolloutKeys):
     verifier: VerifierFile | None = Field(None, description="How the reward is computed, once the agent is dead.")
     solution: _Solution | None = Field(None, description="A solution of the task; agents never get it.")
     build: str | None = Field(None, description="Directory with the Dockerfile of the image.")
+    user: UserTable | None = Field(None, description="Sends the agent further instructions, once it has ended.")
 
     @classmethod
     def conflicts(cls, value: Mapping[str, Any], beside: Beside | None) -> Iterator[tuple[Place, str]]:

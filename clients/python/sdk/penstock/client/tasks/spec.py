@@ -436,6 +436,42 @@ class Judge:
     budgets: Budgets | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class User:
+    """Sends an agent further instructions, one each time that it has ended: a script, or a model that plays the user.
+
+    The agent goes on in its session and sandbox, within the rollout's limits; the verifier runs after its last end. An
+    agent whose spec has no `resume` is refused. What the user decides are `UserTurn` events.
+
+    Attributes:
+        instructions: a script's, sent in order: 1 to 64, of at most 64 KiB each. Either this or `prompt` is set.
+        prompt: makes a model the user: who it is, what it wants, when it is content; at most 64 KiB. It sees the task's
+            instruction and the agent's last message before each end; what it writes is the next instruction, and [END]
+            in it ends the conversation. Its calls are `Trajectory.user_calls`.
+        source: the model's: an inference service, or an endpoint of the operator's.
+        budgets: of the model's calls alone (`max_calls` None = twice the most instructions).
+        max_instructions: 1 to 64; None = the whole script, and 8 of a model.
+        max_tokens: of one of the model's answers, 1 to 16384; None = 1024.
+        temperature: 0 to 2; None = the source's.
+        timeout: seconds for one answer, retries included, at most an hour; None = 300.
+    """
+
+    instructions: Sequence[str] = ()
+    prompt: str = ""
+    source: Inference | Upstream = Inference()
+    budgets: Budgets | None = None
+    max_instructions: int | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    timeout: float | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.instructions, str):
+            raise InvalidArgument("instructions must be a list of texts", reason="USER")
+        if bool(self.instructions) == bool(self.prompt):
+            raise InvalidArgument("A user must have either instructions or a prompt", reason="USER")
+
+
 ModelSource: TypeAlias = Inference | Upstream | Tokenizer
 """The source of answers where the trainer gives none, and of the tokenizer for the prompts."""
 

@@ -9,6 +9,7 @@ from penstock.client.tasks.file import (
     TASK_FILES,
     File,
     TaskFile,
+    UserTable,
     VerifierFile,
     identifier,
     read_text,
@@ -27,6 +28,7 @@ from penstock.client.tasks.spec import (
     SandboxChoice,
     SeedFile,
     Solution,
+    User,
     Verifier,
 )
 from penstock.client.tasks.yaml import YamlFile
@@ -45,7 +47,8 @@ class Task:
     `keep_diff` keeps the agent's changes in its working directory as an artifact `changes.diff`, `keep_files` the small
     files that are there at the end (64 KiB each, one directory deep, 32) as `files/PATH`. `keep_end_state` is its
     rollouts' default of that option. Agents get `mcp_servers` beside those of the rollout's `AgentChoice`; an agent
-    that cannot use MCP servers is refused. `models` are its rollouts' default of that option.
+    that cannot use MCP servers is refused. `models` are its rollouts' default of that option, and `user` sends their agent
+    further instructions, unless the rollout names another.
     """
 
     task_id: str
@@ -67,6 +70,7 @@ class Task:
     keep_end_state: bool | None = None
     mcp_servers: Sequence[McpServer] = ()
     models: Sequence[RolloutModel] = ()
+    user: User | None = None
 
     @staticmethod
     def load(path: str | Path, *, files_from: Sequence[str | Path] = ()) -> "Task":
@@ -135,7 +139,17 @@ def build_task(source: YamlFile, content: Any = None) -> Task:
         keep_end_state=file.keep_end_state,
         mcp_servers=[server.made() for server in file.mcp_servers],
         models=[table.made() for table in file.models],
+        user=None if file.user is None else file.user.made(),
     )
+
+
+def load_user(path: Path) -> User:
+    """Reads a user from a file that has what a task file has below `user`.
+
+    Raises:
+        InvalidArgument: `TASK_FILE`; as `load_task`.
+    """
+    return YamlFile(path).validated(UserTable, "user").made()
 
 
 def build_verifier(source: YamlFile) -> Verifier:

@@ -362,6 +362,18 @@ class RolloutResumed:
 
 
 @dataclass(frozen=True, slots=True)
+class UserTurn:
+    """What the user decided after an end of the agent, counted from 1 within an attempt: the next `instruction`, or an
+    `end_reason`, such as SCRIPT_ENDED, USER_ENDED, MAX_INSTRUCTIONS. `agent_message` is what it saw.
+    """
+
+    index: int
+    agent_message: str
+    instruction: str
+    end_reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class CommandFinished:
     """A setup or verifier command ended; the tails are the last 4 KiB of its output."""
 
@@ -430,6 +442,7 @@ EventPayload: TypeAlias = (
     | AttemptFailed
     | RolloutPaused
     | RolloutResumed
+    | UserTurn
     | Ended
 )
 """The content of an event."""

@@ -365,6 +365,8 @@ class Trajectory:
     """Where it leaves its parent; None = it is no branch."""
     judge_calls: tuple[Call, ...] = ()
     """Calls of its verifier to the judge, in none of the samples; their parents are among them."""
+    user_calls: tuple[Call, ...] = ()
+    """Calls to the model that plays the user, in none of the samples; their parents are among them."""
     annotations: tuple[Annotation, ...] = ()
     """What judges outside say, in the order of creation."""
 

@@ -155,6 +155,7 @@ _PAYLOADS: Final[Mapping[str, type[results.EventPayload]]] = {
     "progress": results.Progress,
     "paused": results.RolloutPaused,
     "resumed": results.RolloutResumed,
+    "user_turn": results.UserTurn,
 }
 
 

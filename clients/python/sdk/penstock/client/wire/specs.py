@@ -9,7 +9,7 @@ from google.protobuf.struct_pb2 import Struct
 from penstock.client.errors import InvalidArgument
 from penstock.client.tasks import spec as tasks
 from penstock.client.tasks.task import Task
-from penstock.client.wire.chat import number
+from penstock.client.wire.chat import duration, number
 from penstock.client.wire.fingerprints import fingerprint
 from penstock.driver.v1 import rollout_pb2
 from penstock.interception.v1 import interception_pb2
@@ -53,6 +53,25 @@ def _judge(value: tasks.Judge) -> rollout_pb2.Judge:
     )
 
 
+def user(value: tasks.User) -> rollout_pb2.User:
+    """Converts a user."""
+    message = rollout_pb2.User(max_instructions=value.max_instructions)
+    if value.instructions:
+        message.script.instructions.extend(value.instructions)
+        return message
+    message.model.CopyFrom(
+        rollout_pb2.UserModel(
+            source=source(value.source),
+            prompt=value.prompt,
+            budgets=None if value.budgets is None else budgets(value.budgets),
+            max_tokens=value.max_tokens,
+            temperature=value.temperature,
+            timeout=duration(value.timeout),
+        )
+    )
+    return message
+
+
 verifier: Final = writer(
     tasks.Verifier,
     rollout_pb2.Verifier,
@@ -87,6 +106,7 @@ task: Final = writer(
         "keep_end_state",
         "mcp_servers",
         "models",
+        "user",
     ),
     by={"metadata": lambda value: struct(value.metadata, "metadata") if value.metadata else None},
 )
@@ -96,8 +116,8 @@ task: Final = writer(
 def digest(value: Task) -> str:
     """Returns a hash of everything that a task's check depends on: its solution, labels and models are not in it.
 
-    It is that of a rollout's spec with the task's own sandbox, limits, budgets and MCP servers and nothing else, of
-    which no empty message counts: the clients of other languages make it of a spec.
+    It is that of a rollout's spec with the task's own sandbox, limits, budgets, user and MCP servers and nothing else,
+    of which no empty message counts: the clients of other languages make it of a spec.
     """
     message = rollout_pb2.RolloutSpec(task=task(value))
     if value.sandbox is not None and fingerprint(choice := sandbox_choice(value.sandbox)):
@@ -106,6 +126,8 @@ def digest(value: Task) -> str:
         message.limits.CopyFrom(own_limits)
     if value.budgets is not None and fingerprint(own_budgets := budgets(value.budgets)):
         message.budgets.CopyFrom(own_budgets)
+    if value.user is not None:
+        message.user.CopyFrom(user(value.user))
     if value.mcp_servers:
         message.agent.mcp_servers.extend(map(_mcp_server, value.mcp_servers))
     return sha256(fingerprint(message)).hexdigest()

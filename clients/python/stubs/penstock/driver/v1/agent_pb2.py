@@ -28,7 +28,7 @@ from penstock.sandbox.v1 import toolbox_service_pb2 as penstock_dot_sandbox_dot_
 from penstock.trajectory.v1 import trajectory_pb2 as penstock_dot_trajectory_dot_v1_dot_trajectory__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1epenstock/driver/v1/agent.proto\x12\x12penstock.driver.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1cgoogle/protobuf/struct.proto\x1a)penstock/sandbox/v1/toolbox_service.proto\x1a\'penstock/trajectory/v1/trajectory.proto\"\xf5\x07\n\tAgentSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\t\x12\x31\n\x07toolbox\x18\x04 \x01(\x0b\x32 .penstock.sandbox.v1.ToolboxSpec\x12\x12\n\nneeds_root\x18\x05 \x01(\x08\x12\x0c\n\x04\x61rgv\x18\x06 \x03(\t\x12<\n\x0binstruction\x18\x07 \x01(\x0b\x32\'.penstock.driver.v1.InstructionDelivery\x12-\n\x05\x66iles\x18\x08 \x03(\x0b\x32\x1e.penstock.driver.v1.ConfigFile\x12\x33\n\x03\x65nv\x18\t \x03(\x0b\x32&.penstock.driver.v1.AgentSpec.EnvEntry\x12\x31\n\x08\x64ialects\x18\n \x03(\x0e\x32\x1f.penstock.trajectory.v1.Dialect\x12/\n\x03mcp\x18\x0b \x01(\x0b\x32\x1d.penstock.driver.v1.McpConfigH\x00\x88\x01\x01\x12\x30\n\x07options\x18\x0c \x03(\x0b\x32\x1f.penstock.driver.v1.AgentOption\x12\x30\n\x06\x65vents\x18\r \x01(\x0b\x32 .penstock.driver.v1.EventMapping\x12\x33\n\tartifacts\x18\x0e \x03(\x0b\x32 .penstock.driver.v1.ArtifactSpec\x12\x1d\n\x15skip_permissions_argv\x18\x0f \x03(\t\x12S\n\x14skip_permissions_env\x18\x10 \x03(\x0b\x32\x35.penstock.driver.v1.AgentSpec.SkipPermissionsEnvEntry\x12;\n\x0f\x61uxiliary_calls\x18\x11 \x01(\x0b\x32\".penstock.driver.v1.AuxiliaryCalls\x12\x12\n\ncheck_argv\x18\x12 \x03(\t\x12\x1a\n\x12success_exit_codes\x18\x13 \x03(\x05\x12\x32\n\x0f\x64\x65\x66\x61ult_timeout\x18\x14 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x32\n\x05trial\x18\x15 \x01(\x0b\x32\x1e.penstock.driver.v1.AgentTrialH\x01\x88\x01\x01\x1a*\n\x08\x45nvEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a\x39\n\x17SkipPermissionsEnvEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x06\n\x04_mcpB\x08\n\x06_trial\"<\n\nAgentTrial\x12\x0c\n\x04work\x18\x01 \x01(\t\x12\x0b\n\x03\x65nd\x18\x02 \x01(\t\x12\x13\n\x0b\x65nd_command\x18\x03 \x01(\t\"\xcc\x01\n\x13InstructionDelivery\x12>\n\x06method\x18\x01 \x01(\x0e\x32..penstock.driver.v1.InstructionDelivery.Method\x12\x0c\n\x04path\x18\x02 \x01(\t\"g\n\x06Method\x12\x16\n\x12METHOD_UNSPECIFIED\x10\x00\x12\x0f\n\x0bMETHOD_FILE\x10\x01\x12\x10\n\x0cMETHOD_STDIN\x10\x02\x12\x0f\n\x0bMETHOD_ARGV\x10\x03\x12\x11\n\rMETHOD_CONFIG\x10\x04\"\xd4\x01\n\nConfigFile\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\'\n\x04json\x18\x02 \x01(\x0b\x32\x17.google.protobuf.StructH\x00\x12\'\n\x04toml\x18\x03 \x01(\x0b\x32\x17.google.protobuf.StructH\x00\x12\x0e\n\x04text\x18\x04 \x01(\tH\x00\x12/\n\tjson_list\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.ListValueH\x00\x12\x11\n\x04mode\x18\x05 \x01(\rH\x01\x88\x01\x01\x42\t\n\x07\x63ontentB\x07\n\x05_mode\"5\n\tMcpConfig\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x0b\n\x03key\x18\x02 \x01(\t\x12\r\n\x05\x65ntry\x18\x03 \x01(\t\"\xfb\x02\n\x0b\x41gentOption\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x32\n\x04type\x18\x03 \x01(\x0e\x32$.penstock.driver.v1.AgentOption.Type\x12\'\n\x07\x63hoices\x18\x04 \x03(\x0b\x32\x16.google.protobuf.Value\x12\x32\n\rdefault_value\x18\x05 \x01(\x0b\x32\x16.google.protobuf.ValueH\x00\x88\x01\x01\x12\x14\n\x07minimum\x18\x06 \x01(\x01H\x01\x88\x01\x01\x12\x14\n\x07maximum\x18\x07 \x01(\x01H\x02\x88\x01\x01\"b\n\x04Type\x12\x14\n\x10TYPE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bTYPE_STRING\x10\x01\x12\x10\n\x0cTYPE_INTEGER\x10\x02\x12\x0f\n\x0bTYPE_NUMBER\x10\x03\x12\x10\n\x0cTYPE_BOOLEAN\x10\x04\x42\x10\n\x0e_default_valueB\n\n\x08_minimumB\n\n\x08_maximum\"\xdf\x01\n\x0c\x45ventMapping\x12\x37\n\x06source\x18\x01 \x01(\x0e\x32\'.penstock.driver.v1.EventMapping.Source\x12,\n\x05rules\x18\x02 \x03(\x0b\x32\x1d.penstock.driver.v1.EventRule\"h\n\x06Source\x12\x16\n\x12SOURCE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bSOURCE_NONE\x10\x01\x12\x1c\n\x18SOURCE_STDOUT_JSON_LINES\x10\x02\x12\x17\n\x13SOURCE_STDOUT_LINES\x10\x03\"\xb5\x01\n\tEventRule\x12\x0c\n\x04when\x18\x01 \x01(\t\x12\x30\n\x04kind\x18\x02 \x01(\x0e\x32\".penstock.driver.v1.AgentEventKind\x12\x39\n\x06\x66ields\x18\x03 \x03(\x0b\x32).penstock.driver.v1.EventRule.FieldsEntry\x1a-\n\x0b\x46ieldsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"b\n\x0c\x41rtifactSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x10\n\x08required\x18\x03 \x01(\x08\x12\x16\n\tmax_bytes\x18\x04 \x01(\x03H\x00\x88\x01\x01\x42\x0c\n\n_max_bytes\"\x8a\x01\n\x0e\x41uxiliaryCalls\x12\x1c\n\x14title_system_prompts\x18\x01 \x03(\t\x12!\n\x19\x63ompaction_system_prompts\x18\x02 \x03(\t\x12\x17\n\x0fsession_headers\x18\x03 \x03(\t\x12\x1e\n\x16volatile_line_patterns\x18\x04 \x03(\t*\x87\x02\n\x0e\x41gentEventKind\x12 \n\x1c\x41GENT_EVENT_KIND_UNSPECIFIED\x10\x00\x12\x1e\n\x1a\x41GENT_EVENT_KIND_ASSISTANT\x10\x01\x12\x1e\n\x1a\x41GENT_EVENT_KIND_REASONING\x10\x02\x12\x1e\n\x1a\x41GENT_EVENT_KIND_TOOL_CALL\x10\x03\x12 \n\x1c\x41GENT_EVENT_KIND_TOOL_RESULT\x10\x04\x12\x1a\n\x16\x41GENT_EVENT_KIND_ERROR\x10\x05\x12\x19\n\x15\x41GENT_EVENT_KIND_DONE\x10\x06\x12\x1a\n\x16\x41GENT_EVENT_KIND_OTHER\x10\x07\x42\x95\x01\n\x12penstock.driver.v1B\nAgentProtoP\x01Z0penstock.example/penstock/gen/driver/v1;driverv1\xaa\x02\x12Penstock.Driver.V1\xca\x02\x12Penstock\\Driver\\V1\xea\x02\x14Penstock::Driver::V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1epenstock/driver/v1/agent.proto\x12\x12penstock.driver.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1cgoogle/protobuf/struct.proto\x1a)penstock/sandbox/v1/toolbox_service.proto\x1a\'penstock/trajectory/v1/trajectory.proto\"\xb6\x08\n\tAgentSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\t\x12\x31\n\x07toolbox\x18\x04 \x01(\x0b\x32 .penstock.sandbox.v1.ToolboxSpec\x12\x12\n\nneeds_root\x18\x05 \x01(\x08\x12\x0c\n\x04\x61rgv\x18\x06 \x03(\t\x12<\n\x0binstruction\x18\x07 \x01(\x0b\x32\'.penstock.driver.v1.InstructionDelivery\x12-\n\x05\x66iles\x18\x08 \x03(\x0b\x32\x1e.penstock.driver.v1.ConfigFile\x12\x33\n\x03\x65nv\x18\t \x03(\x0b\x32&.penstock.driver.v1.AgentSpec.EnvEntry\x12\x31\n\x08\x64ialects\x18\n \x03(\x0e\x32\x1f.penstock.trajectory.v1.Dialect\x12/\n\x03mcp\x18\x0b \x01(\x0b\x32\x1d.penstock.driver.v1.McpConfigH\x00\x88\x01\x01\x12\x30\n\x07options\x18\x0c \x03(\x0b\x32\x1f.penstock.driver.v1.AgentOption\x12\x30\n\x06\x65vents\x18\r \x01(\x0b\x32 .penstock.driver.v1.EventMapping\x12\x33\n\tartifacts\x18\x0e \x03(\x0b\x32 .penstock.driver.v1.ArtifactSpec\x12\x1d\n\x15skip_permissions_argv\x18\x0f \x03(\t\x12S\n\x14skip_permissions_env\x18\x10 \x03(\x0b\x32\x35.penstock.driver.v1.AgentSpec.SkipPermissionsEnvEntry\x12;\n\x0f\x61uxiliary_calls\x18\x11 \x01(\x0b\x32\".penstock.driver.v1.AuxiliaryCalls\x12\x12\n\ncheck_argv\x18\x12 \x03(\t\x12\x1a\n\x12success_exit_codes\x18\x13 \x03(\x05\x12\x32\n\x0f\x64\x65\x66\x61ult_timeout\x18\x14 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x32\n\x05trial\x18\x15 \x01(\x0b\x32\x1e.penstock.driver.v1.AgentTrialH\x01\x88\x01\x01\x12\x34\n\x06resume\x18\x16 \x01(\x0b\x32\x1f.penstock.driver.v1.AgentResumeH\x02\x88\x01\x01\x1a*\n\x08\x45nvEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a\x39\n\x17SkipPermissionsEnvEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x06\n\x04_mcpB\x08\n\x06_trialB\t\n\x07_resume\"/\n\x0b\x41gentResume\x12\x0c\n\x04\x61rgv\x18\x01 \x03(\t\x12\x12\n\nfirst_argv\x18\x02 \x03(\t\"<\n\nAgentTrial\x12\x0c\n\x04work\x18\x01 \x01(\t\x12\x0b\n\x03\x65nd\x18\x02 \x01(\t\x12\x13\n\x0b\x65nd_command\x18\x03 \x01(\t\"\xcc\x01\n\x13InstructionDelivery\x12>\n\x06method\x18\x01 \x01(\x0e\x32..penstock.driver.v1.InstructionDelivery.Method\x12\x0c\n\x04path\x18\x02 \x01(\t\"g\n\x06Method\x12\x16\n\x12METHOD_UNSPECIFIED\x10\x00\x12\x0f\n\x0bMETHOD_FILE\x10\x01\x12\x10\n\x0cMETHOD_STDIN\x10\x02\x12\x0f\n\x0bMETHOD_ARGV\x10\x03\x12\x11\n\rMETHOD_CONFIG\x10\x04\"\xd4\x01\n\nConfigFile\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\'\n\x04json\x18\x02 \x01(\x0b\x32\x17.google.protobuf.StructH\x00\x12\'\n\x04toml\x18\x03 \x01(\x0b\x32\x17.google.protobuf.StructH\x00\x12\x0e\n\x04text\x18\x04 \x01(\tH\x00\x12/\n\tjson_list\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.ListValueH\x00\x12\x11\n\x04mode\x18\x05 \x01(\rH\x01\x88\x01\x01\x42\t\n\x07\x63ontentB\x07\n\x05_mode\"5\n\tMcpConfig\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x0b\n\x03key\x18\x02 \x01(\t\x12\r\n\x05\x65ntry\x18\x03 \x01(\t\"\xfb\x02\n\x0b\x41gentOption\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x32\n\x04type\x18\x03 \x01(\x0e\x32$.penstock.driver.v1.AgentOption.Type\x12\'\n\x07\x63hoices\x18\x04 \x03(\x0b\x32\x16.google.protobuf.Value\x12\x32\n\rdefault_value\x18\x05 \x01(\x0b\x32\x16.google.protobuf.ValueH\x00\x88\x01\x01\x12\x14\n\x07minimum\x18\x06 \x01(\x01H\x01\x88\x01\x01\x12\x14\n\x07maximum\x18\x07 \x01(\x01H\x02\x88\x01\x01\"b\n\x04Type\x12\x14\n\x10TYPE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bTYPE_STRING\x10\x01\x12\x10\n\x0cTYPE_INTEGER\x10\x02\x12\x0f\n\x0bTYPE_NUMBER\x10\x03\x12\x10\n\x0cTYPE_BOOLEAN\x10\x04\x42\x10\n\x0e_default_valueB\n\n\x08_minimumB\n\n\x08_maximum\"\xdf\x01\n\x0c\x45ventMapping\x12\x37\n\x06source\x18\x01 \x01(\x0e\x32\'.penstock.driver.v1.EventMapping.Source\x12,\n\x05rules\x18\x02 \x03(\x0b\x32\x1d.penstock.driver.v1.EventRule\"h\n\x06Source\x12\x16\n\x12SOURCE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bSOURCE_NONE\x10\x01\x12\x1c\n\x18SOURCE_STDOUT_JSON_LINES\x10\x02\x12\x17\n\x13SOURCE_STDOUT_LINES\x10\x03\"\xb5\x01\n\tEventRule\x12\x0c\n\x04when\x18\x01 \x01(\t\x12\x30\n\x04kind\x18\x02 \x01(\x0e\x32\".penstock.driver.v1.AgentEventKind\x12\x39\n\x06\x66ields\x18\x03 \x03(\x0b\x32).penstock.driver.v1.EventRule.FieldsEntry\x1a-\n\x0b\x46ieldsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"b\n\x0c\x41rtifactSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x10\n\x08required\x18\x03 \x01(\x08\x12\x16\n\tmax_bytes\x18\x04 \x01(\x03H\x00\x88\x01\x01\x42\x0c\n\n_max_bytes\"\x8a\x01\n\x0e\x41uxiliaryCalls\x12\x1c\n\x14title_system_prompts\x18\x01 \x03(\t\x12!\n\x19\x63ompaction_system_prompts\x18\x02 \x03(\t\x12\x17\n\x0fsession_headers\x18\x03 \x03(\t\x12\x1e\n\x16volatile_line_patterns\x18\x04 \x03(\t*\x87\x02\n\x0e\x41gentEventKind\x12 \n\x1c\x41GENT_EVENT_KIND_UNSPECIFIED\x10\x00\x12\x1e\n\x1a\x41GENT_EVENT_KIND_ASSISTANT\x10\x01\x12\x1e\n\x1a\x41GENT_EVENT_KIND_REASONING\x10\x02\x12\x1e\n\x1a\x41GENT_EVENT_KIND_TOOL_CALL\x10\x03\x12 \n\x1c\x41GENT_EVENT_KIND_TOOL_RESULT\x10\x04\x12\x1a\n\x16\x41GENT_EVENT_KIND_ERROR\x10\x05\x12\x19\n\x15\x41GENT_EVENT_KIND_DONE\x10\x06\x12\x1a\n\x16\x41GENT_EVENT_KIND_OTHER\x10\x07\x42\x95\x01\n\x12penstock.driver.v1B\nAgentProtoP\x01Z0penstock.example/penstock/gen/driver/v1;driverv1\xaa\x02\x12Penstock.Driver.V1\xca\x02\x12Penstock\\Driver\\V1\xea\x02\x14Penstock::Driver::V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -42,38 +42,40 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_AGENTSPEC_SKIPPERMISSIONSENVENTRY']._serialized_options = b'8\001'
   _globals['_EVENTRULE_FIELDSENTRY']._loaded_options = None
   _globals['_EVENTRULE_FIELDSENTRY']._serialized_options = b'8\001'
-  _globals['_AGENTEVENTKIND']._serialized_start=2789
-  _globals['_AGENTEVENTKIND']._serialized_end=3052
+  _globals['_AGENTEVENTKIND']._serialized_start=2903
+  _globals['_AGENTEVENTKIND']._serialized_end=3166
   _globals['_AGENTSPEC']._serialized_start=201
-  _globals['_AGENTSPEC']._serialized_end=1214
-  _globals['_AGENTSPEC_ENVENTRY']._serialized_start=1095
-  _globals['_AGENTSPEC_ENVENTRY']._serialized_end=1137
-  _globals['_AGENTSPEC_SKIPPERMISSIONSENVENTRY']._serialized_start=1139
-  _globals['_AGENTSPEC_SKIPPERMISSIONSENVENTRY']._serialized_end=1196
-  _globals['_AGENTTRIAL']._serialized_start=1216
-  _globals['_AGENTTRIAL']._serialized_end=1276
-  _globals['_INSTRUCTIONDELIVERY']._serialized_start=1279
-  _globals['_INSTRUCTIONDELIVERY']._serialized_end=1483
-  _globals['_INSTRUCTIONDELIVERY_METHOD']._serialized_start=1380
-  _globals['_INSTRUCTIONDELIVERY_METHOD']._serialized_end=1483
-  _globals['_CONFIGFILE']._serialized_start=1486
-  _globals['_CONFIGFILE']._serialized_end=1698
-  _globals['_MCPCONFIG']._serialized_start=1700
-  _globals['_MCPCONFIG']._serialized_end=1753
-  _globals['_AGENTOPTION']._serialized_start=1756
-  _globals['_AGENTOPTION']._serialized_end=2135
-  _globals['_AGENTOPTION_TYPE']._serialized_start=1995
-  _globals['_AGENTOPTION_TYPE']._serialized_end=2093
-  _globals['_EVENTMAPPING']._serialized_start=2138
-  _globals['_EVENTMAPPING']._serialized_end=2361
-  _globals['_EVENTMAPPING_SOURCE']._serialized_start=2257
-  _globals['_EVENTMAPPING_SOURCE']._serialized_end=2361
-  _globals['_EVENTRULE']._serialized_start=2364
-  _globals['_EVENTRULE']._serialized_end=2545
-  _globals['_EVENTRULE_FIELDSENTRY']._serialized_start=2500
-  _globals['_EVENTRULE_FIELDSENTRY']._serialized_end=2545
-  _globals['_ARTIFACTSPEC']._serialized_start=2547
-  _globals['_ARTIFACTSPEC']._serialized_end=2645
-  _globals['_AUXILIARYCALLS']._serialized_start=2648
-  _globals['_AUXILIARYCALLS']._serialized_end=2786
+  _globals['_AGENTSPEC']._serialized_end=1279
+  _globals['_AGENTSPEC_ENVENTRY']._serialized_start=1149
+  _globals['_AGENTSPEC_ENVENTRY']._serialized_end=1191
+  _globals['_AGENTSPEC_SKIPPERMISSIONSENVENTRY']._serialized_start=1193
+  _globals['_AGENTSPEC_SKIPPERMISSIONSENVENTRY']._serialized_end=1250
+  _globals['_AGENTRESUME']._serialized_start=1281
+  _globals['_AGENTRESUME']._serialized_end=1328
+  _globals['_AGENTTRIAL']._serialized_start=1330
+  _globals['_AGENTTRIAL']._serialized_end=1390
+  _globals['_INSTRUCTIONDELIVERY']._serialized_start=1393
+  _globals['_INSTRUCTIONDELIVERY']._serialized_end=1597
+  _globals['_INSTRUCTIONDELIVERY_METHOD']._serialized_start=1494
+  _globals['_INSTRUCTIONDELIVERY_METHOD']._serialized_end=1597
+  _globals['_CONFIGFILE']._serialized_start=1600
+  _globals['_CONFIGFILE']._serialized_end=1812
+  _globals['_MCPCONFIG']._serialized_start=1814
+  _globals['_MCPCONFIG']._serialized_end=1867
+  _globals['_AGENTOPTION']._serialized_start=1870
+  _globals['_AGENTOPTION']._serialized_end=2249
+  _globals['_AGENTOPTION_TYPE']._serialized_start=2109
+  _globals['_AGENTOPTION_TYPE']._serialized_end=2207
+  _globals['_EVENTMAPPING']._serialized_start=2252
+  _globals['_EVENTMAPPING']._serialized_end=2475
+  _globals['_EVENTMAPPING_SOURCE']._serialized_start=2371
+  _globals['_EVENTMAPPING_SOURCE']._serialized_end=2475
+  _globals['_EVENTRULE']._serialized_start=2478
+  _globals['_EVENTRULE']._serialized_end=2659
+  _globals['_EVENTRULE_FIELDSENTRY']._serialized_start=2614
+  _globals['_EVENTRULE_FIELDSENTRY']._serialized_end=2659
+  _globals['_ARTIFACTSPEC']._serialized_start=2661
+  _globals['_ARTIFACTSPEC']._serialized_end=2759
+  _globals['_AUXILIARYCALLS']._serialized_start=2762
+  _globals['_AUXILIARYCALLS']._serialized_end=2900
 # @@protoc_insertion_point(module_scope)

@@ -129,6 +129,7 @@ class AgentSpec(_message.Message):
     SUCCESS_EXIT_CODES_FIELD_NUMBER: _builtins.int
     DEFAULT_TIMEOUT_FIELD_NUMBER: _builtins.int
     TRIAL_FIELD_NUMBER: _builtins.int
+    RESUME_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Identifier, unique in the registry."""
     description: _builtins.str
@@ -191,6 +192,10 @@ class AgentSpec(_message.Message):
         tool call ends the agent's work.
         """
 
+    @_builtins.property
+    def resume(self) -> Global___AgentResume:
+        """How the agent takes a further instruction in a session that it has. Unset = it cannot: a rollout with a user is refused."""
+
     def __init__(
         self,
         *,
@@ -215,21 +220,60 @@ class AgentSpec(_message.Message):
         success_exit_codes: _abc.Iterable[_builtins.int] | None = ...,
         default_timeout: _duration_pb2.Duration | None = ...,
         trial: Global___AgentTrial | None = ...,
+        resume: Global___AgentResume | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_mcp", b"_mcp", "_trial", b"_trial", "auxiliary_calls", b"auxiliary_calls", "default_timeout", b"default_timeout", "events", b"events", "instruction", b"instruction", "mcp", b"mcp", "toolbox", b"toolbox", "trial", b"trial"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_mcp", b"_mcp", "_resume", b"_resume", "_trial", b"_trial", "auxiliary_calls", b"auxiliary_calls", "default_timeout", b"default_timeout", "events", b"events", "instruction", b"instruction", "mcp", b"mcp", "resume", b"resume", "toolbox", b"toolbox", "trial", b"trial"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_mcp", b"_mcp", "_trial", b"_trial", "argv", b"argv", "artifacts", b"artifacts", "auxiliary_calls", b"auxiliary_calls", "check_argv", b"check_argv", "default_timeout", b"default_timeout", "description", b"description", "dialects", b"dialects", "env", b"env", "events", b"events", "files", b"files", "instruction", b"instruction", "mcp", b"mcp", "name", b"name", "needs_root", b"needs_root", "options", b"options", "skip_permissions_argv", b"skip_permissions_argv", "skip_permissions_env", b"skip_permissions_env", "success_exit_codes", b"success_exit_codes", "toolbox", b"toolbox", "trial", b"trial", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_mcp", b"_mcp", "_resume", b"_resume", "_trial", b"_trial", "argv", b"argv", "artifacts", b"artifacts", "auxiliary_calls", b"auxiliary_calls", "check_argv", b"check_argv", "default_timeout", b"default_timeout", "description", b"description", "dialects", b"dialects", "env", b"env", "events", b"events", "files", b"files", "instruction", b"instruction", "mcp", b"mcp", "name", b"name", "needs_root", b"needs_root", "options", b"options", "resume", b"resume", "skip_permissions_argv", b"skip_permissions_argv", "skip_permissions_env", b"skip_permissions_env", "success_exit_codes", b"success_exit_codes", "toolbox", b"toolbox", "trial", b"trial", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__mcp: _TypeAlias = _typing.Literal["mcp"]  # noqa: Y015
     _WhichOneofArgType__mcp: _TypeAlias = _typing.Literal["_mcp", b"_mcp"]  # noqa: Y015
+    _WhichOneofReturnType__resume: _TypeAlias = _typing.Literal["resume"]  # noqa: Y015
+    _WhichOneofArgType__resume: _TypeAlias = _typing.Literal["_resume", b"_resume"]  # noqa: Y015
     _WhichOneofReturnType__trial: _TypeAlias = _typing.Literal["trial"]  # noqa: Y015
     _WhichOneofArgType__trial: _TypeAlias = _typing.Literal["_trial", b"_trial"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__mcp) -> _WhichOneofReturnType__mcp | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__resume) -> _WhichOneofReturnType__resume | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__trial) -> _WhichOneofReturnType__trial | None: ...
 
 Global___AgentSpec: _TypeAlias = AgentSpec  # noqa: Y015
+
+@_typing.final
+class AgentResume(_message.Message):
+    """AgentResume is how an agent goes on with its last session, after it has ended. The session is in its home directory. The
+    further instruction reaches it as the first one does (`instruction`). Files and environment stay what they are.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ARGV_FIELD_NUMBER: _builtins.int
+    FIRST_ARGV_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def argv(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """In place of AgentSpec.argv, for each further instruction. Templates as there."""
+
+    @_builtins.property
+    def first_argv(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """In place of AgentSpec.argv for the first instruction, where a user may send further ones: for agents that keep no session
+        unless they are asked to. Empty = AgentSpec.argv.
+        """
+
+    def __init__(
+        self,
+        *,
+        argv: _abc.Iterable[_builtins.str] | None = ...,
+        first_argv: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["argv", b"argv", "first_argv", b"first_argv"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AgentResume: _TypeAlias = AgentResume  # noqa: Y015
 
 @_typing.final
 class AgentTrial(_message.Message):

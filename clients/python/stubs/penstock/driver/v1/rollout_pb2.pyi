@@ -973,6 +973,7 @@ class RolloutSpec(_message.Message):
     MODELS_FIELD_NUMBER: _builtins.int
     REPLAY_FIELD_NUMBER: _builtins.int
     KEEP_END_STATE_FIELD_NUMBER: _builtins.int
+    USER_FIELD_NUMBER: _builtins.int
     mode: _interception_pb2.Mode.ValueType
     run_id: _builtins.str
     """Groups rollouts of one training run."""
@@ -1026,6 +1027,12 @@ class RolloutSpec(_message.Message):
     def models(self) -> _containers.RepeatedCompositeFieldContainer[_interception_pb2.RolloutModel]:
         """The models that answer the agent's calls. See OpenRolloutRequest.models."""
 
+    @_builtins.property
+    def user(self) -> Global___User:
+        """Who sends the agent further instructions once it has ended, in the same sandbox and session. Unset = nobody. Refused for
+        an agent without AgentSpec.resume.
+        """
+
     def __init__(
         self,
         *,
@@ -1047,10 +1054,11 @@ class RolloutSpec(_message.Message):
         models: _abc.Iterable[_interception_pb2.RolloutModel] | None = ...,
         replay: Global___Replay.ValueType = ...,
         keep_end_state: _builtins.bool | None = ...,
+        user: Global___User | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_keep_end_state", b"_keep_end_state", "_max_attempts", b"_max_attempts", "_run_id", b"_run_id", "_sampling_override", b"_sampling_override", "_seed", b"_seed", "agent", b"agent", "budgets", b"budgets", "keep_end_state", b"keep_end_state", "limits", b"limits", "max_attempts", b"max_attempts", "policy", b"policy", "run_budgets", b"run_budgets", "run_id", b"run_id", "sampling_override", b"sampling_override", "sandbox", b"sandbox", "seed", b"seed", "source", b"source", "task", b"task", "token_terms", b"token_terms"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_keep_end_state", b"_keep_end_state", "_max_attempts", b"_max_attempts", "_run_id", b"_run_id", "_sampling_override", b"_sampling_override", "_seed", b"_seed", "_user", b"_user", "agent", b"agent", "budgets", b"budgets", "keep_end_state", b"keep_end_state", "limits", b"limits", "max_attempts", b"max_attempts", "policy", b"policy", "run_budgets", b"run_budgets", "run_id", b"run_id", "sampling_override", b"sampling_override", "sandbox", b"sandbox", "seed", b"seed", "source", b"source", "task", b"task", "token_terms", b"token_terms", "user", b"user"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_keep_end_state", b"_keep_end_state", "_max_attempts", b"_max_attempts", "_run_id", b"_run_id", "_sampling_override", b"_sampling_override", "_seed", b"_seed", "agent", b"agent", "budgets", b"budgets", "keep_end_state", b"keep_end_state", "labels", b"labels", "limits", b"limits", "max_attempts", b"max_attempts", "mode", b"mode", "models", b"models", "policy", b"policy", "replay", b"replay", "run_budgets", b"run_budgets", "run_id", b"run_id", "sampling_override", b"sampling_override", "sandbox", b"sandbox", "seed", b"seed", "source", b"source", "task", b"task", "token_terms", b"token_terms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_keep_end_state", b"_keep_end_state", "_max_attempts", b"_max_attempts", "_run_id", b"_run_id", "_sampling_override", b"_sampling_override", "_seed", b"_seed", "_user", b"_user", "agent", b"agent", "budgets", b"budgets", "keep_end_state", b"keep_end_state", "labels", b"labels", "limits", b"limits", "max_attempts", b"max_attempts", "mode", b"mode", "models", b"models", "policy", b"policy", "replay", b"replay", "run_budgets", b"run_budgets", "run_id", b"run_id", "sampling_override", b"sampling_override", "sandbox", b"sandbox", "seed", b"seed", "source", b"source", "task", b"task", "token_terms", b"token_terms", "user", b"user"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__keep_end_state: _TypeAlias = _typing.Literal["keep_end_state"]  # noqa: Y015
     _WhichOneofArgType__keep_end_state: _TypeAlias = _typing.Literal["_keep_end_state", b"_keep_end_state"]  # noqa: Y015
@@ -1062,6 +1070,8 @@ class RolloutSpec(_message.Message):
     _WhichOneofArgType__sampling_override: _TypeAlias = _typing.Literal["_sampling_override", b"_sampling_override"]  # noqa: Y015
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
+    _WhichOneofReturnType__user: _TypeAlias = _typing.Literal["user"]  # noqa: Y015
+    _WhichOneofArgType__user: _TypeAlias = _typing.Literal["_user", b"_user"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__keep_end_state) -> _WhichOneofReturnType__keep_end_state | None: ...
     @_typing.overload
@@ -1072,8 +1082,137 @@ class RolloutSpec(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__sampling_override) -> _WhichOneofReturnType__sampling_override | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__seed) -> _WhichOneofReturnType__seed | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__user) -> _WhichOneofReturnType__user | None: ...
 
 Global___RolloutSpec: _TypeAlias = RolloutSpec  # noqa: Y015
+
+@_typing.final
+class User(_message.Message):
+    """User sends an agent further instructions, one each time that it has ended with a success code. The agent is then started
+    again (AgentSpec.resume), with all that it left but for its processes, which are dead. Its key, budgets, captured calls and
+    Limits.agent are those of the whole rollout: the time in which the user thinks counts too. The verifier runs once, after the
+    last end. Each decision of the user is a UserTurn among the events, on disk before the agent starts.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SCRIPT_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    MAX_INSTRUCTIONS_FIELD_NUMBER: _builtins.int
+    max_instructions: _builtins.int
+    """The most further instructions, 1 to 64. Unset = all of a script's, and 8 of a model."""
+    @_builtins.property
+    def script(self) -> Global___UserScript: ...
+    @_builtins.property
+    def model(self) -> Global___UserModel: ...
+    def __init__(
+        self,
+        *,
+        script: Global___UserScript | None = ...,
+        model: Global___UserModel | None = ...,
+        max_instructions: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_instructions", b"_max_instructions", "kind", b"kind", "max_instructions", b"max_instructions", "model", b"model", "script", b"script"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_instructions", b"_max_instructions", "kind", b"kind", "max_instructions", b"max_instructions", "model", b"model", "script", b"script"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__max_instructions: _TypeAlias = _typing.Literal["max_instructions"]  # noqa: Y015
+    _WhichOneofArgType__max_instructions: _TypeAlias = _typing.Literal["_max_instructions", b"_max_instructions"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["script", "model"]  # noqa: Y015
+    _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_instructions) -> _WhichOneofReturnType__max_instructions | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
+
+Global___User: _TypeAlias = User  # noqa: Y015
+
+@_typing.final
+class UserScript(_message.Message):
+    """UserScript is a user with fixed instructions."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INSTRUCTIONS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def instructions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Sent in order: 1 to 64, each of 1 byte to 64 KiB."""
+
+    def __init__(
+        self,
+        *,
+        instructions: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["instructions", b"instructions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UserScript: _TypeAlias = UserScript  # noqa: Y015
+
+@_typing.final
+class UserModel(_message.Message):
+    """UserModel is a model that plays the user. It is asked once after each end of the agent, by Chat Completions: `prompt` and the
+    task's instruction are the system message, what the agent wrote last before each end (its last 32 KiB) is a user's message,
+    and what the user sent an assistant's. Its answer is the next instruction; one that is empty or contains [END] ends the
+    conversation. Its calls are Trajectory.user_calls, of class USER: never trained, and asked once whatever is killed. Where it
+    does not answer, the attempt fails for USER_UNANSWERED, of cause MODEL.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SOURCE_FIELD_NUMBER: _builtins.int
+    PROMPT_FIELD_NUMBER: _builtins.int
+    BUDGETS_FIELD_NUMBER: _builtins.int
+    MAX_TOKENS_FIELD_NUMBER: _builtins.int
+    TEMPERATURE_FIELD_NUMBER: _builtins.int
+    TIMEOUT_FIELD_NUMBER: _builtins.int
+    prompt: _builtins.str
+    """Who the user is, what it wants and when it is content: 1 byte to 64 KiB."""
+    max_tokens: _builtins.int
+    """The most tokens of one answer, 1 to 16384. Unset = 1024. An answer that is cut off there is sent as it is."""
+    temperature: _builtins.float
+    """Of sampling, 0 to 2. Unset = the source's default."""
+    @_builtins.property
+    def source(self) -> _interception_pb2.ModelSource:
+        """Unset = the default inference service. A tokenizer and an endpoint of the caller's are refused (FIELD_INVALID)."""
+
+    @_builtins.property
+    def budgets(self) -> _interception_pb2.Budgets:
+        """Of the user's calls alone: they count in no budget of the rollout or its run. Unset max_calls = twice the most
+        instructions, since a call that failed is asked again.
+        """
+
+    @_builtins.property
+    def timeout(self) -> _duration_pb2.Duration:
+        """For one answer, retries included. Unset = 5 min."""
+
+    def __init__(
+        self,
+        *,
+        source: _interception_pb2.ModelSource | None = ...,
+        prompt: _builtins.str = ...,
+        budgets: _interception_pb2.Budgets | None = ...,
+        max_tokens: _builtins.int | None = ...,
+        temperature: _builtins.float | None = ...,
+        timeout: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_temperature", b"_temperature", "budgets", b"budgets", "max_tokens", b"max_tokens", "source", b"source", "temperature", b"temperature", "timeout", b"timeout"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_temperature", b"_temperature", "budgets", b"budgets", "max_tokens", b"max_tokens", "prompt", b"prompt", "source", b"source", "temperature", b"temperature", "timeout", b"timeout"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__max_tokens: _TypeAlias = _typing.Literal["max_tokens"]  # noqa: Y015
+    _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__temperature: _TypeAlias = _typing.Literal["temperature"]  # noqa: Y015
+    _WhichOneofArgType__temperature: _TypeAlias = _typing.Literal["_temperature", b"_temperature"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_tokens) -> _WhichOneofReturnType__max_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__temperature) -> _WhichOneofReturnType__temperature | None: ...
+
+Global___UserModel: _TypeAlias = UserModel  # noqa: Y015
 
 @_typing.final
 class Failure(_message.Message):
@@ -1965,6 +2104,7 @@ class RolloutEvent(_message.Message):
     ATTEMPT_FAILED_FIELD_NUMBER: _builtins.int
     PAUSED_FIELD_NUMBER: _builtins.int
     RESUMED_FIELD_NUMBER: _builtins.int
+    USER_TURN_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """From 1, without gaps within a rollout."""
     rollout_id: _builtins.str
@@ -1998,6 +2138,8 @@ class RolloutEvent(_message.Message):
     def paused(self) -> Global___RolloutPaused: ...
     @_builtins.property
     def resumed(self) -> Global___RolloutResumed: ...
+    @_builtins.property
+    def user_turn(self) -> Global___UserTurn: ...
     def __init__(
         self,
         *,
@@ -2015,16 +2157,53 @@ class RolloutEvent(_message.Message):
         attempt_failed: Global___AttemptFailed | None = ...,
         paused: Global___RolloutPaused | None = ...,
         resumed: Global___RolloutResumed | None = ...,
+        user_turn: Global___UserTurn | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["agent_event", b"agent_event", "agent_exited", b"agent_exited", "artifact", b"artifact", "attempt_failed", b"attempt_failed", "call_finished", b"call_finished", "command_finished", b"command_finished", "ended", b"ended", "event", b"event", "paused", b"paused", "phase_changed", b"phase_changed", "progress", b"progress", "resumed", b"resumed", "time", b"time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["agent_event", b"agent_event", "agent_exited", b"agent_exited", "artifact", b"artifact", "attempt_failed", b"attempt_failed", "call_finished", b"call_finished", "command_finished", b"command_finished", "ended", b"ended", "event", b"event", "paused", b"paused", "phase_changed", b"phase_changed", "progress", b"progress", "resumed", b"resumed", "time", b"time", "user_turn", b"user_turn"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_event", b"agent_event", "agent_exited", b"agent_exited", "artifact", b"artifact", "attempt_failed", b"attempt_failed", "call_finished", b"call_finished", "command_finished", b"command_finished", "ended", b"ended", "event", b"event", "paused", b"paused", "phase_changed", b"phase_changed", "progress", b"progress", "resumed", b"resumed", "rollout_id", b"rollout_id", "sequence", b"sequence", "time", b"time"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_event", b"agent_event", "agent_exited", b"agent_exited", "artifact", b"artifact", "attempt_failed", b"attempt_failed", "call_finished", b"call_finished", "command_finished", b"command_finished", "ended", b"ended", "event", b"event", "paused", b"paused", "phase_changed", b"phase_changed", "progress", b"progress", "resumed", b"resumed", "rollout_id", b"rollout_id", "sequence", b"sequence", "time", b"time", "user_turn", b"user_turn"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["phase_changed", "command_finished", "agent_event", "call_finished", "artifact", "progress", "ended", "agent_exited", "attempt_failed", "paused", "resumed"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["phase_changed", "command_finished", "agent_event", "call_finished", "artifact", "progress", "ended", "agent_exited", "attempt_failed", "paused", "resumed", "user_turn"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
 Global___RolloutEvent: _TypeAlias = RolloutEvent  # noqa: Y015
+
+@_typing.final
+class UserTurn(_message.Message):
+    """UserTurn states what the user decided after an end of the agent."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    AGENT_MESSAGE_FIELD_NUMBER: _builtins.int
+    INSTRUCTION_FIELD_NUMBER: _builtins.int
+    END_REASON_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """From 1, within an attempt."""
+    agent_message: _builtins.str
+    """What the user saw: the last message that the agent wrote, its last 32 KiB. Empty = it wrote none."""
+    instruction: _builtins.str
+    """What the agent is given next. Empty = the conversation is over."""
+    end_reason: _builtins.str
+    """Why it is over: "SCRIPT_ENDED", "USER_ENDED" (its model wrote [END], or nothing), "MAX_INSTRUCTIONS", "USER_BUDGET"
+    (UserModel.budgets), "AGENT_FAILED" (then the user is not asked). Empty = it goes on.
+    """
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        agent_message: _builtins.str = ...,
+        instruction: _builtins.str = ...,
+        end_reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_message", b"agent_message", "end_reason", b"end_reason", "index", b"index", "instruction", b"instruction"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UserTurn: _TypeAlias = UserTurn  # noqa: Y015
 
 @_typing.final
 class RolloutPaused(_message.Message):

@@ -203,6 +203,7 @@ class OpenRolloutRequest(_message.Message):
     ATTEMPT_FIELD_NUMBER: _builtins.int
     BRANCHED_FROM_FIELD_NUMBER: _builtins.int
     JUDGE_OF_FIELD_NUMBER: _builtins.int
+    USER_OF_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Required: 1 to 256 characters, fresh for each creation. A repeat with the same id and content creates nothing.
     Remembered until the rollout is deleted, by DeleteRollout or at the end of the operator's retention.
@@ -235,6 +236,13 @@ class OpenRolloutRequest(_message.Message):
     with the body of an earlier call, other than a failed one, gets that call's answer, whenever it comes. GetCapture of the
     other rollout returns these calls as Trajectory.judge_calls; closing, storing or deleting it does the same to this
     one. MODE_TRANSPARENT_PROXY only, without a run.
+    """
+    user_of: _builtins.str
+    """Set where a model plays the user of another rollout's agent: the id of that rollout, which must be of the same namespace,
+    open and without another user (FAILED_PRECONDITION USER_TOO_LATE, ROLLOUT_UNKNOWN, ROLLOUT_EXISTS). As with judge_of, a
+    request with the body of an earlier call gets that call's answer, and this rollout is closed, stored and deleted with the
+    other, whose GetCapture returns these calls as Trajectory.user_calls. Not with judge_of. MODE_TRANSPARENT_PROXY only,
+    without a run.
     """
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
@@ -306,10 +314,11 @@ class OpenRolloutRequest(_message.Message):
         attempt: _builtins.int = ...,
         branched_from: _trajectory_pb2.BranchPoint | None = ...,
         judge_of: _builtins.str = ...,
+        user_of: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_branched_from", b"_branched_from", "_group_id", b"_group_id", "_group_index", b"_group_index", "_run_id", b"_run_id", "_sampling_override", b"_sampling_override", "_task_id", b"_task_id", "branched_from", b"branched_from", "budgets", b"budgets", "group_id", b"group_id", "group_index", b"group_index", "hints", b"hints", "policy", b"policy", "run_budgets", b"run_budgets", "run_id", b"run_id", "sampling_override", b"sampling_override", "source", b"source", "task_id", b"task_id", "token_terms", b"token_terms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_branched_from", b"_branched_from", "_group_id", b"_group_id", "_group_index", b"_group_index", "_run_id", b"_run_id", "_sampling_override", b"_sampling_override", "_task_id", b"_task_id", "attempt", b"attempt", "branched_from", b"branched_from", "budgets", b"budgets", "dialects", b"dialects", "driver_id", b"driver_id", "group_id", b"group_id", "group_index", b"group_index", "hints", b"hints", "judge_of", b"judge_of", "keep_capture", b"keep_capture", "labels", b"labels", "mode", b"mode", "model_name", b"model_name", "models", b"models", "policy", b"policy", "request_id", b"request_id", "rollout_id", b"rollout_id", "run_budgets", b"run_budgets", "run_id", b"run_id", "sampling_override", b"sampling_override", "source", b"source", "task_id", b"task_id", "token_terms", b"token_terms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_branched_from", b"_branched_from", "_group_id", b"_group_id", "_group_index", b"_group_index", "_run_id", b"_run_id", "_sampling_override", b"_sampling_override", "_task_id", b"_task_id", "attempt", b"attempt", "branched_from", b"branched_from", "budgets", b"budgets", "dialects", b"dialects", "driver_id", b"driver_id", "group_id", b"group_id", "group_index", b"group_index", "hints", b"hints", "judge_of", b"judge_of", "keep_capture", b"keep_capture", "labels", b"labels", "mode", b"mode", "model_name", b"model_name", "models", b"models", "policy", b"policy", "request_id", b"request_id", "rollout_id", b"rollout_id", "run_budgets", b"run_budgets", "run_id", b"run_id", "sampling_override", b"sampling_override", "source", b"source", "task_id", b"task_id", "token_terms", b"token_terms", "user_of", b"user_of"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__branched_from: _TypeAlias = _typing.Literal["branched_from"]  # noqa: Y015
     _WhichOneofArgType__branched_from: _TypeAlias = _typing.Literal["_branched_from", b"_branched_from"]  # noqa: Y015
@@ -337,6 +346,58 @@ class OpenRolloutRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__task_id) -> _WhichOneofReturnType__task_id | None: ...
 
 Global___OpenRolloutRequest: _TypeAlias = OpenRolloutRequest  # noqa: Y015
+
+@_typing.final
+class AskUserRequest(_message.Message):
+    """See AskUser."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLLOUT_ID_FIELD_NUMBER: _builtins.int
+    BODY_FIELD_NUMBER: _builtins.int
+    rollout_id: _builtins.str
+    """Of the user: the one that was opened with user_of."""
+    body: _builtins.bytes
+    """A request of OpenAI Chat Completions, without a stream and without tools."""
+    def __init__(
+        self,
+        *,
+        rollout_id: _builtins.str = ...,
+        body: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "rollout_id", b"rollout_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AskUserRequest: _TypeAlias = AskUserRequest  # noqa: Y015
+
+@_typing.final
+class AskUserResponse(_message.Message):
+    """See AskUser."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: _builtins.int
+    CALL_ID_FIELD_NUMBER: _builtins.int
+    text: _builtins.str
+    """The text of the answer, at most 256 KiB; without reasoning."""
+    call_id: _builtins.str
+    """The call in Trajectory.user_calls."""
+    def __init__(
+        self,
+        *,
+        text: _builtins.str = ...,
+        call_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call_id", b"call_id", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AskUserResponse: _TypeAlias = AskUserResponse  # noqa: Y015
 
 @_typing.final
 class LoadRecordingRequest(_message.Message):

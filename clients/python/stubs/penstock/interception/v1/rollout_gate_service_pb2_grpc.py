@@ -55,6 +55,11 @@ class RolloutGateServiceStub(object):
                 request_serializer=penstock_dot_interception_dot_v1_dot_rollout__gate__service__pb2.LoadRecordingRequest.SerializeToString,
                 response_deserializer=penstock_dot_interception_dot_v1_dot_rollout__gate__service__pb2.LoadRecordingResponse.FromString,
                 _registered_method=True)
+        self.AskUser = channel.unary_unary(
+                '/penstock.interception.v1.RolloutGateService/AskUser',
+                request_serializer=penstock_dot_interception_dot_v1_dot_rollout__gate__service__pb2.AskUserRequest.SerializeToString,
+                response_deserializer=penstock_dot_interception_dot_v1_dot_rollout__gate__service__pb2.AskUserResponse.FromString,
+                _registered_method=True)
         self.HoldCalls = channel.unary_unary(
                 '/penstock.interception.v1.RolloutGateService/HoldCalls',
                 request_serializer=penstock_dot_interception_dot_v1_dot_rollout__gate__service__pb2.HoldCallsRequest.SerializeToString,
@@ -134,8 +139,8 @@ class RolloutGateServiceServicer(object):
 
         Idempotent by request_id: a repeat returns the same token.
         Errors: ALREADY_EXISTS (ROLLOUT_EXISTS; REQUEST_ID_REUSED), those of CheckSource, FAILED_PRECONDITION
-        (RUN_BUDGETS_DIFFER, with field violations; JUDGE_TOO_EARLY), NOT_FOUND (ROLLOUT_UNKNOWN: judge_of), RESOURCE_EXHAUSTED
-        (ROLLOUT_LIMIT, with RetryInfo; BUDGET_EXHAUSTED, final: the run's).
+        (RUN_BUDGETS_DIFFER, with field violations; JUDGE_TOO_EARLY; USER_TOO_LATE), NOT_FOUND (ROLLOUT_UNKNOWN: judge_of, user_of),
+        RESOURCE_EXHAUSTED (ROLLOUT_LIMIT, with RetryInfo; BUDGET_EXHAUSTED, final: the run's).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -160,6 +165,17 @@ class RolloutGateServiceServicer(object):
         Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_CLOSED; RECORDING_LATE: the agent has called),
         INVALID_ARGUMENT (COMPLETION_INVALID), RESOURCE_EXHAUSTED (RECORDING_LIMIT: 20,000 calls, or the bytes that the operator
         allows a rollout's journal).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AskUser(self, request, context):
+        """AskUser asks the model that plays the user of another rollout's agent (OpenRolloutRequest.user_of), and returns what it
+        wrote. A request with the body of an earlier call, other than a failed one, gets that call's answer, or waits for it.
+        Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (NOT_A_USER: it was opened without user_of; ROLLOUT_CLOSED;
+        USER_REFUSED: the model's source refused the request), INVALID_ARGUMENT (FIELD_INVALID), UNAVAILABLE (USER_UNANSWERED: a
+        repeat may succeed), RESOURCE_EXHAUSTED (BUDGET_EXHAUSTED; RATE_LIMIT, with RetryInfo).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -271,6 +287,11 @@ def add_RolloutGateServiceServicer_to_server(servicer, server):
                     servicer.LoadRecording,
                     request_deserializer=penstock_dot_interception_dot_v1_dot_rollout__gate__service__pb2.LoadRecordingRequest.FromString,
                     response_serializer=penstock_dot_interception_dot_v1_dot_rollout__gate__service__pb2.LoadRecordingResponse.SerializeToString,
+            ),
+            'AskUser': grpc.unary_unary_rpc_method_handler(
+                    servicer.AskUser,
+                    request_deserializer=penstock_dot_interception_dot_v1_dot_rollout__gate__service__pb2.AskUserRequest.FromString,
+                    response_serializer=penstock_dot_interception_dot_v1_dot_rollout__gate__service__pb2.AskUserResponse.SerializeToString,
             ),
             'HoldCalls': grpc.unary_unary_rpc_method_handler(
                     servicer.HoldCalls,
@@ -410,6 +431,33 @@ class RolloutGateService(object):
             '/penstock.interception.v1.RolloutGateService/LoadRecording',
             penstock_dot_interception_dot_v1_dot_rollout__gate__service__pb2.LoadRecordingRequest.SerializeToString,
             penstock_dot_interception_dot_v1_dot_rollout__gate__service__pb2.LoadRecordingResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AskUser(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.interception.v1.RolloutGateService/AskUser',
+            penstock_dot_interception_dot_v1_dot_rollout__gate__service__pb2.AskUserRequest.SerializeToString,
+            penstock_dot_interception_dot_v1_dot_rollout__gate__service__pb2.AskUserResponse.FromString,
             options,
             channel_credentials,
             insecure,

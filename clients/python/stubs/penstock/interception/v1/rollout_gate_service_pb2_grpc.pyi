@@ -53,8 +53,8 @@ class RolloutGateServiceStub:
 
     Idempotent by request_id: a repeat returns the same token.
     Errors: ALREADY_EXISTS (ROLLOUT_EXISTS; REQUEST_ID_REUSED), those of CheckSource, FAILED_PRECONDITION
-    (RUN_BUDGETS_DIFFER, with field violations; JUDGE_TOO_EARLY), NOT_FOUND (ROLLOUT_UNKNOWN: judge_of), RESOURCE_EXHAUSTED
-    (ROLLOUT_LIMIT, with RetryInfo; BUDGET_EXHAUSTED, final: the run's).
+    (RUN_BUDGETS_DIFFER, with field violations; JUDGE_TOO_EARLY; USER_TOO_LATE), NOT_FOUND (ROLLOUT_UNKNOWN: judge_of, user_of),
+    RESOURCE_EXHAUSTED (ROLLOUT_LIMIT, with RetryInfo; BUDGET_EXHAUSTED, final: the run's).
     """
     LoadRecording: _grpc.UnaryUnaryMultiCallable[_rollout_gate_service_pb2.LoadRecordingRequest, _rollout_gate_service_pb2.LoadRecordingResponse]
     """LoadRecording adds calls of an earlier attempt, or of another rollout, to an open rollout whose agent has not called
@@ -75,6 +75,13 @@ class RolloutGateServiceStub:
     Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_CLOSED; RECORDING_LATE: the agent has called),
     INVALID_ARGUMENT (COMPLETION_INVALID), RESOURCE_EXHAUSTED (RECORDING_LIMIT: 20,000 calls, or the bytes that the operator
     allows a rollout's journal).
+    """
+    AskUser: _grpc.UnaryUnaryMultiCallable[_rollout_gate_service_pb2.AskUserRequest, _rollout_gate_service_pb2.AskUserResponse]
+    """AskUser asks the model that plays the user of another rollout's agent (OpenRolloutRequest.user_of), and returns what it
+    wrote. A request with the body of an earlier call, other than a failed one, gets that call's answer, or waits for it.
+    Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (NOT_A_USER: it was opened without user_of; ROLLOUT_CLOSED;
+    USER_REFUSED: the model's source refused the request), INVALID_ARGUMENT (FIELD_INVALID), UNAVAILABLE (USER_UNANSWERED: a
+    repeat may succeed), RESOURCE_EXHAUSTED (BUDGET_EXHAUSTED; RATE_LIMIT, with RetryInfo).
     """
     HoldCalls: _grpc.UnaryUnaryMultiCallable[_rollout_gate_service_pb2.HoldCallsRequest, _rollout_gate_service_pb2.HoldCallsResponse]
     """HoldCalls holds an open rollout's calls, or lets them go. While they are held, none is leased or dispatched, agents get
@@ -149,8 +156,8 @@ class RolloutGateServiceAsyncStub(RolloutGateServiceStub):
 
     Idempotent by request_id: a repeat returns the same token.
     Errors: ALREADY_EXISTS (ROLLOUT_EXISTS; REQUEST_ID_REUSED), those of CheckSource, FAILED_PRECONDITION
-    (RUN_BUDGETS_DIFFER, with field violations; JUDGE_TOO_EARLY), NOT_FOUND (ROLLOUT_UNKNOWN: judge_of), RESOURCE_EXHAUSTED
-    (ROLLOUT_LIMIT, with RetryInfo; BUDGET_EXHAUSTED, final: the run's).
+    (RUN_BUDGETS_DIFFER, with field violations; JUDGE_TOO_EARLY; USER_TOO_LATE), NOT_FOUND (ROLLOUT_UNKNOWN: judge_of, user_of),
+    RESOURCE_EXHAUSTED (ROLLOUT_LIMIT, with RetryInfo; BUDGET_EXHAUSTED, final: the run's).
     """
     LoadRecording: _aio.UnaryUnaryMultiCallable[_rollout_gate_service_pb2.LoadRecordingRequest, _rollout_gate_service_pb2.LoadRecordingResponse]  # type: ignore[assignment]
     """LoadRecording adds calls of an earlier attempt, or of another rollout, to an open rollout whose agent has not called
@@ -171,6 +178,13 @@ class RolloutGateServiceAsyncStub(RolloutGateServiceStub):
     Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_CLOSED; RECORDING_LATE: the agent has called),
     INVALID_ARGUMENT (COMPLETION_INVALID), RESOURCE_EXHAUSTED (RECORDING_LIMIT: 20,000 calls, or the bytes that the operator
     allows a rollout's journal).
+    """
+    AskUser: _aio.UnaryUnaryMultiCallable[_rollout_gate_service_pb2.AskUserRequest, _rollout_gate_service_pb2.AskUserResponse]  # type: ignore[assignment]
+    """AskUser asks the model that plays the user of another rollout's agent (OpenRolloutRequest.user_of), and returns what it
+    wrote. A request with the body of an earlier call, other than a failed one, gets that call's answer, or waits for it.
+    Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (NOT_A_USER: it was opened without user_of; ROLLOUT_CLOSED;
+    USER_REFUSED: the model's source refused the request), INVALID_ARGUMENT (FIELD_INVALID), UNAVAILABLE (USER_UNANSWERED: a
+    repeat may succeed), RESOURCE_EXHAUSTED (BUDGET_EXHAUSTED; RATE_LIMIT, with RetryInfo).
     """
     HoldCalls: _aio.UnaryUnaryMultiCallable[_rollout_gate_service_pb2.HoldCallsRequest, _rollout_gate_service_pb2.HoldCallsResponse]  # type: ignore[assignment]
     """HoldCalls holds an open rollout's calls, or lets them go. While they are held, none is leased or dispatched, agents get
@@ -254,8 +268,8 @@ class RolloutGateServiceServicer(metaclass=_abc_1.ABCMeta):
 
         Idempotent by request_id: a repeat returns the same token.
         Errors: ALREADY_EXISTS (ROLLOUT_EXISTS; REQUEST_ID_REUSED), those of CheckSource, FAILED_PRECONDITION
-        (RUN_BUDGETS_DIFFER, with field violations; JUDGE_TOO_EARLY), NOT_FOUND (ROLLOUT_UNKNOWN: judge_of), RESOURCE_EXHAUSTED
-        (ROLLOUT_LIMIT, with RetryInfo; BUDGET_EXHAUSTED, final: the run's).
+        (RUN_BUDGETS_DIFFER, with field violations; JUDGE_TOO_EARLY; USER_TOO_LATE), NOT_FOUND (ROLLOUT_UNKNOWN: judge_of, user_of),
+        RESOURCE_EXHAUSTED (ROLLOUT_LIMIT, with RetryInfo; BUDGET_EXHAUSTED, final: the run's).
         """
 
     @_abc_1.abstractmethod
@@ -282,6 +296,19 @@ class RolloutGateServiceServicer(metaclass=_abc_1.ABCMeta):
         Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_CLOSED; RECORDING_LATE: the agent has called),
         INVALID_ARGUMENT (COMPLETION_INVALID), RESOURCE_EXHAUSTED (RECORDING_LIMIT: 20,000 calls, or the bytes that the operator
         allows a rollout's journal).
+        """
+
+    @_abc_1.abstractmethod
+    def AskUser(
+        self,
+        request: _rollout_gate_service_pb2.AskUserRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_rollout_gate_service_pb2.AskUserResponse, _abc.Awaitable[_rollout_gate_service_pb2.AskUserResponse]]:
+        """AskUser asks the model that plays the user of another rollout's agent (OpenRolloutRequest.user_of), and returns what it
+        wrote. A request with the body of an earlier call, other than a failed one, gets that call's answer, or waits for it.
+        Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (NOT_A_USER: it was opened without user_of; ROLLOUT_CLOSED;
+        USER_REFUSED: the model's source refused the request), INVALID_ARGUMENT (FIELD_INVALID), UNAVAILABLE (USER_UNANSWERED: a
+        repeat may succeed), RESOURCE_EXHAUSTED (BUDGET_EXHAUSTED; RATE_LIMIT, with RetryInfo).
         """
 
     @_abc_1.abstractmethod

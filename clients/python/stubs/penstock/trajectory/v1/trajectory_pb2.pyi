@@ -107,6 +107,8 @@ class _CallClassEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CallClass.V
     """The same messages again, where the agent continued with another answer to them."""
     CALL_CLASS_JUDGE: _CallClass.ValueType  # 8
     """A verifier's question to its judge, after the agent's death. Only in Trajectory.judge_calls."""
+    CALL_CLASS_USER: _CallClass.ValueType  # 9
+    """What a model that plays the user is asked (driver.v1.UserModel). Only in Trajectory.user_calls."""
 
 class CallClass(_CallClass, metaclass=_CallClassEnumTypeWrapper):
     """CallClass is what a call was for. Every call has a class; none is dropped."""
@@ -128,6 +130,8 @@ CALL_CLASS_RETRY: CallClass.ValueType  # 7
 """The same messages again, where the agent continued with another answer to them."""
 CALL_CLASS_JUDGE: CallClass.ValueType  # 8
 """A verifier's question to its judge, after the agent's death. Only in Trajectory.judge_calls."""
+CALL_CLASS_USER: CallClass.ValueType  # 9
+"""What a model that plays the user is asked (driver.v1.UserModel). Only in Trajectory.user_calls."""
 Global___CallClass: _TypeAlias = CallClass  # noqa: Y015
 
 class _CallState:
@@ -1120,6 +1124,7 @@ class Trajectory(_message.Message):
     ATTEMPT_FIELD_NUMBER: _builtins.int
     BRANCHED_FROM_FIELD_NUMBER: _builtins.int
     JUDGE_CALLS_FIELD_NUMBER: _builtins.int
+    USER_CALLS_FIELD_NUMBER: _builtins.int
     rollout_id: _builtins.str
     group_id: _builtins.str
     run_id: _builtins.str
@@ -1186,6 +1191,12 @@ class Trajectory(_message.Message):
         They are in no branch, no sample, no grade and not in the hash chain of `calls`.
         """
 
+    @_builtins.property
+    def user_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___Call]:
+        """Calls to the model that plays the user (driver.v1.UserModel), in order of arrival, of class USER. As judge_calls, they are
+        in no branch, no sample, no grade and not in the hash chain of `calls`.
+        """
+
     def __init__(
         self,
         *,
@@ -1220,10 +1231,11 @@ class Trajectory(_message.Message):
         attempt: _builtins.int = ...,
         branched_from: Global___BranchPoint | None = ...,
         judge_calls: _abc.Iterable[Global___Call] | None = ...,
+        user_calls: _abc.Iterable[Global___Call] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_branched_from", b"_branched_from", "_group_id", b"_group_id", "_group_index", b"_group_index", "_reward", b"_reward", "_run_id", b"_run_id", "branched_from", b"branched_from", "create_time", b"create_time", "duration", b"duration", "end_time", b"end_time", "group_id", b"group_id", "group_index", b"group_index", "reward", b"reward", "run_id", b"run_id", "task_metadata", b"task_metadata"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_branched_from", b"_branched_from", "_group_id", b"_group_id", "_group_index", b"_group_index", "_reward", b"_reward", "_run_id", b"_run_id", "agent", b"agent", "agent_spec_sha256", b"agent_spec_sha256", "annotations", b"annotations", "attempt", b"attempt", "branched_from", b"branched_from", "branches", b"branches", "calls", b"calls", "capture_level", b"capture_level", "chain_sha256", b"chain_sha256", "chat_template_sha256", b"chat_template_sha256", "create_time", b"create_time", "duration", b"duration", "end_time", b"end_time", "failure_cause", b"failure_cause", "failure_caused_by", b"failure_caused_by", "failure_reason", b"failure_reason", "findings", b"findings", "grade", b"grade", "group_id", b"group_id", "group_index", b"group_index", "host_tool_calls", b"host_tool_calls", "judge_calls", b"judge_calls", "labels", b"labels", "namespace", b"namespace", "reward", b"reward", "rollout_id", b"rollout_id", "run_id", b"run_id", "samples", b"samples", "task_id", b"task_id", "task_metadata", b"task_metadata", "tokenizer_sha256", b"tokenizer_sha256"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_branched_from", b"_branched_from", "_group_id", b"_group_id", "_group_index", b"_group_index", "_reward", b"_reward", "_run_id", b"_run_id", "agent", b"agent", "agent_spec_sha256", b"agent_spec_sha256", "annotations", b"annotations", "attempt", b"attempt", "branched_from", b"branched_from", "branches", b"branches", "calls", b"calls", "capture_level", b"capture_level", "chain_sha256", b"chain_sha256", "chat_template_sha256", b"chat_template_sha256", "create_time", b"create_time", "duration", b"duration", "end_time", b"end_time", "failure_cause", b"failure_cause", "failure_caused_by", b"failure_caused_by", "failure_reason", b"failure_reason", "findings", b"findings", "grade", b"grade", "group_id", b"group_id", "group_index", b"group_index", "host_tool_calls", b"host_tool_calls", "judge_calls", b"judge_calls", "labels", b"labels", "namespace", b"namespace", "reward", b"reward", "rollout_id", b"rollout_id", "run_id", b"run_id", "samples", b"samples", "task_id", b"task_id", "task_metadata", b"task_metadata", "tokenizer_sha256", b"tokenizer_sha256", "user_calls", b"user_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__branched_from: _TypeAlias = _typing.Literal["branched_from"]  # noqa: Y015
     _WhichOneofArgType__branched_from: _TypeAlias = _typing.Literal["_branched_from", b"_branched_from"]  # noqa: Y015

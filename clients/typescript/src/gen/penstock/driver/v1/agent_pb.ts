@@ -18,7 +18,7 @@ import type { JsonObject, Message } from "@bufbuild/protobuf";
  * Describes the file penstock/driver/v1/agent.proto.
  */
 export const file_penstock_driver_v1_agent: GenFile = /*@__PURE__*/
-  fileDesc("Ch5wZW5zdG9jay9kcml2ZXIvdjEvYWdlbnQucHJvdG8SEnBlbnN0b2NrLmRyaXZlci52MSL1BwoJQWdlbnRTcGVjEgwKBG5hbWUYASABKAkSEwoLZGVzY3JpcHRpb24YAiABKAkSDwoHdmVyc2lvbhgDIAEoCRIxCgd0b29sYm94GAQgASgLMiAucGVuc3RvY2suc2FuZGJveC52MS5Ub29sYm94U3BlYxISCgpuZWVkc19yb290GAUgASgIEgwKBGFyZ3YYBiADKAkSPAoLaW5zdHJ1Y3Rpb24YByABKAsyJy5wZW5zdG9jay5kcml2ZXIudjEuSW5zdHJ1Y3Rpb25EZWxpdmVyeRItCgVmaWxlcxgIIAMoCzIeLnBlbnN0b2NrLmRyaXZlci52MS5Db25maWdGaWxlEjMKA2VudhgJIAMoCzImLnBlbnN0b2NrLmRyaXZlci52MS5BZ2VudFNwZWMuRW52RW50cnkSMQoIZGlhbGVjdHMYCiADKA4yHy5wZW5zdG9jay50cmFqZWN0b3J5LnYxLkRpYWxlY3QSLwoDbWNwGAsgASgLMh0ucGVuc3RvY2suZHJpdmVyLnYxLk1jcENvbmZpZ0gAiAEBEjAKB29wdGlvbnMYDCADKAsyHy5wZW5zdG9jay5kcml2ZXIudjEuQWdlbnRPcHRpb24SMAoGZXZlbnRzGA0gASgLMiAucGVuc3RvY2suZHJpdmVyLnYxLkV2ZW50TWFwcGluZxIzCglhcnRpZmFjdHMYDiADKAsyIC5wZW5zdG9jay5kcml2ZXIudjEuQXJ0aWZhY3RTcGVjEh0KFXNraXBfcGVybWlzc2lvbnNfYXJndhgPIAMoCRJTChRza2lwX3Blcm1pc3Npb25zX2VudhgQIAMoCzI1LnBlbnN0b2NrLmRyaXZlci52MS5BZ2VudFNwZWMuU2tpcFBlcm1pc3Npb25zRW52RW50cnkSOwoPYXV4aWxpYXJ5X2NhbGxzGBEgASgLMiIucGVuc3RvY2suZHJpdmVyLnYxLkF1eGlsaWFyeUNhbGxzEhIKCmNoZWNrX2FyZ3YYEiADKAkSGgoSc3VjY2Vzc19leGl0X2NvZGVzGBMgAygFEjIKD2RlZmF1bHRfdGltZW91dBgUIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIyCgV0cmlhbBgVIAEoCzIeLnBlbnN0b2NrLmRyaXZlci52MS5BZ2VudFRyaWFsSAGIAQEaKgoIRW52RW50cnkSCwoDa2V5GAEgASgJEg0KBXZhbHVlGAIgASgJOgI4ARo5ChdTa2lwUGVybWlzc2lvbnNFbnZFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAk6AjgBQgYKBF9tY3BCCAoGX3RyaWFsIjwKCkFnZW50VHJpYWwSDAoEd29yaxgBIAEoCRILCgNlbmQYAiABKAkSEwoLZW5kX2NvbW1hbmQYAyABKAkizAEKE0luc3RydWN0aW9uRGVsaXZlcnkSPgoGbWV0aG9kGAEgASgOMi4ucGVuc3RvY2suZHJpdmVyLnYxLkluc3RydWN0aW9uRGVsaXZlcnkuTWV0aG9kEgwKBHBhdGgYAiABKAkiZwoGTWV0aG9kEhYKEk1FVEhPRF9VTlNQRUNJRklFRBAAEg8KC01FVEhPRF9GSUxFEAESEAoMTUVUSE9EX1NURElOEAISDwoLTUVUSE9EX0FSR1YQAxIRCg1NRVRIT0RfQ09ORklHEAQi1AEKCkNvbmZpZ0ZpbGUSDAoEcGF0aBgBIAEoCRInCgRqc29uGAIgASgLMhcuZ29vZ2xlLnByb3RvYnVmLlN0cnVjdEgAEicKBHRvbWwYAyABKAsyFy5nb29nbGUucHJvdG9idWYuU3RydWN0SAASDgoEdGV4dBgEIAEoCUgAEi8KCWpzb25fbGlzdBgGIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5MaXN0VmFsdWVIABIRCgRtb2RlGAUgASgNSAGIAQFCCQoHY29udGVudEIHCgVfbW9kZSI1CglNY3BDb25maWcSDAoEcGF0aBgBIAEoCRILCgNrZXkYAiABKAkSDQoFZW50cnkYAyABKAki+wIKC0FnZW50T3B0aW9uEgwKBG5hbWUYASABKAkSEwoLZGVzY3JpcHRpb24YAiABKAkSMgoEdHlwZRgDIAEoDjIkLnBlbnN0b2NrLmRyaXZlci52MS5BZ2VudE9wdGlvbi5UeXBlEicKB2Nob2ljZXMYBCADKAsyFi5nb29nbGUucHJvdG9idWYuVmFsdWUSMgoNZGVmYXVsdF92YWx1ZRgFIAEoCzIWLmdvb2dsZS5wcm90b2J1Zi5WYWx1ZUgAiAEBEhQKB21pbmltdW0YBiABKAFIAYgBARIUCgdtYXhpbXVtGAcgASgBSAKIAQEiYgoEVHlwZRIUChBUWVBFX1VOU1BFQ0lGSUVEEAASDwoLVFlQRV9TVFJJTkcQARIQCgxUWVBFX0lOVEVHRVIQAhIPCgtUWVBFX05VTUJFUhADEhAKDFRZUEVfQk9PTEVBThAEQhAKDl9kZWZhdWx0X3ZhbHVlQgoKCF9taW5pbXVtQgoKCF9tYXhpbXVtIt8BCgxFdmVudE1hcHBpbmcSNwoGc291cmNlGAEgASgOMicucGVuc3RvY2suZHJpdmVyLnYxLkV2ZW50TWFwcGluZy5Tb3VyY2USLAoFcnVsZXMYAiADKAsyHS5wZW5zdG9jay5kcml2ZXIudjEuRXZlbnRSdWxlImgKBlNvdXJjZRIWChJTT1VSQ0VfVU5TUEVDSUZJRUQQABIPCgtTT1VSQ0VfTk9ORRABEhwKGFNPVVJDRV9TVERPVVRfSlNPTl9MSU5FUxACEhcKE1NPVVJDRV9TVERPVVRfTElORVMQAyK1AQoJRXZlbnRSdWxlEgwKBHdoZW4YASABKAkSMAoEa2luZBgCIAEoDjIiLnBlbnN0b2NrLmRyaXZlci52MS5BZ2VudEV2ZW50S2luZBI5CgZmaWVsZHMYAyADKAsyKS5wZW5zdG9jay5kcml2ZXIudjEuRXZlbnRSdWxlLkZpZWxkc0VudHJ5Gi0KC0ZpZWxkc0VudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoCToCOAEiYgoMQXJ0aWZhY3RTcGVjEgwKBG5hbWUYASABKAkSDAoEcGF0aBgCIAEoCRIQCghyZXF1aXJlZBgDIAEoCBIWCgltYXhfYnl0ZXMYBCABKANIAIgBAUIMCgpfbWF4X2J5dGVzIooBCg5BdXhpbGlhcnlDYWxscxIcChR0aXRsZV9zeXN0ZW1fcHJvbXB0cxgBIAMoCRIhChljb21wYWN0aW9uX3N5c3RlbV9wcm9tcHRzGAIgAygJEhcKD3Nlc3Npb25faGVhZGVycxgDIAMoCRIeChZ2b2xhdGlsZV9saW5lX3BhdHRlcm5zGAQgAygJKocCCg5BZ2VudEV2ZW50S2luZBIgChxBR0VOVF9FVkVOVF9LSU5EX1VOU1BFQ0lGSUVEEAASHgoaQUdFTlRfRVZFTlRfS0lORF9BU1NJU1RBTlQQARIeChpBR0VOVF9FVkVOVF9LSU5EX1JFQVNPTklORxACEh4KGkFHRU5UX0VWRU5UX0tJTkRfVE9PTF9DQUxMEAMSIAocQUdFTlRfRVZFTlRfS0lORF9UT09MX1JFU1VMVBAEEhoKFkFHRU5UX0VWRU5UX0tJTkRfRVJST1IQBRIZChVBR0VOVF9FVkVOVF9LSU5EX0RPTkUQBhIaChZBR0VOVF9FVkVOVF9LSU5EX09USEVSEAdClQEKEnBlbnN0b2NrLmRyaXZlci52MUIKQWdlbnRQcm90b1ABWjBwZW5zdG9jay5leGFtcGxlL3BlbnN0b2NrL2dlbi9kcml2ZXIvdjE7ZHJpdmVydjGqAhJQZW5zdG9jay5Ecml2ZXIuVjHKAhJQZW5zdG9ja1xEcml2ZXJcVjHqAhRQZW5zdG9jazo6RHJpdmVyOjpWMWIGcHJvdG8z", [file_google_protobuf_duration, file_google_protobuf_struct, file_penstock_sandbox_v1_toolbox_service, file_penstock_trajectory_v1_trajectory]);
+  fileDesc("Ch5wZW5zdG9jay9kcml2ZXIvdjEvYWdlbnQucHJvdG8SEnBlbnN0b2NrLmRyaXZlci52MSK2CAoJQWdlbnRTcGVjEgwKBG5hbWUYASABKAkSEwoLZGVzY3JpcHRpb24YAiABKAkSDwoHdmVyc2lvbhgDIAEoCRIxCgd0b29sYm94GAQgASgLMiAucGVuc3RvY2suc2FuZGJveC52MS5Ub29sYm94U3BlYxISCgpuZWVkc19yb290GAUgASgIEgwKBGFyZ3YYBiADKAkSPAoLaW5zdHJ1Y3Rpb24YByABKAsyJy5wZW5zdG9jay5kcml2ZXIudjEuSW5zdHJ1Y3Rpb25EZWxpdmVyeRItCgVmaWxlcxgIIAMoCzIeLnBlbnN0b2NrLmRyaXZlci52MS5Db25maWdGaWxlEjMKA2VudhgJIAMoCzImLnBlbnN0b2NrLmRyaXZlci52MS5BZ2VudFNwZWMuRW52RW50cnkSMQoIZGlhbGVjdHMYCiADKA4yHy5wZW5zdG9jay50cmFqZWN0b3J5LnYxLkRpYWxlY3QSLwoDbWNwGAsgASgLMh0ucGVuc3RvY2suZHJpdmVyLnYxLk1jcENvbmZpZ0gAiAEBEjAKB29wdGlvbnMYDCADKAsyHy5wZW5zdG9jay5kcml2ZXIudjEuQWdlbnRPcHRpb24SMAoGZXZlbnRzGA0gASgLMiAucGVuc3RvY2suZHJpdmVyLnYxLkV2ZW50TWFwcGluZxIzCglhcnRpZmFjdHMYDiADKAsyIC5wZW5zdG9jay5kcml2ZXIudjEuQXJ0aWZhY3RTcGVjEh0KFXNraXBfcGVybWlzc2lvbnNfYXJndhgPIAMoCRJTChRza2lwX3Blcm1pc3Npb25zX2VudhgQIAMoCzI1LnBlbnN0b2NrLmRyaXZlci52MS5BZ2VudFNwZWMuU2tpcFBlcm1pc3Npb25zRW52RW50cnkSOwoPYXV4aWxpYXJ5X2NhbGxzGBEgASgLMiIucGVuc3RvY2suZHJpdmVyLnYxLkF1eGlsaWFyeUNhbGxzEhIKCmNoZWNrX2FyZ3YYEiADKAkSGgoSc3VjY2Vzc19leGl0X2NvZGVzGBMgAygFEjIKD2RlZmF1bHRfdGltZW91dBgUIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIyCgV0cmlhbBgVIAEoCzIeLnBlbnN0b2NrLmRyaXZlci52MS5BZ2VudFRyaWFsSAGIAQESNAoGcmVzdW1lGBYgASgLMh8ucGVuc3RvY2suZHJpdmVyLnYxLkFnZW50UmVzdW1lSAKIAQEaKgoIRW52RW50cnkSCwoDa2V5GAEgASgJEg0KBXZhbHVlGAIgASgJOgI4ARo5ChdTa2lwUGVybWlzc2lvbnNFbnZFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAk6AjgBQgYKBF9tY3BCCAoGX3RyaWFsQgkKB19yZXN1bWUiLwoLQWdlbnRSZXN1bWUSDAoEYXJndhgBIAMoCRISCgpmaXJzdF9hcmd2GAIgAygJIjwKCkFnZW50VHJpYWwSDAoEd29yaxgBIAEoCRILCgNlbmQYAiABKAkSEwoLZW5kX2NvbW1hbmQYAyABKAkizAEKE0luc3RydWN0aW9uRGVsaXZlcnkSPgoGbWV0aG9kGAEgASgOMi4ucGVuc3RvY2suZHJpdmVyLnYxLkluc3RydWN0aW9uRGVsaXZlcnkuTWV0aG9kEgwKBHBhdGgYAiABKAkiZwoGTWV0aG9kEhYKEk1FVEhPRF9VTlNQRUNJRklFRBAAEg8KC01FVEhPRF9GSUxFEAESEAoMTUVUSE9EX1NURElOEAISDwoLTUVUSE9EX0FSR1YQAxIRCg1NRVRIT0RfQ09ORklHEAQi1AEKCkNvbmZpZ0ZpbGUSDAoEcGF0aBgBIAEoCRInCgRqc29uGAIgASgLMhcuZ29vZ2xlLnByb3RvYnVmLlN0cnVjdEgAEicKBHRvbWwYAyABKAsyFy5nb29nbGUucHJvdG9idWYuU3RydWN0SAASDgoEdGV4dBgEIAEoCUgAEi8KCWpzb25fbGlzdBgGIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5MaXN0VmFsdWVIABIRCgRtb2RlGAUgASgNSAGIAQFCCQoHY29udGVudEIHCgVfbW9kZSI1CglNY3BDb25maWcSDAoEcGF0aBgBIAEoCRILCgNrZXkYAiABKAkSDQoFZW50cnkYAyABKAki+wIKC0FnZW50T3B0aW9uEgwKBG5hbWUYASABKAkSEwoLZGVzY3JpcHRpb24YAiABKAkSMgoEdHlwZRgDIAEoDjIkLnBlbnN0b2NrLmRyaXZlci52MS5BZ2VudE9wdGlvbi5UeXBlEicKB2Nob2ljZXMYBCADKAsyFi5nb29nbGUucHJvdG9idWYuVmFsdWUSMgoNZGVmYXVsdF92YWx1ZRgFIAEoCzIWLmdvb2dsZS5wcm90b2J1Zi5WYWx1ZUgAiAEBEhQKB21pbmltdW0YBiABKAFIAYgBARIUCgdtYXhpbXVtGAcgASgBSAKIAQEiYgoEVHlwZRIUChBUWVBFX1VOU1BFQ0lGSUVEEAASDwoLVFlQRV9TVFJJTkcQARIQCgxUWVBFX0lOVEVHRVIQAhIPCgtUWVBFX05VTUJFUhADEhAKDFRZUEVfQk9PTEVBThAEQhAKDl9kZWZhdWx0X3ZhbHVlQgoKCF9taW5pbXVtQgoKCF9tYXhpbXVtIt8BCgxFdmVudE1hcHBpbmcSNwoGc291cmNlGAEgASgOMicucGVuc3RvY2suZHJpdmVyLnYxLkV2ZW50TWFwcGluZy5Tb3VyY2USLAoFcnVsZXMYAiADKAsyHS5wZW5zdG9jay5kcml2ZXIudjEuRXZlbnRSdWxlImgKBlNvdXJjZRIWChJTT1VSQ0VfVU5TUEVDSUZJRUQQABIPCgtTT1VSQ0VfTk9ORRABEhwKGFNPVVJDRV9TVERPVVRfSlNPTl9MSU5FUxACEhcKE1NPVVJDRV9TVERPVVRfTElORVMQAyK1AQoJRXZlbnRSdWxlEgwKBHdoZW4YASABKAkSMAoEa2luZBgCIAEoDjIiLnBlbnN0b2NrLmRyaXZlci52MS5BZ2VudEV2ZW50S2luZBI5CgZmaWVsZHMYAyADKAsyKS5wZW5zdG9jay5kcml2ZXIudjEuRXZlbnRSdWxlLkZpZWxkc0VudHJ5Gi0KC0ZpZWxkc0VudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoCToCOAEiYgoMQXJ0aWZhY3RTcGVjEgwKBG5hbWUYASABKAkSDAoEcGF0aBgCIAEoCRIQCghyZXF1aXJlZBgDIAEoCBIWCgltYXhfYnl0ZXMYBCABKANIAIgBAUIMCgpfbWF4X2J5dGVzIooBCg5BdXhpbGlhcnlDYWxscxIcChR0aXRsZV9zeXN0ZW1fcHJvbXB0cxgBIAMoCRIhChljb21wYWN0aW9uX3N5c3RlbV9wcm9tcHRzGAIgAygJEhcKD3Nlc3Npb25faGVhZGVycxgDIAMoCRIeChZ2b2xhdGlsZV9saW5lX3BhdHRlcm5zGAQgAygJKocCCg5BZ2VudEV2ZW50S2luZBIgChxBR0VOVF9FVkVOVF9LSU5EX1VOU1BFQ0lGSUVEEAASHgoaQUdFTlRfRVZFTlRfS0lORF9BU1NJU1RBTlQQARIeChpBR0VOVF9FVkVOVF9LSU5EX1JFQVNPTklORxACEh4KGkFHRU5UX0VWRU5UX0tJTkRfVE9PTF9DQUxMEAMSIAocQUdFTlRfRVZFTlRfS0lORF9UT09MX1JFU1VMVBAEEhoKFkFHRU5UX0VWRU5UX0tJTkRfRVJST1IQBRIZChVBR0VOVF9FVkVOVF9LSU5EX0RPTkUQBhIaChZBR0VOVF9FVkVOVF9LSU5EX09USEVSEAdClQEKEnBlbnN0b2NrLmRyaXZlci52MUIKQWdlbnRQcm90b1ABWjBwZW5zdG9jay5leGFtcGxlL3BlbnN0b2NrL2dlbi9kcml2ZXIvdjE7ZHJpdmVydjGqAhJQZW5zdG9jay5Ecml2ZXIuVjHKAhJQZW5zdG9ja1xEcml2ZXJcVjHqAhRQZW5zdG9jazo6RHJpdmVyOjpWMWIGcHJvdG8z", [file_google_protobuf_duration, file_google_protobuf_struct, file_penstock_sandbox_v1_toolbox_service, file_penstock_trajectory_v1_trajectory]);
 
 /**
  * AgentSpec describes an agent. It is pure data: registering one changes no code, and the driver knows no agent by name.
@@ -163,6 +163,13 @@ export type AgentSpec = Message<"penstock.driver.v1.AgentSpec"> & {
    * @generated from field: optional penstock.driver.v1.AgentTrial trial = 21;
    */
   trial?: AgentTrial | undefined;
+
+  /**
+   * How the agent takes a further instruction in a session that it has. Unset = it cannot: a rollout with a user is refused.
+   *
+   * @generated from field: optional penstock.driver.v1.AgentResume resume = 22;
+   */
+  resume?: AgentResume | undefined;
 };
 
 /**
@@ -171,6 +178,36 @@ export type AgentSpec = Message<"penstock.driver.v1.AgentSpec"> & {
  */
 export const AgentSpecSchema: GenMessage<AgentSpec> = /*@__PURE__*/
   messageDesc(file_penstock_driver_v1_agent, 0);
+
+/**
+ * AgentResume is how an agent goes on with its last session, after it has ended. The session is in its home directory. The
+ * further instruction reaches it as the first one does (`instruction`). Files and environment stay what they are.
+ *
+ * @generated from message penstock.driver.v1.AgentResume
+ */
+export type AgentResume = Message<"penstock.driver.v1.AgentResume"> & {
+  /**
+   * In place of AgentSpec.argv, for each further instruction. Templates as there.
+   *
+   * @generated from field: repeated string argv = 1;
+   */
+  argv: string[];
+
+  /**
+   * In place of AgentSpec.argv for the first instruction, where a user may send further ones: for agents that keep no session
+   * unless they are asked to. Empty = AgentSpec.argv.
+   *
+   * @generated from field: repeated string first_argv = 2;
+   */
+  firstArgv: string[];
+};
+
+/**
+ * Describes the message penstock.driver.v1.AgentResume.
+ * Use `create(AgentResumeSchema)` to create a new message.
+ */
+export const AgentResumeSchema: GenMessage<AgentResume> = /*@__PURE__*/
+  messageDesc(file_penstock_driver_v1_agent, 1);
 
 /**
  * AgentTrial makes an agent run `{{command}}`, a shell line that needs no quoting, or write the text `{{word}}` to the file
@@ -206,7 +243,7 @@ export type AgentTrial = Message<"penstock.driver.v1.AgentTrial"> & {
  * Use `create(AgentTrialSchema)` to create a new message.
  */
 export const AgentTrialSchema: GenMessage<AgentTrial> = /*@__PURE__*/
-  messageDesc(file_penstock_driver_v1_agent, 1);
+  messageDesc(file_penstock_driver_v1_agent, 2);
 
 /**
  * InstructionDelivery is how the instruction reaches the agent.
@@ -232,7 +269,7 @@ export type InstructionDelivery = Message<"penstock.driver.v1.InstructionDeliver
  * Use `create(InstructionDeliverySchema)` to create a new message.
  */
 export const InstructionDeliverySchema: GenMessage<InstructionDelivery> = /*@__PURE__*/
-  messageDesc(file_penstock_driver_v1_agent, 2);
+  messageDesc(file_penstock_driver_v1_agent, 3);
 
 /**
  * Method is the way of delivery.
@@ -278,7 +315,7 @@ export enum InstructionDelivery_Method {
  * Describes the enum penstock.driver.v1.InstructionDelivery.Method.
  */
 export const InstructionDelivery_MethodSchema: GenEnum<InstructionDelivery_Method> = /*@__PURE__*/
-  enumDesc(file_penstock_driver_v1_agent, 2, 0);
+  enumDesc(file_penstock_driver_v1_agent, 3, 0);
 
 /**
  * ConfigFile is a file written before the agent starts.
@@ -340,7 +377,7 @@ export type ConfigFile = Message<"penstock.driver.v1.ConfigFile"> & {
  * Use `create(ConfigFileSchema)` to create a new message.
  */
 export const ConfigFileSchema: GenMessage<ConfigFile> = /*@__PURE__*/
-  messageDesc(file_penstock_driver_v1_agent, 3);
+  messageDesc(file_penstock_driver_v1_agent, 4);
 
 /**
  * McpConfig is how the agent's configuration lists MCP servers.
@@ -377,7 +414,7 @@ export type McpConfig = Message<"penstock.driver.v1.McpConfig"> & {
  * Use `create(McpConfigSchema)` to create a new message.
  */
 export const McpConfigSchema: GenMessage<McpConfig> = /*@__PURE__*/
-  messageDesc(file_penstock_driver_v1_agent, 4);
+  messageDesc(file_penstock_driver_v1_agent, 5);
 
 /**
  * AgentOption is an option that a rollout may set. It takes effect through a template. An unlisted option is refused.
@@ -430,7 +467,7 @@ export type AgentOption = Message<"penstock.driver.v1.AgentOption"> & {
  * Use `create(AgentOptionSchema)` to create a new message.
  */
 export const AgentOptionSchema: GenMessage<AgentOption> = /*@__PURE__*/
-  messageDesc(file_penstock_driver_v1_agent, 5);
+  messageDesc(file_penstock_driver_v1_agent, 6);
 
 /**
  * Type is the type of an option's values.
@@ -468,7 +505,7 @@ export enum AgentOption_Type {
  * Describes the enum penstock.driver.v1.AgentOption.Type.
  */
 export const AgentOption_TypeSchema: GenEnum<AgentOption_Type> = /*@__PURE__*/
-  enumDesc(file_penstock_driver_v1_agent, 5, 0);
+  enumDesc(file_penstock_driver_v1_agent, 6, 0);
 
 /**
  * EventMapping parses the agent's output into events.
@@ -494,7 +531,7 @@ export type EventMapping = Message<"penstock.driver.v1.EventMapping"> & {
  * Use `create(EventMappingSchema)` to create a new message.
  */
 export const EventMappingSchema: GenMessage<EventMapping> = /*@__PURE__*/
-  messageDesc(file_penstock_driver_v1_agent, 6);
+  messageDesc(file_penstock_driver_v1_agent, 7);
 
 /**
  * Source is the output that has the events.
@@ -534,7 +571,7 @@ export enum EventMapping_Source {
  * Describes the enum penstock.driver.v1.EventMapping.Source.
  */
 export const EventMapping_SourceSchema: GenEnum<EventMapping_Source> = /*@__PURE__*/
-  enumDesc(file_penstock_driver_v1_agent, 6, 0);
+  enumDesc(file_penstock_driver_v1_agent, 7, 0);
 
 /**
  * EventRule is one rule of an EventMapping.
@@ -569,7 +606,7 @@ export type EventRule = Message<"penstock.driver.v1.EventRule"> & {
  * Use `create(EventRuleSchema)` to create a new message.
  */
 export const EventRuleSchema: GenMessage<EventRule> = /*@__PURE__*/
-  messageDesc(file_penstock_driver_v1_agent, 7);
+  messageDesc(file_penstock_driver_v1_agent, 8);
 
 /**
  * ArtifactSpec is a file to fetch after the run.
@@ -609,7 +646,7 @@ export type ArtifactSpec = Message<"penstock.driver.v1.ArtifactSpec"> & {
  * Use `create(ArtifactSpecSchema)` to create a new message.
  */
 export const ArtifactSpecSchema: GenMessage<ArtifactSpec> = /*@__PURE__*/
-  messageDesc(file_penstock_driver_v1_agent, 8);
+  messageDesc(file_penstock_driver_v1_agent, 9);
 
 /**
  * AuxiliaryCalls recognise calls outside the agent's main conversation. See CallHints.
@@ -645,7 +682,7 @@ export type AuxiliaryCalls = Message<"penstock.driver.v1.AuxiliaryCalls"> & {
  * Use `create(AuxiliaryCallsSchema)` to create a new message.
  */
 export const AuxiliaryCallsSchema: GenMessage<AuxiliaryCalls> = /*@__PURE__*/
-  messageDesc(file_penstock_driver_v1_agent, 9);
+  messageDesc(file_penstock_driver_v1_agent, 10);
 
 /**
  * AgentEventKind is the kind of an agent event.

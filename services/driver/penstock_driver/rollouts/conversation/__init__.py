@@ -1,0 +1,1 @@
+"""An agent's conversation with a user that sends it further instructions."""

@@ -1,0 +1,116 @@
+"""An agent's conversation with its user, within one attempt: which instruction it is at, and how much time is left.
+
+Invariants: a turn of the user is on disk before the agent is started with it, so no instruction is given twice, nor
+another one in its place. The agent's limit is that of the whole conversation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+from penstock_driver.agents.launch import Start
+from penstock_driver.domain.ports import Gate, UserRequest
+from penstock_driver.domain.rollout import Failure
+from penstock_driver.domain.users import EndReason, UserTurn
+from penstock_driver.environments.cleanup import DRIVER_LABEL
+from penstock_driver.rollouts.context import AttemptSpec
+from penstock_driver.rollouts.conversation.user import RolloutUser
+from penstock_driver.rollouts.recorder import RolloutRecorder
+
+AGENT_PROCESS: Final = "agent"
+
+
+class Conversation:
+    """Without a user, the agent has the task's instruction alone."""
+
+    def __init__(self, attempt: AttemptSpec, gate: Gate, recorder: RolloutRecorder) -> None:
+        self._recorder = recorder
+        self._task = attempt.rollout.task.instruction
+        self._user = _user_of(attempt, gate)
+        self._limit_s = attempt.rollout.limits.agent_s
+        self._held_s = attempt.pausing.held_s
+        self._until = 0.0  # by the loop's clock, without the time in which it was held
+
+    @property
+    def has_user(self) -> bool:
+        """Whether the agent may get further instructions."""
+        return self._user is not None
+
+    @property
+    def _instructions(self) -> list[str]:
+        return [turn.instruction for turn in self._recorder.user_turns if turn.instruction]
+
+    @property
+    def is_further(self) -> bool:
+        """Whether the agent is at a further instruction."""
+        return bool(self._instructions)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the user has decided that there is no further instruction."""
+        turns = self._recorder.user_turns
+        return bool(turns) and bool(turns[-1].end_reason)
+
+    @property
+    def instruction(self) -> str:
+        """What the agent is given now."""
+        return self._instructions[-1] if self.is_further else self._task
+
+    @property
+    def start(self) -> Start:
+        """How the agent is started with it."""
+        if self._user is None:
+            return Start.ONLY
+        return Start.FURTHER if self.is_further else Start.FIRST
+
+    @property
+    def process_id(self) -> str:
+        """The id of the process that has it."""
+        return f"{AGENT_PROCESS}-{len(self._instructions) + 1}" if self.is_further else AGENT_PROCESS
+
+    def begin(self, deadline: float | None = None) -> None:
+        """Count the agent's time from now on. `deadline`, in seconds since the epoch, is of one that runs already."""
+        left_s = self._limit_s
+        if deadline is not None:
+            left_s = min(left_s, deadline - time.time() + self._recorder.paused_s)
+        self._until = asyncio.get_running_loop().time() + left_s - self._held_s()
+
+    @property
+    def left_s(self) -> float:
+        """How much of the agent's time is left, at least a moment."""
+        return max(0.1, self._until + self._held_s() - asyncio.get_running_loop().time())
+
+    async def goes_on(self, agent_message: str, classified: Callable[[], Awaitable[Failure | None]]) -> bool:
+        """Whether the agent, which has ended, gets a further instruction, which is on disk then.
+
+        `classified` returns the failure of that end, None for a success. RolloutFailed as of `RolloutUser.turn`.
+        """
+        turns = self._recorder.user_turns
+        if self._user is None or self.is_over:
+            return False
+        if await classified() is None:
+            turn = await self._user.turn(turns, agent_message, self.left_s)
+        else:
+            turn = UserTurn(len(turns) + 1, agent_message, end_reason=EndReason.AGENT_FAILED)
+        self._recorder.append(turn)
+        await self._recorder.secure()
+        return bool(turn.instruction)
+
+
+def _user_of(attempt: AttemptSpec, gate: Gate) -> RolloutUser | None:
+    user, rollout_id = attempt.rollout.user, attempt.record.rollout_id
+    if user is None:
+        return None
+    request = None
+    if user.model is not None:
+        request = UserRequest(
+            user_of=rollout_id,
+            request_id=f"{rollout_id}/user/{attempt.number}",
+            terms=user.model.terms,
+            driver_id=attempt.labels.get(DRIVER_LABEL, ""),
+            task_id=attempt.rollout.task.task_id,
+        )
+    return RolloutUser(user, gate, request, attempt.rollout.task.instruction)
