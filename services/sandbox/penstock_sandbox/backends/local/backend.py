@@ -524,6 +524,8 @@ class LocalBackend(Backend):
                         self._sandbox_gone,
                         self._spawner_ended,
                         allocates=self._disk.kind is DiskLimit.HARD,
+                        trees=[bind.source for bind in self._binds],
+                        paths=list(map(str, self._cgroups.parents)),
                     )
                 except (Refused, ChannelClosed, OSError) as error:
                     raise Unavailable(f"the spawner did not start: {error}", reason="SPAWNER_ENDED") from error

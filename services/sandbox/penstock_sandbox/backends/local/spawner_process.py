@@ -39,10 +39,14 @@ class SpawnerProcess:
         on_end: Callable[[], None],
         *,
         allocates: bool,
+        trees: Sequence[str] = (),
+        paths: Sequence[str] = (),
     ) -> SpawnerProcess:
         """Starts and configures a spawner. Raises channel.Refused when the stage cannot be set up.
 
-        ``allocates``: whether sandboxes may allocate disk space without writing to it (fallocate).
+        ``allocates``: whether sandboxes may allocate disk space without writing to it (fallocate). With a stage the
+        spawner sees of the host's mounts those of the stage's sources, of ``trees``, with what is mounted below them,
+        and of ``paths``.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
@@ -68,6 +72,8 @@ class SpawnerProcess:
                     "allocates": allocates,
                     "stage": str(stage.root) if stage.root is not None else None,
                     "sources": {name: str(path) for name, path in stage.sources.items()},
+                    "trees": list(trees),
+                    "paths": list(paths),
                 }
             )
         except BaseException:

@@ -24,6 +24,7 @@ import socket
 import sys
 
 from penstock_sandbox.backends.local.spawner import helper, seccomp, wire
+from penstock_sandbox.backends.local.spawner.host_mounts import HostMounts
 from penstock_sandbox.guest.common import children, syscalls
 
 _STDERR_LIMIT = 4096
@@ -74,6 +75,7 @@ class Spawner:
         self._watched: dict[int, tuple[str, _Sandbox]] = {}
         self._bwrap = ""
         self._calls: bytes | None = None
+        self._host_mounts: HostMounts | None = None
 
     def serve(self) -> None:
         """Runs until the service closes its end; then kills everything."""
@@ -98,6 +100,8 @@ class Spawner:
                         self._end()
                         return
                     self._answer(*received)
+                elif self._host_mounts is not None and descriptor == self._host_mounts.fileno():
+                    self._host_mounts.detach_others()
                 else:
                     watched = self._watched.get(descriptor)
                     if watched is not None:
@@ -131,12 +135,18 @@ class Spawner:
         syscalls.mount("none", "/", None, syscalls.MS_REC | syscalls.MS_SLAVE)
         # Opened before the stage hides paths below it, and after unshare because a bind stays within a namespace.
         sources = {name: os.open(path, os.O_PATH | os.O_CLOEXEC) for name, path in request["sources"].items()}
+        trees = map(os.path.realpath, (self._bwrap, *request["sources"].values(), *request["trees"]))
+        host_mounts = HostMounts([*trees, "/proc"], ["/dev", *map(os.path.realpath, (stage, *request["paths"]))])
+        host_mounts.detach_others()
         syscalls.mount("penstock", stage, "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, "mode=755,size=1m")
         for name, descriptor in sources.items():
             target = os.path.join(stage, name)
             os.mkdir(target, 0o755)
             syscalls.mount(f"/proc/self/fd/{descriptor}", target, None, syscalls.MS_BIND | syscalls.MS_REC)
             os.close(descriptor)
+        host_mounts.keep(os.path.realpath(stage))
+        self._host_mounts = host_mounts
+        self._poll.register(host_mounts, select.POLLPRI)
 
     def _create(self, request: wire.Message, descriptors: list[int]) -> None:
         life, payload = socket.socketpair()
