@@ -39,12 +39,14 @@ class SpawnerProcess:
         on_end: Callable[[], None],
         *,
         allocates: bool,
+        first_program: bytes | None = None,
         trees: Sequence[str] = (),
         paths: Sequence[str] = (),
     ) -> SpawnerProcess:
         """Starts and configures a spawner. Raises channel.Refused when the stage cannot be set up.
 
-        ``allocates``: whether sandboxes may allocate disk space without writing to it (fallocate). With a stage the
+        ``allocates``: whether sandboxes may allocate disk space without writing to it (fallocate);
+        ``first_program``: what bubblewrap's arguments put into sandboxes, from wire.FIRST_PROGRAM. With a stage the
         spawner sees of the host's mounts those of the stage's sources, of ``trees``, with what is mounted below them,
         and of ``paths``.
         """
@@ -70,6 +72,7 @@ class SpawnerProcess:
                     "op": "configure",
                     "bwrap": bwrap,
                     "allocates": allocates,
+                    "first_program": first_program,
                     "stage": str(stage.root) if stage.root is not None else None,
                     "sources": {name: str(path) for name, path in stage.sources.items()},
                     "trees": list(trees),

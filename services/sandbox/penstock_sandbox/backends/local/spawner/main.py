@@ -29,8 +29,9 @@ from penstock_sandbox.guest.common import children, syscalls
 
 _STDERR_LIMIT = 4096
 # Descriptors passed to bubblewrap beside 0, 1 and 2, and the first unused number.
-_INFO, _CALLS, _FIRST_FREE = 3, 4, 5
-# The sandbox's first process: it owns nothing, reaps orphans of the agent (bash does) and ends with its input.
+_INFO, _CALLS, _FIRST_FREE = 3, 4, wire.FIRST_PROGRAM + 1
+# The sandbox's first process where there is no program of ours for the machine: it owns nothing, reaps orphans of the
+# agent (bash does) and ends with its input.
 FIRST_PROCESS = ("/bin/bash", "--norc", "--noprofile", "-c", "echo; while read -r _; do :; done")
 
 
@@ -75,6 +76,7 @@ class Spawner:
         self._watched: dict[int, tuple[str, _Sandbox]] = {}
         self._bwrap = ""
         self._calls: bytes | None = None
+        self._first_program: bytes | None = None
         self._host_mounts: HostMounts | None = None
 
     def serve(self) -> None:
@@ -128,6 +130,7 @@ class Spawner:
     def _configure(self, request: wire.Message) -> None:
         self._bwrap = request["bwrap"]
         self._calls = seccomp.program(allocates=request["allocates"])
+        self._first_program = request["first_program"]
         stage: str | None = request["stage"]
         if stage is None:
             return
@@ -181,14 +184,13 @@ class Spawner:
     def _spawn_bwrap(self, request: wire.Message, payload: int, info: int, errors: int) -> int:
         """Starts bubblewrap as the sandbox's user, without forking this process, which would cost more."""
         uid: int | None = request["uid"]
-        opened: list[int] = []
-        if self._calls is not None:
-            # bubblewrap reads it to its end, so each one gets its own pipe; it fits a pipe's buffer.
-            calls, calls_write = os.pipe()
-            os.write(calls_write, self._calls)
-            os.close(calls_write)
-            opened.append(calls)
-        filtered = ["--seccomp", str(_CALLS)] if opened else []
+        # bubblewrap reads each to its end, so each one gets its own pipes.
+        given = {
+            number: _pipe_with(content)
+            for number, content in ((_CALLS, self._calls), (wire.FIRST_PROGRAM, self._first_program))
+            if content is not None
+        }
+        filtered = ["--seccomp", str(_CALLS)] if _CALLS in given else []
         if uid is not None:
             # Only the saved user stays root, which executing a program drops.
             os.setresgid(uid, uid, 0)
@@ -211,7 +213,7 @@ class Spawner:
                     (os.POSIX_SPAWN_DUP2, payload, 1),
                     (os.POSIX_SPAWN_DUP2, errors, 2),
                     (os.POSIX_SPAWN_DUP2, info, _INFO),
-                    *((os.POSIX_SPAWN_DUP2, calls, _CALLS) for calls in opened),
+                    *((os.POSIX_SPAWN_DUP2, content, number) for number, content in given.items()),
                 ],
                 setsigdef=[signal.SIGPIPE, signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGXFSZ],
             )
@@ -219,7 +221,7 @@ class Spawner:
             if uid is not None:
                 os.setresuid(0, 0, 0)
                 os.setresgid(0, 0, 0)
-            for descriptor in opened:
+            for descriptor in given.values():
                 os.close(descriptor)
 
     def _watch(self, descriptor: int, kind: str, sandbox: _Sandbox) -> None:
@@ -411,6 +413,14 @@ class Spawner:
                 os.waitpid(-1, 0)
             except ChildProcessError:
                 return
+
+
+def _pipe_with(content: bytes) -> int:
+    """Returns a descriptor to read ``content`` from, which fits a pipe's buffer."""
+    content_end, write_end = os.pipe()
+    os.write(write_end, content)
+    os.close(write_end)
+    return content_end
 
 
 def main() -> None:
