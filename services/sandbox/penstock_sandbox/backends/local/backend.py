@@ -527,7 +527,7 @@ class LocalBackend(Backend):
                         allocates=self._disk.kind is DiskLimit.HARD,
                         first_program=self._first_program,
                         trees=[bind.source for bind in self._binds],
-                        paths=list(map(str, self._cgroups.parents)),
+                        group_parents=list(map(str, self._cgroups.parents)),
                     )
                 except (Refused, ChannelClosed, OSError) as error:
                     raise Unavailable(f"the spawner did not start: {error}", reason="SPAWNER_ENDED") from error

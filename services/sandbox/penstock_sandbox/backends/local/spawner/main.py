@@ -44,6 +44,7 @@ class _Sandbox:
         self.id: str = request["id"]
         self.uid: int | None = request["uid"]
         self.groups: list[str] = request["groups"]
+        self.tasks: str | None = request["tasks"]
         self.read_only: list[str] = request["read_only"]
         self.writable: list[str] = request["writable"]
         self.tmp_inodes: int = request["tmp_inodes"]
@@ -78,6 +79,7 @@ class Spawner:
         self._calls: bytes | None = None
         self._first_program: bytes | None = None
         self._host_mounts: HostMounts | None = None
+        self._group_parents: dict[str, int] = {}  # directories of control groups by path, if their mounts are detached
 
     def serve(self) -> None:
         """Runs until the service closes its end; then kills everything."""
@@ -139,7 +141,9 @@ class Spawner:
         # Opened before the stage hides paths below it, and after unshare because a bind stays within a namespace.
         sources = {name: os.open(path, os.O_PATH | os.O_CLOEXEC) for name, path in request["sources"].items()}
         trees = map(os.path.realpath, (self._bwrap, *request["sources"].values(), *request["trees"]))
-        host_mounts = HostMounts([*trees, "/proc"], ["/dev", *map(os.path.realpath, (stage, *request["paths"]))])
+        # Descriptors of these stay usable when the mount is detached.
+        self._group_parents = {path: os.open(path, os.O_PATH | os.O_CLOEXEC) for path in request["group_parents"]}
+        host_mounts = HostMounts([*trees, "/proc"], ["/dev", os.path.realpath(stage)])
         host_mounts.detach_others()
         syscalls.mount("penstock", stage, "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, "mode=755,size=1m")
         for name, descriptor in sources.items():
@@ -302,19 +306,27 @@ class Spawner:
         owner = syscalls.parent_namespace(f"/proc/{sandbox.first_pid}/ns/user")
         entry = sandbox.entry
         assert entry is not None
+        given = [owner] if sandbox.tasks is None else [owner, self._open_in_group(sandbox.tasks, os.O_RDONLY)]
         try:
-            wire.send(entry, {"pid": sandbox.first_pid}, [sandbox.pidfd, owner])
+            wire.send(entry, {"pid": sandbox.first_pid}, [sandbox.pidfd, *given])
         finally:
-            os.close(owner)
+            for descriptor in given:
+                os.close(descriptor)
         # While the helper enters, since the kernel may be slow to move processes between groups. Nothing of an agent's
         # runs yet; whatever it starts later inherits these groups from the first process or the helper.
         for group in sandbox.groups:
-            members = os.open(group, os.O_WRONLY | os.O_CLOEXEC)
+            members = self._open_in_group(group, os.O_WRONLY)
             try:
                 for member in (sandbox.first_pid, sandbox.helper_pid):
                     os.write(members, str(member).encode())
             finally:
                 os.close(members)
+
+    def _open_in_group(self, file: str, flags: int) -> int:
+        for parent, descriptor in self._group_parents.items():
+            if file.startswith(f"{parent}/"):
+                return os.open(file[len(parent) + 1 :], flags | os.O_CLOEXEC, dir_fd=descriptor)
+        return os.open(file, flags | os.O_CLOEXEC)
 
     def _destroy(self, request: wire.Message) -> None:
         sandbox = self._sandboxes.get(request["id"])
