@@ -7,7 +7,8 @@ enter. The helper is forked while bubblewrap works, because its own setup takes 
 Invariants
 - bubblewrap always runs as an ordinary user: the spawner, when it is root, becomes the sandbox's user first.
 - When it is root it works in a mount namespace of its own, where the directories of sandboxes appear under one
-  traversable stage: nothing is mounted on the host, and no 0700 parent blocks an ordinary user.
+  traversable stage: nothing is mounted on the host, and no 0700 parent blocks an ordinary user. It has only the mounts
+  of the host that sandboxes need (``host_mounts``).
 - When the service's end closes, everything is killed and the spawner exits.
 """
 
