@@ -82,6 +82,7 @@ class _Sandbox:
                 mounts=(),
                 tmp_bytes=1 << 30,
                 share_network=False,
+                own_first_process=False,
             ),
             "--",
         ]

@@ -8,7 +8,13 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from importlib.metadata import version
+from typing import Any, Final, cast
+
+_TRIED_GRPC: Final = "1.85."
+_EXPERIMENTS: Final = "-event_engine_client,-event_engine_listener"
+"""With its event engine gRPC passes each message through threads of its own; without it, the thread that waits for
+calls reads and writes the sockets, and a call takes 0.6 to 0.8 of the CPU (docs/decisions/098)."""
 
 
 @contextmanager
@@ -19,8 +25,13 @@ def imports() -> Iterator[None]:
     Pydantic does not read the entry points of every
     installed distribution in search of plugins, unless PYDANTIC_DISABLE_PLUGINS says otherwise. And structlog does not
     import rich, where that is installed: services write JSON, and their console format prints plain tracebacks.
+
+    gRPC reads GRPC_EXPERIMENTS when it is imported: here it is set, unless the environment has it. Other versions than
+    the tried one may not know what it names, and would complain.
     """
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
+    if version("grpcio").startswith(_TRIED_GRPC):
+        os.environ.setdefault("GRPC_EXPERIMENTS", _EXPERIMENTS)
     resting = gc.isenabled()
     gc.disable()
     try:

@@ -81,3 +81,29 @@ def test_rich_can_be_imported_after_a_start() -> None:
         "assert structlog.dev.rich is None\nimport rich\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+READS_EXPERIMENTS = """
+import os
+from penstock_chassis import start
+
+with start.imports():
+    import grpc.aio
+print(os.environ.get("GRPC_EXPERIMENTS", ""))
+"""
+
+
+def _started(**set_before: str) -> tuple[str, str]:
+    """gRPC's experiments in a process that begins as a service does, and what it complains of."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("GRPC_")}
+    argv = [sys.executable, "-c", READS_EXPERIMENTS]
+    done = subprocess.run(argv, env=kept | set_before, capture_output=True, text=True, check=True)
+    return done.stdout.strip(), done.stderr
+
+
+@pytest.mark.requirement("R126")
+def test_the_installed_grpc_knows_the_experiments_that_make_calls_cheaper() -> None:
+    """With a version that does not, every call costs more: see decision 098."""
+    assert _started() == ("-event_engine_client,-event_engine_listener", "")
+    experiments, complaints = _started(GRPC_EXPERIMENTS="-no_such_thing")
+    assert experiments == "-no_such_thing" and "no_such_thing" in complaints, "gRPC has read them before"

@@ -27,7 +27,7 @@ from penstock_chassis.errors import FailedPrecondition, Internal, PenstockError,
 from penstock_sandbox.backends.host import cgroups, layers
 from penstock_sandbox.backends.host.cgroups import Cgroups, Group
 from penstock_sandbox.backends.images import reference
-from penstock_sandbox.backends.images.store import ImageOptions, ImageStore
+from penstock_sandbox.backends.images.store import ImageOptions, ImageStore, machine
 from penstock_sandbox.backends.local import bubblewrap, rootfs
 from penstock_sandbox.backends.local.channel import ChannelClosed
 from penstock_sandbox.backends.local.disk.limits import Disk
@@ -106,6 +106,7 @@ class LocalBackend(Backend):
         self._cgroups = Cgroups(())
         self._stage = Stage(None)
         self._bwrap = ""
+        self._first_program = first_process.program(machine())
         self._binds: list[rootfs.Bind] = []
         self._read_only_names: list[str] = []
         self._spawner: SpawnerProcess | None = None
@@ -344,7 +345,7 @@ class LocalBackend(Backend):
                 self._arguments(sandbox, spec.network, toolboxes),
                 spec.network,
                 read_only=self._read_only_names if base is None else (),
-                first=() if base is None else (first_process.PATH,),
+                first=() if self._first_program is None else (first_process.PATH,),
                 tmp_inodes=self._options.tmp_inodes,
                 fixed_clocks=spec.repeatable and self._fixes_clocks,
             )
@@ -456,7 +457,6 @@ class LocalBackend(Backend):
                 layers=[self._stage.map(layer) for layer in below],
                 upper=upper,
                 work=work,
-                first_process=rootfs.Bind(self._stage.map(self._bases.first_process), first_process.PATH),
                 mounts=mounts,
                 tmp_bytes=self._options.tmp_bytes,
                 share_network=share_network,
@@ -473,6 +473,7 @@ class LocalBackend(Backend):
             mounts=mounts,
             tmp_bytes=self._options.tmp_bytes,
             share_network=share_network,
+            own_first_process=self._first_program is not None,
             added=added,
         )
 
@@ -524,6 +525,9 @@ class LocalBackend(Backend):
                         self._sandbox_gone,
                         self._spawner_ended,
                         allocates=self._disk.kind is DiskLimit.HARD,
+                        first_program=self._first_program,
+                        trees=[bind.source for bind in self._binds],
+                        group_parents=list(map(str, self._cgroups.parents)),
                     )
                 except (Refused, ChannelClosed, OSError) as error:
                     raise Unavailable(f"the spawner did not start: {error}", reason="SPAWNER_ENDED") from error

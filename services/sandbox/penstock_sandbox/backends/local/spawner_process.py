@@ -39,10 +39,16 @@ class SpawnerProcess:
         on_end: Callable[[], None],
         *,
         allocates: bool,
+        first_program: bytes | None = None,
+        trees: Sequence[str] = (),
+        group_parents: Sequence[str] = (),
     ) -> SpawnerProcess:
         """Starts and configures a spawner. Raises channel.Refused when the stage cannot be set up.
 
-        ``allocates``: whether sandboxes may allocate disk space without writing to it (fallocate).
+        ``allocates``: whether sandboxes may allocate disk space without writing to it (fallocate);
+        ``first_program``: what bubblewrap's arguments put into sandboxes, from wire.FIRST_PROGRAM. With a stage the
+        spawner sees of the host's mounts only those of the stage's sources and of ``trees``, with what is mounted below
+        them; control groups below ``group_parents`` are joined by a descriptor.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
@@ -66,8 +72,11 @@ class SpawnerProcess:
                     "op": "configure",
                     "bwrap": bwrap,
                     "allocates": allocates,
+                    "first_program": first_program,
                     "stage": str(stage.root) if stage.root is not None else None,
                     "sources": {name: str(path) for name, path in stage.sources.items()},
+                    "trees": list(trees),
+                    "group_parents": list(group_parents),
                 }
             )
         except BaseException:
@@ -91,12 +100,14 @@ class SpawnerProcess:
         read_only: Sequence[str],
         tmp_inodes: int,
         fixed_clocks: bool,
+        tasks: str | None = None,
         writable: Sequence[str] = (),
         first: Sequence[str] = (),
     ) -> tuple[int, int]:
         """Makes a sandbox whose helper serves ``helper``; returns the host's ids of its first process and its helper.
 
-        ``groups`` are the files of its control groups that both join, ``read_only`` the names at the top level of its
+        ``groups`` are the files of its control groups that both join, ``tasks`` the file that has the number of their
+        tasks, if there is one, ``read_only`` the names at the top level of its
         root that become read-only mounts; with ``writable`` all but these directories does. ``first`` is the command of
         its first process (empty: a shell of the host's); ``tmp_inodes`` limits the files of /tmp and of /dev/shm.
         ``fixed_clocks``: its processes' monotonic and boot clocks begin at a fixed time.
@@ -107,6 +118,7 @@ class SpawnerProcess:
                 "id": sandbox_id,
                 "uid": uid,
                 "groups": list(groups),
+                "tasks": tasks,
                 "argv": list(arguments),
                 "read_only": list(read_only),
                 "writable": list(writable),

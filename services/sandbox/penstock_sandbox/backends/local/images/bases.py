@@ -90,18 +90,10 @@ class Bases:
         self._makings: SingleFlight[tuple[str, str], Base] = SingleFlight(keep=0, finish=True)
         self._numbers = itertools.count()
 
-    @property
-    def first_process(self) -> Path:
-        """The program that is the first process of each sandbox."""
-        return self._root / "first"
-
     def open(self) -> None:
-        """Makes the directory, and writes the first process's program."""
+        """Makes the directory."""
         self._root.mkdir(exist_ok=True)
         self._root.chmod(0o711)
-        if (program := first_process.program(machine())) is not None:
-            self.first_process.write_bytes(program)
-            self.first_process.chmod(0o555)
 
     async def aclose(self) -> None:
         """Stops making bases."""
@@ -159,7 +151,7 @@ class Bases:
         try:
             layers = tuple(self._store.folder(layer) for layer in image.layers)
             view = Merged(layers)
-            if not self.first_process.exists():
+            if first_process.program(machine()) is None:
                 raise errors.unusable(name, f"sandboxes cannot be made for {image.architecture}")
             self._check_count(name, (*layers, folder))
             account, passwd, group = await asyncio.to_thread(_account, name, view, key[1])

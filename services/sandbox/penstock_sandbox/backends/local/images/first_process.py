@@ -1,7 +1,7 @@
-"""The first process of a sandbox made from an image: a static program of a few hundred bytes.
+"""The first process of a sandbox: a static program of a few hundred bytes.
 
-Purpose: an image may have no shell. Like the shell of other sandboxes (``spawner.main.FIRST_PROCESS``) it writes a
-line once the root is complete, and ends when its input does. It ignores SIGCHLD, so the kernel reaps its orphans.
+Purpose: an image may have no shell, and a shell takes ten times as long to start. It writes a line once the root is
+complete, and ends when its input does. It ignores SIGCHLD, so the kernel reaps its orphans.
 
 Invariant: no system call beside rt_sigaction, write, read and exit_group.
 """

@@ -7,7 +7,8 @@ enter. The helper is forked while bubblewrap works, because its own setup takes 
 Invariants
 - bubblewrap always runs as an ordinary user: the spawner, when it is root, becomes the sandbox's user first.
 - When it is root it works in a mount namespace of its own, where the directories of sandboxes appear under one
-  traversable stage: nothing is mounted on the host, and no 0700 parent blocks an ordinary user.
+  traversable stage: nothing is mounted on the host, and no 0700 parent blocks an ordinary user. It has only the mounts
+  of the host that sandboxes need (``host_mounts``).
 - When the service's end closes, everything is killed and the spawner exits.
 """
 
@@ -24,12 +25,14 @@ import socket
 import sys
 
 from penstock_sandbox.backends.local.spawner import helper, seccomp, wire
+from penstock_sandbox.backends.local.spawner.host_mounts import HostMounts
 from penstock_sandbox.guest.common import children, syscalls
 
 _STDERR_LIMIT = 4096
 # Descriptors passed to bubblewrap beside 0, 1 and 2, and the first unused number.
-_INFO, _CALLS, _FIRST_FREE = 3, 4, 5
-# The sandbox's first process: it owns nothing, reaps orphans of the agent (bash does) and ends with its input.
+_INFO, _CALLS, _FIRST_FREE = 3, 4, wire.FIRST_PROGRAM + 1
+# The sandbox's first process where there is no program of ours for the machine: it owns nothing, reaps orphans of the
+# agent (bash does) and ends with its input.
 FIRST_PROCESS = ("/bin/bash", "--norc", "--noprofile", "-c", "echo; while read -r _; do :; done")
 
 
@@ -42,6 +45,7 @@ class _Sandbox:
         self.id: str = request["id"]
         self.uid: int | None = request["uid"]
         self.groups: list[str] = request["groups"]
+        self.tasks: str | None = request["tasks"]
         self.read_only: list[str] = request["read_only"]
         self.writable: list[str] = request["writable"]
         self.tmp_inodes: int = request["tmp_inodes"]
@@ -74,6 +78,9 @@ class Spawner:
         self._watched: dict[int, tuple[str, _Sandbox]] = {}
         self._bwrap = ""
         self._calls: bytes | None = None
+        self._first_program: bytes | None = None
+        self._host_mounts: HostMounts | None = None
+        self._group_parents: dict[str, int] = {}  # directories of control groups by path, if their mounts are detached
 
     def serve(self) -> None:
         """Runs until the service closes its end; then kills everything."""
@@ -98,6 +105,8 @@ class Spawner:
                         self._end()
                         return
                     self._answer(*received)
+                elif self._host_mounts is not None and descriptor == self._host_mounts.fileno():
+                    self._host_mounts.detach_others()
                 else:
                     watched = self._watched.get(descriptor)
                     if watched is not None:
@@ -124,6 +133,7 @@ class Spawner:
     def _configure(self, request: wire.Message) -> None:
         self._bwrap = request["bwrap"]
         self._calls = seccomp.program(allocates=request["allocates"])
+        self._first_program = request["first_program"]
         stage: str | None = request["stage"]
         if stage is None:
             return
@@ -131,12 +141,20 @@ class Spawner:
         syscalls.mount("none", "/", None, syscalls.MS_REC | syscalls.MS_SLAVE)
         # Opened before the stage hides paths below it, and after unshare because a bind stays within a namespace.
         sources = {name: os.open(path, os.O_PATH | os.O_CLOEXEC) for name, path in request["sources"].items()}
+        trees = map(os.path.realpath, (self._bwrap, *request["sources"].values(), *request["trees"]))
+        # Descriptors of these stay usable when the mount is detached.
+        self._group_parents = {path: os.open(path, os.O_PATH | os.O_CLOEXEC) for path in request["group_parents"]}
+        host_mounts = HostMounts([*trees, "/proc"], ["/dev", os.path.realpath(stage)])
+        host_mounts.detach_others()
         syscalls.mount("penstock", stage, "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, "mode=755,size=1m")
         for name, descriptor in sources.items():
             target = os.path.join(stage, name)
             os.mkdir(target, 0o755)
             syscalls.mount(f"/proc/self/fd/{descriptor}", target, None, syscalls.MS_BIND | syscalls.MS_REC)
             os.close(descriptor)
+        host_mounts.keep(os.path.realpath(stage))
+        self._host_mounts = host_mounts
+        self._poll.register(host_mounts, select.POLLPRI)
 
     def _create(self, request: wire.Message, descriptors: list[int]) -> None:
         life, payload = socket.socketpair()
@@ -171,14 +189,13 @@ class Spawner:
     def _spawn_bwrap(self, request: wire.Message, payload: int, info: int, errors: int) -> int:
         """Starts bubblewrap as the sandbox's user, without forking this process, which would cost more."""
         uid: int | None = request["uid"]
-        opened: list[int] = []
-        if self._calls is not None:
-            # bubblewrap reads it to its end, so each one gets its own pipe; it fits a pipe's buffer.
-            calls, calls_write = os.pipe()
-            os.write(calls_write, self._calls)
-            os.close(calls_write)
-            opened.append(calls)
-        filtered = ["--seccomp", str(_CALLS)] if opened else []
+        # bubblewrap reads each to its end, so each one gets its own pipes.
+        given = {
+            number: _pipe_with(content)
+            for number, content in ((_CALLS, self._calls), (wire.FIRST_PROGRAM, self._first_program))
+            if content is not None
+        }
+        filtered = ["--seccomp", str(_CALLS)] if _CALLS in given else []
         if uid is not None:
             # Only the saved user stays root, which executing a program drops.
             os.setresgid(uid, uid, 0)
@@ -201,7 +218,7 @@ class Spawner:
                     (os.POSIX_SPAWN_DUP2, payload, 1),
                     (os.POSIX_SPAWN_DUP2, errors, 2),
                     (os.POSIX_SPAWN_DUP2, info, _INFO),
-                    *((os.POSIX_SPAWN_DUP2, calls, _CALLS) for calls in opened),
+                    *((os.POSIX_SPAWN_DUP2, content, number) for number, content in given.items()),
                 ],
                 setsigdef=[signal.SIGPIPE, signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGXFSZ],
             )
@@ -209,7 +226,7 @@ class Spawner:
             if uid is not None:
                 os.setresuid(0, 0, 0)
                 os.setresgid(0, 0, 0)
-            for descriptor in opened:
+            for descriptor in given.values():
                 os.close(descriptor)
 
     def _watch(self, descriptor: int, kind: str, sandbox: _Sandbox) -> None:
@@ -290,19 +307,27 @@ class Spawner:
         owner = syscalls.parent_namespace(f"/proc/{sandbox.first_pid}/ns/user")
         entry = sandbox.entry
         assert entry is not None
+        given = [owner] if sandbox.tasks is None else [owner, self._open_in_group(sandbox.tasks, os.O_RDONLY)]
         try:
-            wire.send(entry, {"pid": sandbox.first_pid}, [sandbox.pidfd, owner])
+            wire.send(entry, {"pid": sandbox.first_pid}, [sandbox.pidfd, *given])
         finally:
-            os.close(owner)
+            for descriptor in given:
+                os.close(descriptor)
         # While the helper enters, since the kernel may be slow to move processes between groups. Nothing of an agent's
         # runs yet; whatever it starts later inherits these groups from the first process or the helper.
         for group in sandbox.groups:
-            members = os.open(group, os.O_WRONLY | os.O_CLOEXEC)
+            members = self._open_in_group(group, os.O_WRONLY)
             try:
                 for member in (sandbox.first_pid, sandbox.helper_pid):
                     os.write(members, str(member).encode())
             finally:
                 os.close(members)
+
+    def _open_in_group(self, file: str, flags: int) -> int:
+        for parent, descriptor in self._group_parents.items():
+            if file.startswith(f"{parent}/"):
+                return os.open(file[len(parent) + 1 :], flags | os.O_CLOEXEC, dir_fd=descriptor)
+        return os.open(file, flags | os.O_CLOEXEC)
 
     def _destroy(self, request: wire.Message) -> None:
         sandbox = self._sandboxes.get(request["id"])
@@ -401,6 +426,14 @@ class Spawner:
                 os.waitpid(-1, 0)
             except ChildProcessError:
                 return
+
+
+def _pipe_with(content: bytes) -> int:
+    """Returns a descriptor to read ``content`` from, which fits a pipe's buffer."""
+    content_end, write_end = os.pipe()
+    os.write(write_end, content)
+    os.close(write_end)
+    return content_end
 
 
 def main() -> None:

@@ -12,9 +12,12 @@ import os
 import socket
 from array import array
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, Final, cast
 
 Message = dict[str, Any]
+
+FIRST_PROGRAM: Final = 5
+"""Bubblewrap's descriptor of the first process's program, which its arguments name."""
 
 # The default socket buffer is 208 KiB and counts overhead; longer messages use a memfd.
 _INLINE_LIMIT = 48 * 1024
