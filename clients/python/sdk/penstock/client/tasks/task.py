@@ -47,8 +47,8 @@ class Task:
     `keep_diff` keeps the agent's changes in its working directory as an artifact `changes.diff`, `keep_files` the small
     files that are there at the end (64 KiB each, one directory deep, 32) as `files/PATH`. `keep_end_state` is its
     rollouts' default of that option. Agents get `mcp_servers` beside those of the rollout's `AgentChoice`; an agent
-    that cannot use MCP servers is refused. `models` are its rollouts' default of that option, and `user` sends their agent
-    further instructions, unless the rollout names another.
+    that cannot use MCP servers is refused. `models` are its rollouts' default of that option, and `user` sends their
+    agent further instructions, unless the rollout names another.
     """
 
     task_id: str
