@@ -123,6 +123,8 @@ async def run(plan: Plan, python: str) -> Path:
 
     Raises subprocess.CalledProcessError: the trainer failed.
     """
+    if plan.tiny:  # compiling kernels for so small a model takes minutes
+        os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
     began, seconds = time.monotonic(), dict[str, float]()
     file = plan.write()
 

@@ -53,7 +53,7 @@ def rows(plan: Plan, agents: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
             "data_source": "penstock",
             "prompt": [{"role": "user", "content": task.instruction}],
             "agent_name": choice["name"],
-            "extra_info": {"task_id": task.task_id},
+            "task_id": task.task_id,
             "reward_model": {"style": "rule", "ground_truth": ""},
         }
         for task in tasks(plan, "train")

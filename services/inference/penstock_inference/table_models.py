@@ -100,7 +100,7 @@ class CallingModel:
         }
         if other != _STOP:
             table[other] = {_STOP: 1}
-        # Rows of a Hadamard matrix are orthogonal: a token tells nothing of another's successors. Those of the table's
+        # Rows of a Hadamard matrix are orthogonal: no token has a part in another's successors. Those of the table's
         # tokens are theirs alone; the others share what is left.
         basis = np.ones((1, 1))
         while len(basis) < _WIDTH:
