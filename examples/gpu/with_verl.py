@@ -84,7 +84,7 @@ def settings(plan: Plan, folder: Path) -> list[str]:
         f"actor_rollout_ref.rollout.gpu_memory_utilization={plan.training_options.get('gpu_memory_utilization', 0.5)}",
         f"actor_rollout_ref.rollout.max_model_len={plan.context_tokens}",
         "actor_rollout_ref.rollout.calculate_log_probs=true",
-        "actor_rollout_ref.rollout.agent.num_workers=2",
+        "actor_rollout_ref.rollout.agent.num_workers=1",
         f"actor_rollout_ref.rollout.agent.agent_loop_config_path={folder / 'agents.yaml'}",
         f"actor_rollout_ref.rollout.agent.default_agent_loop={plan.agents[0]}",
         "trainer.use_v1=false",
