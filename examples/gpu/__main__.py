@@ -162,7 +162,11 @@ async def _train(plan: Plan, file: Path, python: str, trains: bool) -> None:
         ]
         command = [python, "-m", f"examples.gpu.with_{plan.trainer}", str(file), str(connection), json.dumps(agents)]
         command += [] if trains else ["--to-tensors"]
-        process = await asyncio.create_subprocess_exec(*command, cwd=ROOT)
+        environment = dict(os.environ)
+        if plan.trainer == "trl" and plan.gpus > 1:
+            # Of several GPUs one process would make torch's DataParallel, which TRL does not expect.
+            environment["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+        process = await asyncio.create_subprocess_exec(*command, cwd=ROOT, env=environment)
         try:
             code = await process.wait()
         finally:

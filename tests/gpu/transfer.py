@@ -34,12 +34,16 @@ async def test_weights_come_by_nccl(tmp_path: Path, packed: bool) -> None:
     from vllm.distributed.weight_transfer.nccl_common import trainer_init
     from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
 
-    torch.cuda.set_device(1)
     options = {"transfer_backend": "nccl", "enforce_eager": "true"}
     async with serving.engine(tmp_path, options=options) as ps:
         where = {"master_address": "127.0.0.1", "master_port": serving.free_port(), "world_size": 2}
+
+        def join() -> Any:
+            torch.cuda.set_device(1)  # it is the thread's
+            return trainer_init(where)
+
         joined, _ = await asyncio.gather(
-            asyncio.to_thread(trainer_init, where),
+            asyncio.to_thread(join),
             ps.inference.init_transfer("nccl", where | {"rank_offset": 1, "packed": packed}),
         )
 
