@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from examples.gpu import repositories, table, tiny
-from examples.gpu.phases import choices, evaluate, services
+from examples.gpu.phases import choices, evaluate, evaluated, services
 from examples.gpu.plan import TRAINERS, Plan
 
 from penstock.evaluation import Summary
@@ -131,9 +131,7 @@ async def run(plan: Plan, python: str) -> Path:
     def lap(phase: str) -> None:
         seconds[phase] = round(time.monotonic() - began - sum(seconds.values()), 1)
 
-    async with services(plan, plan.model, "vllm", plan.engine_options) as (ps, _):
-        version = (await ps.inference.info()).engine_version
-        before = await evaluate(ps, plan, plan.out / "before")
+    before = await _evaluation(plan, plan.model, "before")
     lap("before")
     trains = plan.trainer == "trl" or not plan.tiny
     if not plan.trained.is_dir():
@@ -141,13 +139,18 @@ async def run(plan: Plan, python: str) -> Path:
     lap("training")
     after: dict[str, Summary] = {}
     if trains:
-        async with services(plan, plan.trained, "vllm", plan.engine_options) as (ps, _):
-            after = await evaluate(ps, plan, plan.out / "after")
+        after = await _evaluation(plan, plan.trained, "after")
         lap("after")
     found = table.rows(before, after, plan.agents)
-    notes = _notes(plan, version, seconds)
-    about = {"dry_run": plan.tiny, "trainer": plan.trainer, "seconds": seconds, "vllm": version}
-    return table.write(plan.out, found, about, notes)
+    about = {"dry_run": plan.tiny, "trainer": plan.trainer, "seconds": seconds}
+    return table.write(plan.out, found, about, _notes(plan, seconds))
+
+
+async def _evaluation(plan: Plan, model: Path, name: str) -> dict[str, Summary]:
+    if (found := evaluated(plan, plan.out / name)) is not None:
+        return found
+    async with services(plan, model, "vllm", plan.engine_options) as (ps, _):
+        return await evaluate(ps, plan, plan.out / name)
 
 
 async def _train(plan: Plan, file: Path, python: str, trains: bool) -> None:
@@ -177,12 +180,12 @@ async def _train(plan: Plan, file: Path, python: str, trains: bool) -> None:
         raise subprocess.CalledProcessError(code, command)
 
 
-def _notes(plan: Plan, version: str, seconds: dict[str, float]) -> list[str]:
+def _notes(plan: Plan, seconds: dict[str, float]) -> list[str]:
     tasks = len(load_tasks(plan.tasks / "test").tasks)
     notes = [
         f"pass@1 with its 95 % interval over {tasks} tasks that were not trained on, {plan.attempts} attempts each; "
         "p of the exact paired permutation test over tasks.",
-        f"{plan.trainer}: {plan.steps} steps of {plan.groups} groups of {plan.group_size} rollouts; vLLM {version}; "
+        f"{plan.trainer}: {plan.steps} steps of {plan.groups} groups of {plan.group_size} rollouts; "
         + ", ".join(f"{phase} {value:.0f} s" for phase, value in seconds.items())
         + ".",
     ]

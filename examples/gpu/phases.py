@@ -13,6 +13,7 @@ from penstock.client.transport.endpoints import write_connection
 from penstock.client.types.results import RolloutEvent
 from penstock.client.wire.specs import digest
 from penstock.evaluation import Attempt, Book, Evaluation, Summary, summarise
+from penstock.evaluation.attempts import ATTEMPTS_FILE, read_attempts
 from penstock.local.stack import LocalStack
 from penstock.tasks.sets import load_tasks
 
@@ -100,6 +101,16 @@ async def evaluate(ps: Penstock, plan: Plan, folder: Path) -> dict[str, Summary]
             await evaluation.run()
             found[name] = summarise(book.attempts, names, plan.attempts)
     return found
+
+
+def evaluated(plan: Plan, folder: Path) -> dict[str, Summary] | None:
+    """What `evaluate` returned for this folder; None = it is not whole."""
+    names, found = [task.task_id for task in tasks(plan, "test")], {}
+    for name in (*plan.agents, *plan.unseen):
+        if not (folder / name / ATTEMPTS_FILE).exists():
+            return None
+        found[name] = summarise(read_attempts(folder / name), names, plan.attempts)
+    return found if all(summary.complete for summary in found.values()) else None
 
 
 class _Lines:

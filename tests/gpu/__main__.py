@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -78,7 +79,9 @@ def run(check: Check, machine: Machine, out: Path, left_s: float) -> Outcome:
         return outcome("not run", f"the {MOST_S // 60} minutes were over")
     report = out / f"{check.name}.xml"
     report.unlink(missing_ok=True)
-    last = f"--junitxml={report}" if "pytest" in check.arguments else str(out / f"{check.name}-run")
+    results = out / f"{check.name}-run"
+    shutil.rmtree(results, ignore_errors=True)  # it would go on with a run that has ended
+    last = f"--junitxml={report}" if "pytest" in check.arguments else str(results)
     began, limit_s = time.monotonic(), min(check.limit_s, left_s)
     with (out / f"{check.name}.log").open("wb") as log:
         process = subprocess.Popen(

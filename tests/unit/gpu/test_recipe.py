@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 from examples.gpu import __main__ as recipe
 from examples.gpu import table
+from examples.gpu.phases import evaluated
 from examples.gpu.plan import Plan
 
-from penstock.evaluation import Attempt, Summary, summarise
+from penstock.evaluation import Attempt, Book, Summary, summarise
 
 
 @pytest.fixture
@@ -86,3 +87,22 @@ def test_the_table_has_each_agent_before_and_after() -> None:
     )
     assert lines[3].startswith("| codex | no | 0.00 (") and lines[3].endswith("| not run |  |  |")
     assert lines[-1] == "A note."
+
+
+def test_an_evaluation_that_is_whole_is_read_and_not_run_again(plan: Plan) -> None:
+    """One attempt that is missing, or that was not graded, and the engine is needed."""
+    folder, tasks = plan.out / "before", ("clock-1", "names-1")
+    assert evaluated(plan, folder) is None
+    ids = [(task, index) for task in tasks for index in range(plan.attempts)]
+    for agent in (*plan.agents, *plan.unseen):
+        with Book(folder / agent, {"attempts": plan.attempts, "tasks": dict.fromkeys(tasks, "")}) as book:
+            for task, index in ids[1:]:
+                book.add(Attempt(task_id=task, index=index, again=0, rollout_id=f"{task}{index}", reward=1.0))
+            task, index = ids[0]
+            book.add(Attempt(task_id=task, index=index, again=0, rollout_id="a", cause="infrastructure"))
+            assert evaluated(plan, folder) is None
+            book.add(Attempt(task_id=task, index=index, again=1, rollout_id="b", reward=0.0))
+    found = evaluated(plan, folder)
+    assert found is not None and [*found] == [*plan.agents, *plan.unseen]
+    assert all([score.passed for score in one.tasks] == [plan.attempts - 1, plan.attempts] for one in found.values())
+    assert evaluated(replace(plan, attempts=plan.attempts + 1), folder) is None
