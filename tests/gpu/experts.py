@@ -44,3 +44,5 @@ async def test_experts_of_a_conversation_are_those_of_one_forward_pass(tmp_path:
         # Two experts that are nearly as likely may change places, or the last one of a token.
         same = (np.sort(found, axis=-1) == np.sort(expected, axis=-1)).all(axis=-1)
         assert same.mean() > 0.98
+        await ps.inference.update_weights(1, serving.policy(1, MIXTURE))
+        await serving.assert_sampled_by(ps, 1, 1, MIXTURE)
