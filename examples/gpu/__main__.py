@@ -185,7 +185,7 @@ def _notes(plan: Plan, seconds: dict[str, float]) -> list[str]:
     notes = [
         f"pass@1 with its 95 % interval over {tasks} tasks that were not trained on, {plan.attempts} attempts each; "
         "p of the exact paired permutation test over tasks.",
-        f"{plan.trainer}: {plan.steps} steps of {plan.groups} groups of {plan.group_size} rollouts; "
+        f"{plan.trainer}: {plan.steps} steps of {plan.groups} groups of {plan.group_size} rollouts; this call took "
         + ", ".join(f"{phase} {value:.0f} s" for phase, value in seconds.items())
         + ".",
     ]
