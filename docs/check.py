@@ -12,7 +12,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-SKIPPED = {".git", ".venv", ".venv-vllm", ".venv-openenv", ".venv-docs", "build", "node_modules", ".toolchain", "runs"}
+SKIPPED = {
+    ".git",
+    ".venv",
+    ".venv-vllm",
+    ".venv-gpu",
+    ".venv-openenv",
+    ".venv-docs",
+    "build",
+    "node_modules",
+    ".toolchain",
+    "runs",
+}
 
 # Of a page that is published without the rest of the repository.
 REPOSITORY = tomllib.loads((ROOT / "tools" / "names.toml").read_text(encoding="utf-8"))["repository"] + "/blob/main/"

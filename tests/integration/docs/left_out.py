@@ -12,6 +12,8 @@ from typing import Final
 PROGRAMS: Final[Mapping[str, str]] = {
     ".venv/bin/jupyter": "of a package that the reader installs; tests/e2e/test_notebook.py runs the notebook",
     ".venv/bin/python": "the repository's own programs, which other tests run or which take a quarter of an hour",
+    ".venv-gpu/bin/python": "needs a GPU; tests/unit/gpu tests the programs",
+    ".venv-vllm/bin/python": "the recipe's dry run, which takes minutes and vLLM; tests/unit/gpu tests the program",
     "apt-get": "changes the machine",
     "git": "names a release, which a clone of a test has not",
     "claude": "an assistant, which the reader has; test_mcp_command.py of tests/integration/client starts the server",

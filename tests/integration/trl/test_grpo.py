@@ -112,9 +112,9 @@ async def run(stack: LocalStack, model_dir: Path, example: ModuleType, tmp_path_
 
     def train() -> Run:
         with connect(stack.endpoints) as ps:
-            rollouts = example.Rollouts(ps, TASKS, AGENT)
+            rollouts = example.Rollouts(ps, model_dir, TASKS, [AGENT])
             watch = Watch(rollouts)
-            trainer = example.trainer_for(rollouts, model_dir, config, [watch])
+            trainer = example.trainer_for(rollouts, config, [watch])
             before = {name: weight.clone() for name, weight in trainer.model.state_dict().items()}
             trainer.train()
             return Run(watch, ps.inference.info().policy_version, before, trainer.model.state_dict())

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from tests.integration.vllm.conftest import Served, first_tokens
 from tests.support import vllm_models as models
+from vllm.platforms import current_platform
 
 from penstock.chat.v1 import chat_pb2, completion_pb2
 from penstock.inference.v1 import inference_service_pb2 as pb
@@ -383,6 +384,7 @@ async def test_scoring_refuses_what_it_cannot_score(service: Served, failure: Fa
         assert failure(caught.value).violations[0].field == field
 
 
+@pytest.mark.skipif(current_platform.device_type != "cpu", reason="its processes poll on a CPU alone")
 @pytest.mark.requirement("R87")
 async def test_waiting_vllm_yields_the_processor(service: Served) -> None:
     """Its processes sleep now and then, waiting for each other; yielding alone they starve other sessions."""

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from tests.support.waiting import eventually
 
-from penstock_chassis.errors import FailedPrecondition, PenstockError
-from penstock_inference.engines.base import Done, EngineOptions, GenerateRequest, PauseMode, Sampling
+from penstock_chassis.errors import FailedPrecondition, PenstockError, Unsupported
+from penstock_inference.engines.base import Done, EngineOptions, GenerateRequest, PauseMode, Sampling, UpdateFormat
 from penstock_inference.engines.checks import closed
 
 HOUSE = "penstock_inference.engines.vllm"
@@ -427,3 +427,29 @@ async def test_a_reader_that_does_not_read_its_completion_delays_no_score(core: 
     assert core.admission.running == 1
     await events.aclose()
     assert core.admission.running == 0
+
+
+@pytest.mark.requirement("R63", "R87")
+@pytest.mark.parametrize(
+    ("platform", "name", "refused"),
+    [
+        ("cpu", "model.layers.0.mlp.experts.0.up_proj.weight", True),
+        ("cpu", "model.layers.0.mlp.up_proj.weight", False),
+        ("cuda", "model.layers.0.mlp.experts.0.up_proj.weight", False),
+    ],
+)
+async def test_experts_are_not_replaced_where_their_layout_would_be_lost(
+    house: Any, core: Any, platform: str, name: str, refused: bool
+) -> None:
+    """vLLM 0.32.0 for CPUs computed logprobs of no policy after a push, without an error."""
+    core.features.platform = platform
+    core.checkpoint = SimpleNamespace(sources={name: Path("model.safetensors")})
+    updates = house.engine.Updates(core)
+    if refused:
+        with pytest.raises(Unsupported) as caught:
+            await updates.begin(1, "", UpdateFormat.FULL)
+        assert caught.value.reason == "CAPABILITY_MISSING"
+    else:
+        await updates.begin(1, "", UpdateFormat.FULL)
+        with pytest.raises(PenstockError):  # it is open
+            await updates.begin(2, "", UpdateFormat.FULL)

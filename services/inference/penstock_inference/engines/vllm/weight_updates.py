@@ -55,6 +55,13 @@ class Updates(FileUpdates):
         return self._core.checkpoint.sources.values()
 
     async def begin(self, version: int, label: str, update_format: UpdateFormat) -> None:
+        if self._core.features.platform == "cpu" and any(".experts." in name for name in self._core.checkpoint.sources):
+            # Its kernels for CPUs keep experts in another layout, into which a reload writes them as they are in files.
+            raise Unsupported(
+                "vLLM for CPUs computes wrong logprobs once the weights of a mixture-of-experts model were replaced",
+                reason="CAPABILITY_MISSING",
+                metadata={"capability": "updates of experts on a CPU"},
+            )
         if update_format is UpdateFormat.DELTA and self._core.unsaved:
             raise FailedPrecondition(
                 "the weights in force came by a transfer, so no file could complete a partial push: push all tensors",

@@ -1,0 +1,1 @@
+"""What is checked only where there are GPUs: `make gpu`."""
