@@ -44,6 +44,7 @@ from penstock_driver.domain.ports import (
     SandboxTerms,
     SnapshotSpec,
     SnapshotStep,
+    UserRequest,
 )
 from penstock_driver.rollouts.manager import RolloutManager
 from penstock_driver.rpc.agent_service import AgentServicer
@@ -267,6 +268,12 @@ class Places:
 
     async def answered(self, rollout_id: str) -> GateClosing:
         raise NotImplementedError  # of verifiers with a judge
+
+    async def open_user(self, opening: UserRequest) -> GateOpening | None:
+        raise NotImplementedError  # of rollouts with a user
+
+    async def ask_user(self, rollout_id: str, body: bytes, timeout_s: float) -> str:
+        raise NotImplementedError  # of rollouts with a user
 
     async def close(self, rollout_id: str, reason: str) -> GateClosing:
         self.open_ones.discard(rollout_id)
