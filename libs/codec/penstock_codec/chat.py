@@ -125,6 +125,12 @@ class Message:
     @property
     def images(self) -> tuple[ImagePart, ...]:
         """All images in the order in which they are shown: those of results, then the others."""
+        for part in self.parts:  # few messages have any, and this runs for each message of each call
+            kind = type(part)
+            if kind is ImagePart or (kind is ToolResultPart and part.images):  # type: ignore[union-attr]
+                break
+        else:
+            return ()
         shown: list[ImagePart] = []
         for part in self.parts:
             if type(part) is ToolResultPart:

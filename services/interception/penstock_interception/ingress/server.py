@@ -32,7 +32,7 @@ from penstock_interception.ingress.black_box import Passthrough
 from penstock_interception.ingress.bodies import BrokenBody, TooSlow
 from penstock_interception.ingress.connections import Connections
 from penstock_interception.ingress.dialects.base import Ask, BadRequest, DialectCodec, Problem, Route
-from penstock_interception.ingress.dialects.images import within_limit
+from penstock_interception.ingress.dialects.images import images_within_limit
 from penstock_interception.ingress.encodings import ACCEPTED, EncodingRefused
 from penstock_interception.ingress.mcp import server
 from penstock_interception.ingress.retries import Identity, identify, same_call
@@ -183,7 +183,7 @@ class Ingress:
         body = await bodies.in_time(request, self._connections.limits.body_s)
         auth.check_size(rollout, len(body))
         if route.ask is Ask.COUNT:
-            parsed = await self._read(body, lambda: within_limit(dialect.parse(body, route)))
+            parsed = await self._read(body, lambda: dialect.parse(body, route))
             count = await self._interceptor.count(rollout, parsed)
             return web.Response(body=dialect.count(count), content_type=_JSON)
         return await self._complete(request, rollout, dialect, route, body)
@@ -198,8 +198,9 @@ class Ingress:
         headers = request.headers
 
         def read() -> tuple[ChatRequest, Identity, FoldedBody | None]:
-            parsed = within_limit(cache.for_rollout(rollout.id, lambda: dialect.parse(body, route)))
-            return parsed, identify(dialect, headers, body), fold(body, parsed.images)
+            parsed = cache.for_rollout(rollout.id, lambda: dialect.parse(body, route))
+            images = images_within_limit(parsed)
+            return parsed, identify(dialect, headers, body), fold(body, images) if images else None
 
         parsed, identity, folded = await self._read(body, read)
         call = same_call(rollout, identity, self._connections.is_taken)

@@ -12,7 +12,7 @@ from penstock_codec.chat import ImagePart, Message, Role
 from penstock_codec.images import MAX_BYTES, MAX_IMAGES
 from penstock_interception.domain.requests import ChatRequest
 from penstock_interception.ingress.dialects.base import BadRequest
-from penstock_interception.ingress.dialects.images import image_at, within_limit
+from penstock_interception.ingress.dialects.images import image_at, images_within_limit
 
 WRONG: Mapping[str, tuple[str, str]] = {
     "bytes": ("data:image/png;base64," + base64.b64encode(bytes(MAX_BYTES + 1)).decode(), "image_limit"),
@@ -40,7 +40,8 @@ def test_an_images_kind_is_what_its_bytes_say() -> None:
 
 def test_a_conversation_has_a_bounded_number_of_images() -> None:
     image = ImagePart("https://x/y.png")
-    within_limit(ChatRequest("m", (Message(Role.USER, (image,) * MAX_IMAGES),)))
+    whole = ChatRequest("m", (Message(Role.USER, (image,) * MAX_IMAGES),))
+    assert images_within_limit(whole) == [image] * MAX_IMAGES
     with pytest.raises(BadRequest) as refused:
-        within_limit(ChatRequest("m", (Message(Role.USER, (image,)), Message(Role.USER, (image,) * MAX_IMAGES))))
+        images_within_limit(ChatRequest("m", (Message(Role.USER, (image,)), Message(Role.USER, (image,) * MAX_IMAGES))))
     assert refused.value.param == "messages"

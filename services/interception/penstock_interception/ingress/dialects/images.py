@@ -49,12 +49,14 @@ def inline_image(data: str, media_type: str, path: str) -> ImagePart:
     return ImagePart.inline(raw, size.media_type)
 
 
-def within_limit(request: ChatRequest) -> ChatRequest:
-    """Returns the request. Raises BadRequest if it has too many images."""
-    count = sum(len(message.images) for message in request.messages)
-    if count > MAX_IMAGES:
-        raise _too_large(f"The conversation has {count} images; {MAX_IMAGES} are allowed.", "messages")
-    return request
+def images_within_limit(request: ChatRequest) -> list[ImagePart]:
+    """Returns all images of a request. Raises BadRequest if there are too many."""
+    found: list[ImagePart] = []
+    for message in request.messages:
+        found += message.images
+    if len(found) > MAX_IMAGES:
+        raise _too_large(f"The conversation has {len(found)} images; {MAX_IMAGES} are allowed.", "messages")
+    return found
 
 
 def _too_large(message: str, path: str) -> BadRequest:
