@@ -190,7 +190,7 @@ ELSEWHERE: Final = {
     "InferenceService/TransferTensors": "tests/integration/vllm/test_client.py",
     "InferenceService/FinishTransfer": "tests/integration/vllm/test_client.py",
     "RolloutService/GetTensor": "tests/integration/client/test_rollouts.py",
-    "RolloutService/GetMedia": "tests/integration/client/test_images.py",
+    "RolloutService/GetMedia": "tests/integration/client/media/test_images.py",
 }
 """RPCs that the scripted engine cannot be brought to: a test that calls each by the client's method."""
 

@@ -14,7 +14,8 @@ import pytest
 import pytest_asyncio
 import torch
 from PIL import Image
-from tests.support import vision, vllm_vision
+from tests.support import vision
+from tests.support.vision import vllm_models as vllm_vision
 from transformers import AutoImageProcessor
 
 from penstock.chat.v1 import chat_pb2, completion_pb2
