@@ -22,7 +22,7 @@ _OBSERVER_MAY: Final = {
     "penstock.driver.v1.AgentService": "ListAgents GetAgent",
     "penstock.driver.v1.RolloutService": (
         "GetRollout ListRollouts WatchRollout WatchRollouts WaitRollout GetGroup ListGroups WatchGroup WaitGroup "
-        "GetTrajectory GetTensor ExportTrajectories"
+        "GetTrajectory GetTensor GetMedia ExportTrajectories"
     ),
     "penstock.driver.v1.RunService": "ListMetrics",
     "penstock.driver.v1.TerminalService": "GetTerminal",

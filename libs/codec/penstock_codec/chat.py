@@ -7,11 +7,15 @@ exception: `ToolCallPart.arguments_json` is the text exactly as it was sampled (
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import base64
+import hashlib
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TypeAlias
 
 from penstock_codec.fast_dataclass import quick
+
+_DIGEST = "sha256:"
 
 
 class Role(StrEnum):
@@ -42,10 +46,31 @@ class ReasoningPart:
 @quick
 @dataclass(frozen=True, slots=True)
 class ImagePart:
-    """An image by reference: a URL or a data URL. The text codec refuses it by name."""
+    """An image: inline, with its file's bytes, or by address alone, which only upstreams take.
+
+    `ref` identifies it: "sha256:" and the hex digest of an inline image's bytes, or the address.
+    """
 
     ref: str
     media_type: str = ""
+    data: bytes = field(default=b"", repr=False)
+
+    @classmethod
+    def inline(cls, data: bytes, media_type: str) -> ImagePart:
+        """An image with its bytes, of an IANA media type."""
+        return cls(f"{_DIGEST}{hashlib.sha256(data).hexdigest()}", media_type, data)
+
+    @property
+    def sha256(self) -> bytes:
+        """SHA-256 of an inline image's bytes; empty for one by address."""
+        return bytes.fromhex(self.ref.removeprefix(_DIGEST)) if self.data else b""
+
+    @property
+    def url(self) -> str:
+        """The address, or a data URL with the bytes."""
+        if not self.data:
+            return self.ref
+        return f"data:{self.media_type};base64,{base64.b64encode(self.data).decode()}"
 
 
 @quick
@@ -96,6 +121,21 @@ class Message:
     def tool_calls(self) -> tuple[ToolCallPart, ...]:
         """The tool calls, in the order sampled."""
         return tuple([part for part in self.parts if isinstance(part, ToolCallPart)])
+
+    @property
+    def images(self) -> tuple[ImagePart, ...]:
+        """All images in the order in which they are shown: those of results, then the others."""
+        for part in self.parts:  # few messages have any, and this runs for each message of each call
+            kind = type(part)
+            if kind is ImagePart or (kind is ToolResultPart and part.images):  # type: ignore[union-attr]
+                break
+        else:
+            return ()
+        shown: list[ImagePart] = []
+        for part in self.parts:
+            if type(part) is ToolResultPart:
+                shown += part.images
+        return (*shown, *[part for part in self.parts if type(part) is ImagePart])
 
     @property
     def tool_results(self) -> tuple[ToolResultPart, ...]:

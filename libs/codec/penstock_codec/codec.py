@@ -22,6 +22,7 @@ from penstock_codec.control_text import ControlText, ControlTokens
 from penstock_codec.decoding import Detokenizer
 from penstock_codec.errors import CodecError
 from penstock_codec.fast_dataclass import quick
+from penstock_codec.images import ImageRule, Placed, expanded
 from penstock_codec.parsers import (
     GRAMMARS,
     CompletionParser,
@@ -48,10 +49,11 @@ PROMPT_TAIL = 64  # a generation prompt is shorter than this
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """A conversation's ids. `mixed_up`: control tokens spelled in its texts were encoded as such, because the template
-    changed those texts beyond recognition."""
+    changed those texts beyond recognition. `images` are in the order of their tokens."""
 
     ids: IntArray
     mixed_up: bool = False
+    images: tuple[Placed, ...] = ()
 
 
 class Codec:
@@ -69,6 +71,7 @@ class Codec:
         self.files = files
         self.control_tokens = control_tokens
         self.template = template
+        self.images: ImageRule | None = files.images
         self._tokenizer = tokenizer
         self._grammar = choose_grammar(parser, template.text, takes_tools=template.supports_tools)
         self._parser = parser_for(self._grammar)
@@ -107,6 +110,7 @@ class Codec:
             self._rendering,
             {**controls, **stops},
             self.caches,
+            images=files.images,
             other_ends={**parts, **ends},
             openings=openings,
             thinking=tuple(zip(*think.values(), strict=True)),
@@ -148,7 +152,9 @@ class Codec:
             raise CodecError("TOKENIZER_INVALID", f"tokenizer.json cannot be loaded: {error}") from error
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        template = ChatTemplate(files.chat_template, files.special_tokens, now=now)
+        template = ChatTemplate(
+            files.chat_template, files.special_tokens, now=now, takes_images=files.images is not None
+        )
         return cls(files, tokenizer, template, parser=parser, control_tokens=control_tokens)
 
     @property
@@ -204,7 +210,11 @@ class Codec:
         rendered = self._rendering.render(
             messages, tools, add_generation_prompt=add_generation_prompt, template_kwargs=template_kwargs
         )
-        return Prompt(self._rendering.ids(rendered.text, broken=rendered.broken), rendered.mixed_up)
+        ids = self._rendering.ids(rendered.text, broken=rendered.broken)
+        if self.images is None:
+            return Prompt(ids, rendered.mixed_up)
+        ids, placed = expanded(ids, self.template.images(messages), self.images)
+        return Prompt(ids, rendered.mixed_up, placed)
 
     def may_spell_control_tokens(self, body: bytes) -> bool:
         """Whether the texts in a JSON body may spell control tokens: a quick scan of its bytes."""

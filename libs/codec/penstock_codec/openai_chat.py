@@ -109,6 +109,6 @@ def _content(parts: Sequence[TextPart | ImagePart]) -> str | list[dict[str, Any]
     return [
         {"type": "text", "text": part.text}
         if isinstance(part, TextPart)
-        else {"type": "image_url", "image_url": {"url": part.ref}}
+        else {"type": "image_url", "image_url": {"url": part.url}}
         for part in parts
     ]

@@ -29,14 +29,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock_codec.cache import LONGEST_SHAPE, Caches
-from penstock_codec.chat import Message, Role, TextPart, Tool, ToolCallPart
+from penstock_codec.chat import ImagePart, Message, Role, TextPart, Tool, ToolCallPart, ToolResultPart
 from penstock_codec.errors import CodecError
 from penstock_codec.fast_dataclass import quick
+from penstock_codec.images import ImageRule, Placed, expanded
 from penstock_codec.rendering import Rendered, Rendering
 
 IntArray = NDArray[np.int32]
 _SHOWN = 40
 _QUESTION = Message.user("q")
+_ANY_IMAGE = ImagePart.inline(b"image", "image/png")
 _TOOL = Tool("f", "F.", '{"type": "object", "properties": {"a": {"type": "string"}}}')
 
 
@@ -45,12 +47,14 @@ _TOOL = Tool("f", "F.", '{"type": "object", "properties": {"a": {"type": "string
 class Continuation:
     """The ids to append. `closing` of them (0 or 1), at the front, close a turn that the model did not close itself.
 
-    `mixed_up`: control tokens spelled in the new messages could not be distinguished from the template's own.
+    `mixed_up`: control tokens spelled in the new messages could not be distinguished from the template's own. `images`
+    are those of the new messages, in the order of their tokens.
     """
 
     ids: IntArray
     closing: int
     mixed_up: bool = False
+    images: tuple[Placed, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +93,7 @@ class Splicer:
         other_ends: Mapping[str, int] | None = None,
         openings: Mapping[str, int] | None = None,
         thinking: Sequence[tuple[str, str]] = (),
+        images: ImageRule | None = None,
     ) -> None:
         """`special_tokens` maps the text of special tokens to ids.
 
@@ -96,6 +101,7 @@ class Splicer:
         `openings` those that open a turn and so end the previous one; `thinking` is the markup around reasoning.
         """
         self._rendering = rendering
+        self._images = images
         # Some templates (GLM 5's) leave only the closing mark of reasoning.
         pairs = "|".join(
             f"{re.escape(opening)}.*?{re.escape(closing)}|{re.escape(closing)}" for opening, closing in thinking
@@ -149,7 +155,11 @@ class Splicer:
             return Inexact("NO_END_OF_TURN", "the tokenizer does not keep the end of a turn as one token")
         closed = {self._ends[tail.end]} if tail.end in self._openings else self.end_ids
         closing = 0 if last_id in closed else 1
-        return Continuation(ids[1 - closing :], closing, tail.rendered.mixed_up)
+        ids = ids[1 - closing :]
+        placed: tuple[Placed, ...] = ()
+        if self._images is not None:
+            ids, placed = expanded(ids, self._rendering.template.images(new), self._images)
+        return Continuation(ids, closing, tail.rendered.mixed_up, placed)
 
     def _shape(
         self,
@@ -163,7 +173,13 @@ class Splicer:
             len(turn.tool_calls),
             # To the template, text beside a tool's result is a message of its own.
             tuple(
-                (message.role, len(message.tool_calls), len(message.tool_results), _has_text(message))
+                (
+                    message.role,
+                    len(message.tool_calls),
+                    len(message.tool_results),
+                    _has_text(message),
+                    _pictured(message),
+                )
                 for message in new
             ),
             bool(tools),
@@ -185,7 +201,10 @@ class Splicer:
         add_generation_prompt: bool,
         kwargs: Mapping[str, Any],
     ) -> _Probe | Inexact:
-        earlier = [Message.user("first"), Message.assistant("so"), Message.user("second"), turn]
+        first = Message.user("first")
+        if any(message.images for message in new):
+            first = replace(first, parts=(*first.parts, _ANY_IMAGE))  # some templates number the images
+        earlier = [first, Message.assistant("so"), Message.user("second"), turn]
         try:
             longer = self._tail([Message.system("rules"), *earlier], new, tools, add_generation_prompt, kwargs)
             base = self._tail([Message.system("rules"), *earlier], (), tools, False, kwargs)
@@ -300,6 +319,15 @@ class Splicer:
         if not found or closing is None:
             return None
         return EndOfTurn(closing, tokens[closing])
+
+
+def _pictured(message: Message) -> tuple[int, ...]:
+    """How many images each of a message's parts has."""
+    if not message.images:
+        return ()
+    return tuple(
+        len(part.images) if type(part) is ToolResultPart else int(type(part) is ImagePart) for part in message.parts
+    )
 
 
 def _has_text(message: Message) -> bool:

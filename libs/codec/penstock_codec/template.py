@@ -25,7 +25,16 @@ from jinja2.parser import Parser
 from jinja2.runtime import Context
 
 from penstock_codec import cache
-from penstock_codec.chat import Message, ReasoningPart, Role, TextPart, Tool, ToolCallPart, ToolResultPart
+from penstock_codec.chat import (
+    ImagePart,
+    Message,
+    ReasoningPart,
+    Role,
+    TextPart,
+    Tool,
+    ToolCallPart,
+    ToolResultPart,
+)
 from penstock_codec.control_text import Breaking, ControlText, gather
 from penstock_codec.errors import CodecError
 from penstock_codec.template_sandbox import WORK, Known, Sandbox, Work, joined
@@ -37,6 +46,7 @@ _INSTRUCTING = (Role.SYSTEM, Role.DEVELOPER)
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 _ANSWER = Role.ASSISTANT.value
 _ANSWER_TEXTS = ("content", "reasoning_content")
+_IMAGE = {"type": "image"}
 _JSON = json.JSONEncoder(ensure_ascii=False)
 MAX_TEMPLATE_CHARS = 1 << 20
 MAX_TIME_CHARS = 256
@@ -47,9 +57,16 @@ class ChatTemplate:
     """One compiled template. Immutable and thread-safe."""
 
     def __init__(
-        self, text: str, special_tokens: Mapping[str, str], *, now: Callable[[], datetime] = datetime.now
+        self,
+        text: str,
+        special_tokens: Mapping[str, str],
+        *,
+        now: Callable[[], datetime] = datetime.now,
+        takes_images: bool = False,
     ) -> None:
         """Compiles `text`; `special_tokens` become variables (`bos_token`, ...); `now` feeds `strftime_now`.
+
+        `takes_images`: conversations may have images, which the template gets as parts of a message's content.
 
         Raises CodecError TEMPLATE_INVALID when the text is no template.
         """
@@ -71,6 +88,7 @@ class ChatTemplate:
         # Common to all renderings; Jinja would build it for each.
         self._given = {**self._template.globals, "documents": None, **special_tokens}
         self.text = text
+        self._takes_images = takes_images
         # Searching the text for a word is not enough: Phi-4-mini's reads `message['tools']`, which nobody passes.
         self.supports_tools = "tools" in takes
         self.renders_call_ids = "tool_call_id" in text or "tool_call.id" in text
@@ -127,6 +145,12 @@ class ChatTemplate:
         except Exception as error:  # a template is a program by the model's author: anything it raises is its refusal
             reason = str(error) if apart is None else apart.hidden(str(error))
             raise CodecError("TEMPLATE_REFUSED", f"the chat template refused the conversation: {reason}") from error
+
+    def images(self, messages: Sequence[Message]) -> list[ImagePart]:
+        """Returns a conversation's images in the order in which they are rendered."""
+        if not any(message.images for message in messages):
+            return []
+        return [image for message in self._placed(messages) for image in message.images]
 
     def spells(self, control_text: ControlText, messages: Sequence[Message], tools: Sequence[Tool]) -> bool:
         """Whether texts of a conversation spell control tokens that `render` would keep apart.
@@ -195,6 +219,7 @@ class ChatTemplate:
             texts.append(part.text)
             return [{"role": message.role.value, "content": part.text}]  # as below, for the most common messages
         visible: list[str] = []
+        has_images = False
         thought: list[str] = []
         calls: list[dict[str, Any]] = []
         # One message per result, as templates expect; text beside the results (Anthropic's shape) follows as a user
@@ -207,20 +232,29 @@ class ChatTemplate:
                 calls.append(self._call_dict(part, texts))
             elif type(part) is ReasoningPart:
                 thought.append(part.text)
-            elif type(part) is ToolResultPart and not part.images:
+            elif type(part) is ToolResultPart and (self._takes_images or not part.images):
                 results.append(self._result_dict(part, texts))
+            elif type(part) is ImagePart and self._takes_images:
+                has_images = True
             else:
                 raise CodecError("IMAGE_UNSUPPORTED", "this model's tokenizer does not support images")
         text = "".join(visible)
         texts.append(text)
+        content: Any = text
+        if has_images:
+            content = [
+                {"type": "text", "text": part.text} if isinstance(part, TextPart) else _IMAGE
+                for part in parts
+                if isinstance(part, TextPart | ImagePart)
+            ]
         if results:
-            if text:
-                results.append({"role": "user", "content": text})
+            if content:
+                results.append({"role": "user", "content": content})
             return results
         role = message.role
         item: dict[str, Any] = {
             "role": "system" if role is Role.DEVELOPER and not self._knows_developer else role.value,
-            "content": text,
+            "content": content,
         }
         if message.name:
             item["name"] = message.name
@@ -246,7 +280,11 @@ class ChatTemplate:
     def _result_dict(self, result: ToolResultPart, texts: list[str]) -> dict[str, Any]:
         call_id = self._id(result.call_id)
         texts += (result.text, call_id)
-        item = {"role": "tool", "content": result.text, "tool_call_id": call_id}
+        content: Any = result.text
+        if result.images:
+            content = [{"type": "text", "text": result.text}] if result.text else []
+            content += [_IMAGE] * len(result.images)
+        item = {"role": "tool", "content": content, "tool_call_id": call_id}
         if result.name is not None:
             item["name"] = result.name
             texts.append(result.name)

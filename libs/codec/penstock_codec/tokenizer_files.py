@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock_codec.errors import CodecError
+from penstock_codec.images import RULE_FILE, ImageRule
 
 MAX_TOKENIZER_BYTES = 256 << 20
 MAX_TEXT_BYTES = 32 << 20  # for a template or a configuration; some list a hundred thousand tokens
@@ -25,13 +26,15 @@ class TokenizerFiles:
     """The bytes of tokenizer.json, the chat template's text, the ids that end a turn, and the named special tokens.
 
     `special_tokens` maps names such as `eos_token` to token text; templates may refer to them. `stop_token_ids` are the
-    model's end-of-sequence ids; the codec adds the one that its template closes a turn with.
+    model's end-of-sequence ids; the codec adds the one that its template closes a turn with. `images` is how the model
+    takes images; None = it does not, or in a way that is not known here.
     """
 
     tokenizer_json: bytes
     chat_template: str
     stop_token_ids: tuple[int, ...] = ()
     special_tokens: Mapping[str, str] = field(default_factory=dict)
+    images: ImageRule | None = None
 
     @property
     def tokenizer_sha256(self) -> str:
@@ -42,6 +45,11 @@ class TokenizerFiles:
     def template_sha256(self) -> str:
         """Hex sha256 of the chat template in UTF-8."""
         return hashlib.sha256(self.chat_template.encode()).hexdigest()
+
+    @property
+    def processor_sha256(self) -> str:
+        """Hex sha256 of the rule of images; empty without one."""
+        return "" if self.images is None else self.images.sha256.hex()
 
     @classmethod
     def from_directory(cls, directory: str | Path) -> TokenizerFiles:
@@ -62,7 +70,7 @@ class TokenizerFiles:
         if any(type(item) is not int or not 0 <= item < _IDS for item in stops):
             raise CodecError("FILES_INCOMPLETE", f"{root.name} has an eos_token_id that is not a token id")
         specials = {name: text for name in SPECIAL_NAMES if (text := _token_text(config.get(name))) is not None}
-        return cls(tokenizer_json, template, stops, specials)
+        return cls(tokenizer_json, template, stops, specials, read_image_rule(root))
 
     def write(self, directory: str | Path) -> None:
         """Writes the files in the layout of a model directory, so that other tools can load them."""
@@ -74,6 +82,16 @@ class TokenizerFiles:
         (root / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
         generation = {"eos_token_id": list(self.stop_token_ids)}
         (root / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n", "utf-8")
+        if self.images is not None:
+            (root / RULE_FILE).write_bytes(self.images.to_json())
+
+
+def read_image_rule(directory: Path) -> ImageRule | None:
+    """Reads how a model takes images: our own file, or its configuration. Raises CodecError FILES_INCOMPLETE."""
+    rule = directory / RULE_FILE
+    if rule.is_file():
+        return ImageRule.from_json(_read(rule, MAX_TEXT_BYTES))
+    return ImageRule.of_model(_read_json(directory / "config.json"), _read_json(directory / "preprocessor_config.json"))
 
 
 def _read(path: Path, most: int) -> bytes:

@@ -117,7 +117,7 @@ _READING: Final = {
     "penstock.driver.v1.RolloutService": (
         *("GetRollout", "ListRollouts", "WatchRollout", "WatchRollouts", "WaitRollout"),
         *("GetGroup", "ListGroups", "WatchGroup", "WaitGroup"),
-        *("GetTrajectory", "GetTensor", "ExportTrajectories"),
+        *("GetTrajectory", "GetTensor", "GetMedia", "ExportTrajectories"),
     ),
     "penstock.driver.v1.RunService": ("ListMetrics",),
     "penstock.driver.v1.TerminalService": ("GetTerminal",),

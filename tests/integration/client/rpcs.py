@@ -65,6 +65,7 @@ METHODS: Final[dict[str, dict[str, str]]] = {
         "DeleteGroup": "GroupHandle.delete",
         "GetTrajectory": "RolloutHandle.trajectory",
         "GetTensor": "RolloutsClient.trajectory",
+        "GetMedia": "RolloutHandle.image",
         "AnnotateTrajectory": "RolloutHandle.annotate",
         "ExportTrajectories": "RolloutsClient.export",
     },
@@ -189,6 +190,7 @@ ELSEWHERE: Final = {
     "InferenceService/TransferTensors": "tests/integration/vllm/test_client.py",
     "InferenceService/FinishTransfer": "tests/integration/vllm/test_client.py",
     "RolloutService/GetTensor": "tests/integration/client/test_rollouts.py",
+    "RolloutService/GetMedia": "tests/integration/client/media/test_images.py",
 }
 """RPCs that the scripted engine cannot be brought to: a test that calls each by the client's method."""
 

@@ -79,7 +79,7 @@ DOES_NOT_CREATE: Final = {
     "penstock.driver.v1.RolloutService": (
         "GetRollout ListRollouts WatchRollout WatchRollouts WaitRollout PauseRollout ResumeRollout CancelRollout "
         "DeleteRollout GetGroup ListGroups WatchGroup WaitGroup PauseGroup ResumeGroup CancelGroup DeleteGroup "
-        "GetTrajectory GetTensor ExportTrajectories"
+        "GetTrajectory GetTensor GetMedia ExportTrajectories"
     ),
     "penstock.driver.v1.RunService": "ListMetrics DeleteMetrics",
     "penstock.driver.v1.TerminalService": "Step CloseTerminal GetTerminal",

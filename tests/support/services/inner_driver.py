@@ -15,7 +15,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from penstock.chat.v1 import completion_pb2
+from penstock.chat.v1 import chat_pb2, completion_pb2
 from penstock.interception.v1 import rollout_gate_service_pb2
 from penstock.sandbox.v1 import sandbox_pb2
 from penstock.trajectory.v1 import trajectory_pb2
@@ -301,6 +301,9 @@ class Places:
     async def calls(self, labels: Mapping[str, str]) -> AsyncIterator[CallEnded]:
         while True:
             yield await self.ended.get()
+
+    async def media(self, rollout_id: str, call_id: str, *, gate: str) -> Sequence[chat_pb2.Media]:
+        return ()
 
     async def tensors(self, rollout_id: str, call_id: str, *, gate: str) -> Sequence[completion_pb2.TokenTensor]:
         return ()

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, Self
 
 from tests.support.waiting import eventually
 
-from penstock.chat.v1 import completion_pb2
+from penstock.chat.v1 import chat_pb2, completion_pb2
 from penstock.interception.v1 import rollout_gate_service_pb2
 from penstock.sandbox.v1 import sandbox_pb2
 from penstock.trajectory.v1 import trajectory_pb2
@@ -679,6 +679,9 @@ class HttpGate:
 
     async def stored(self, rollout_id: str, gates: Sequence[str]) -> None:
         raise NotImplementedError  # of drivers that export
+
+    async def media(self, rollout_id: str, call_id: str, *, gate: str) -> Sequence[chat_pb2.Media]:
+        return ()
 
     async def tensors(self, rollout_id: str, call_id: str, *, gate: str) -> Sequence[completion_pb2.TokenTensor]:
         return ()

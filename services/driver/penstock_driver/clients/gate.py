@@ -9,7 +9,7 @@ from typing import Final
 import grpc
 import structlog
 
-from penstock.chat.v1 import completion_pb2
+from penstock.chat.v1 import chat_pb2, completion_pb2
 from penstock.interception.v1 import (
     intercept_service_pb2,
     intercept_service_pb2_grpc,
@@ -300,6 +300,13 @@ class GrpcGate:
         with typed_errors():
             answer = await self._calls.GetCall(request, timeout=CALL_S)
         return answer.call.completion.tensors
+
+    async def media(self, rollout_id: str, call_id: str, *, gate: str = "") -> Sequence[chat_pb2.Media]:
+        """See ports.Captures."""
+        request = intercept_service_pb2.GetCallRequest(call_id=call_id, rollout_id=rollout_id, include_media=True)
+        with typed_errors():
+            answer = await self._calls.GetCall(request, timeout=CALL_S)
+        return answer.call.media
 
     async def tool_results(self, rollout_id: str, *, gate: str = "") -> AsyncIterator[trajectory_pb2.HostToolCall]:
         """See ports.Captures."""

@@ -33,6 +33,9 @@ _OF_THE_POLICY: Final = frozenset({"CONTEXT_EXCEEDED", "CALL_TOO_LARGE", "SESSIO
 _OF_THE_REQUEST: Final = frozenset(
     {
         "FIELD_INVALID",
+        "IMAGE_INVALID",
+        "IMAGE_LIMIT",
+        "IMAGE_REMOTE",
         "IMAGE_UNSUPPORTED",
         "MESSAGES_EMPTY",
         "MODEL_NOT_ALLOWED",

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import BinaryIO, Final, Protocol, TypeAlias
 
-from penstock.chat.v1 import completion_pb2
+from penstock.chat.v1 import chat_pb2, completion_pb2
 from penstock.interception.v1 import rollout_gate_service_pb2
 from penstock.sandbox.v1 import sandbox_pb2
 from penstock.trajectory.v1 import trajectory_pb2
@@ -582,6 +582,9 @@ class Captures(Protocol):
 
     async def tensors(self, rollout_id: str, call_id: str, *, gate: str) -> Sequence[completion_pb2.TokenTensor]:
         """The tensors of a call's answer, with their data; NotFound (CALL_UNKNOWN)."""
+
+    async def media(self, rollout_id: str, call_id: str, *, gate: str) -> Sequence[chat_pb2.Media]:
+        """The images that a call was the first to have, with their data; NotFound (CALL_UNKNOWN)."""
 
     def tool_results(self, rollout_id: str, *, gate: str) -> AsyncIterator[trajectory_pb2.HostToolCall]:
         """Yield its host tool calls with their results; NotFound (ROLLOUT_UNKNOWN)."""

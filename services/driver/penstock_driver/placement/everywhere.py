@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Se
 from functools import partial
 from typing import BinaryIO, Final
 
-from penstock.chat.v1 import completion_pb2
+from penstock.chat.v1 import chat_pb2, completion_pb2
 from penstock.interception.v1 import rollout_gate_service_pb2
 from penstock.sandbox.v1 import sandbox_pb2
 from penstock.trajectory.v1 import trajectory_pb2
@@ -275,6 +275,16 @@ class AllGates:
                     message = f"gate {member.name}, which has these tensors, does not answer"
                     raise Unavailable(message, reason="GATE_LOST", retry_after_s=1.0)
                 return await member.services.gate.tensors(rollout_id, call_id, gate=gate)
+        raise NotFound(f"no gate among the members has {rollout_id}", reason="ROLLOUT_UNKNOWN")
+
+    async def media(self, rollout_id: str, call_id: str, *, gate: str) -> Sequence[chat_pb2.Media]:
+        """See ports.Captures. Raises Unavailable (GATE_LOST) while the rollout's gate does not answer."""
+        for member in self._gates.all():
+            if member.peer.own_name == gate or not gate:
+                if member.peer.is_lost:
+                    message = f"gate {member.name}, which has these images, does not answer"
+                    raise Unavailable(message, reason="GATE_LOST", retry_after_s=1.0)
+                return await member.services.gate.media(rollout_id, call_id, gate=gate)
         raise NotFound(f"no gate among the members has {rollout_id}", reason="ROLLOUT_UNKNOWN")
 
     async def tool_results(self, rollout_id: str, *, gate: str) -> AsyncIterator[trajectory_pb2.HostToolCall]:

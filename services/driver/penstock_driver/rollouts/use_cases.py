@@ -36,6 +36,7 @@ from penstock_driver.store.event_log import EventLog
 from penstock_driver.store.records import Records
 from penstock_driver.trajectories.annotating import Annotator
 from penstock_driver.trajectories.exports.exporter import Exporter
+from penstock_driver.trajectories.media import MediaFiles
 from penstock_driver.trajectories.reading import fragments
 from penstock_driver.trajectories.tensors import Tensors
 from penstock_driver.wire.specs import effective_spec, rollout_spec, with_locks
@@ -264,6 +265,7 @@ class RolloutReading:
         self._captures = captures
         self._annotations = annotations
         self._tensors = Tensors(captures)
+        self._media = MediaFiles(captures)
 
     async def ended(self, rollout_id: str) -> Record:
         """An ended rollout. NotFound (ROLLOUT_UNKNOWN); FailedPrecondition (ROLLOUT_RUNNING)."""
@@ -354,6 +356,15 @@ class RolloutReading:
             else self._tensors.of_sample(record, sample_id, name, start)
         )
         async for piece in found:
+            yield piece
+
+    async def media(self, rollout_id: str, sha256: bytes) -> AsyncGenerator[bytes, None]:
+        """Yield the file of an image of an ended rollout's prompts, in pieces.
+
+        NotFound (MEDIA_UNKNOWN); FailedPrecondition (ROLLOUT_RUNNING, TRAJECTORY_ABSENT).
+        """
+        record = await self.ended(rollout_id)
+        async for piece in self._media.file(record, sha256):
             yield piece
 
     async def export(

@@ -24,7 +24,8 @@ from penstock_driver.store.summaries import Summaries
 from penstock_driver.wire.converters import page_token
 from penstock_driver.wire.to_proto import group_to_proto, listed_to_proto, rollout_to_proto
 
-FEATURES: Final = ("rollouts.pause", "annotations", "policies", "turn_rewards", "token_tensors", "users")
+_SHA256_BYTES: Final = 32
+FEATURES: Final = ("rollouts.pause", "annotations", "media", "policies", "turn_rewards", "token_tensors", "users")
 WAIT_SHARE: Final = 0.8
 HOLD_S: Final = 45.0
 """How long at most a pause, or its end, is waited for."""
@@ -278,6 +279,17 @@ class RolloutServicer(rollout_service_pb2_grpc.RolloutServiceServicer):
             async for piece in rows:
                 yield rollout_service_pb2.GetTensorResponse(tensor=token_tensors.write(piece, with_data=True))
 
+    async def GetMedia(  # noqa: N802
+        self, request: rollout_service_pb2.GetMediaRequest, context: Any
+    ) -> AsyncIterator[rollout_service_pb2.GetMediaResponse]:
+        """Pieces of at most 1 MiB."""
+        if len(request.sha256) != _SHA256_BYTES:
+            raise invalid_field("sha256", f"{_SHA256_BYTES} bytes")
+        pieces = self._service.reading.media(request.rollout_id, request.sha256)
+        async with aclosing(pieces):
+            async for piece in pieces:
+                yield rollout_service_pb2.GetMediaResponse(chunk=piece)
+
     async def AnnotateTrajectory(  # noqa: N802
         self, request: rollout_service_pb2.AnnotateTrajectoryRequest, context: Any
     ) -> rollout_service_pb2.AnnotateTrajectoryResponse:
@@ -312,7 +324,7 @@ def owned(records: Records) -> Mapping[str, Owned]:
     group = Owned(("group_id",), records.namespace_of_group)
     of_rollouts = (
         *("GetRollout", "WatchRollout", "WaitRollout", "CancelRollout", "PauseRollout", "ResumeRollout"),
-        *("BranchRollout", "RegradeRollout", "DeleteRollout", "GetTrajectory", "GetTensor"),
+        *("BranchRollout", "RegradeRollout", "DeleteRollout", "GetTrajectory", "GetTensor", "GetMedia"),
         "AnnotateTrajectory",
     )
     of_groups = ("GetGroup", "WatchGroup", "WaitGroup", "CancelGroup", "PauseGroup", "ResumeGroup", "DeleteGroup")

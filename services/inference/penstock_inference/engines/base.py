@@ -91,6 +91,8 @@ class Capabilities:
     """Means by which a trainer may move weights itself (`optional.WeightTransfers`), such as "nccl"."""
     token_tensors: tuple[str, ...] = ()
     """Names for `Sampling.token_tensors`."""
+    modalities: tuple[str, ...] = ()
+    """What a prompt may have beside text: "image"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +165,27 @@ SAMPLING_FIELDS = tuple(each.name for each in fields(Sampling) if each.name not 
 """Field names that callers may use; the others of the proto's have their own capabilities instead."""
 
 
+IMAGE = "image"
+
+
+@dataclass(frozen=True, slots=True)
+class Media:
+    """An image of a prompt; its tokens [token_start, token_start + token_count) stand for it, one for each position."""
+
+    media_type: str
+    sha256: bytes
+    data: bytes = field(repr=False)
+    """The file's bytes."""
+    token_start: int
+    token_count: int
+    placeholder_token_id: int
+
+    @property
+    def token_end(self) -> int:
+        """The first token after it."""
+        return self.token_start + self.token_count
+
+
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """One generation. `request_id` is the caller's and unique among those in flight."""
@@ -181,6 +204,8 @@ class GenerateRequest:
     """A loaded adapter's name; versions are then the adapter's. Empty: the base weights."""
     tensor_start: int = 0
     """First position of which `Sampling.token_tensors` wants a row, 0 to the prompt's length."""
+    media: tuple[Media, ...] = ()
+    """Images in the order of their tokens, for engines with this modality in `Capabilities.modalities`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from penstock_codec.codec import Codec
 from penstock_codec.errors import CodecError
 from penstock_codec.tokenizer_files import TokenizerFiles
 from penstock_inference.engines.base import (
+    IMAGE,
     Capabilities,
     EngineInfo,
     EngineOptions,
@@ -58,7 +59,7 @@ class NoEngine:
         return await asyncio.to_thread(build)
 
     def info(self) -> EngineInfo:
-        """The engine's properties; it has no capability."""
+        """The engine's properties; it has no capability, but the trainer that answers takes images."""
         return EngineInfo(
             engine=NAME,
             engine_version="1",
@@ -71,7 +72,9 @@ class NoEngine:
             dtype="none",
             parameter_count=0,
             logprobs_mode=LogprobsMode.NONE,
-            capabilities=Capabilities(logprobs=False, abort=False),
+            capabilities=Capabilities(
+                logprobs=False, abort=False, modalities=(IMAGE,) if self._codec.images is not None else ()
+            ),
             policy_version=0,
             policy_label="",
             paused=False,

@@ -23,6 +23,7 @@ from penstock_inference.engines.base import (
     GenerateRequest,
     Logprobs,
     LogprobsMode,
+    Media,
     PauseMode,
     ReplicaStats,
     Sampling,
@@ -68,7 +69,11 @@ def token_ids(data: bytes, field: str) -> TokenIds:
 
 
 def generate_request(
-    message: pb.GenerateRequest, prompt: TokenIds, info: EngineInfo, namespace: str
+    message: pb.GenerateRequest,
+    prompt: TokenIds,
+    info: EngineInfo,
+    namespace: str,
+    media: tuple[Media, ...] = (),
 ) -> GenerateRequest:
     """A generation of a caller in a namespace.
 
@@ -89,6 +94,7 @@ def generate_request(
         exact_policy_version=version.exact_version if version.HasField("exact_version") else None,
         adapter=scoped(namespace, message.adapter),
         tensor_start=message.tensor_start,
+        media=media,
     )
 
 
@@ -321,6 +327,7 @@ def info_response(info: EngineInfo, files: TokenizerDirectory, parser: str) -> p
             sampling_fields=[*info.sampling_fields, *([_FORMAT] if can.structured_output else []), "n"],
             transfer_backends=can.transfer_backends,
             token_tensors=can.token_tensors,
+            modalities=can.modalities,
         ),
         max_context_tokens=info.max_context_tokens,
         vocabulary_size=info.vocab_size,
@@ -333,6 +340,7 @@ def info_response(info: EngineInfo, files: TokenizerDirectory, parser: str) -> p
         dtype=info.dtype,
         parameter_count=info.parameter_count,
         tool_call_parser=parser,
+        processor_sha256=files.processor_sha256,
         reasoning_parser="" if parser == "none" else parser,
     )
 

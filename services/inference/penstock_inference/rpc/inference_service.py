@@ -15,13 +15,14 @@ from penstock_chassis.errors import FailedPrecondition, InvalidArgument, Permiss
 from penstock_chassis.telemetry.gen_ai import note_generation_here
 from penstock_chassis.telemetry.tracing import note_here
 from penstock_chassis.validation import check_request_id, invalid_field
-from penstock_codec.codec import Codec
+from penstock_codec.codec import Codec, Prompt
 from penstock_codec.errors import CodecError
-from penstock_inference.engines.base import Done, Engine, EngineInfo, PauseMode, TokenIds
+from penstock_inference.engines.base import Done, Engine, EngineInfo, PauseMode
 from penstock_inference.engines.optional_features import Chats, Sleeper, missing_capability
 from penstock_inference.logprob_diff import GapReports
 from penstock_inference.namespaces import Served, scoped
 from penstock_inference.rpc import convert, messages, weight_updates
+from penstock_inference.rpc.media import media_from, media_of
 from penstock_inference.rpc.messages import template_options
 from penstock_inference.rpc.score_batches import scored
 from penstock_inference.status import Health
@@ -32,7 +33,7 @@ from penstock_inference.weights.transfers import Transfers
 
 SERVICE = "penstock.inference.v1.InferenceService"
 
-FEATURES: Final = ("score.batch", "score.top_logprobs", "token_tensors")
+FEATURES: Final = ("media", "score.batch", "score.top_logprobs", "token_tensors")
 REGISTER = rpc.add_InferenceServiceServicer_to_server
 
 _MIN_INTERVAL_S, _MAX_INTERVAL_S = 0.1, 60.0
@@ -84,8 +85,15 @@ class InferenceServicer(rpc.InferenceServiceServicer):
                 answer = await self._chat(request, info, namespace)
             yield answer
             return
-        prompt = await self._render(request.chat) if rendered else convert.token_ids(request.token_ids, "token_ids")
-        wanted = convert.generate_request(request, prompt, info, namespace)
+        if rendered:
+            if request.media:
+                raise invalid_field("media", "is for token_ids; a conversation has its images in its messages")
+            made = await self._render(request.chat)
+            prompt, media = made.ids, media_of(made.images, self._codec, info)
+        else:
+            prompt = convert.token_ids(request.token_ids, "token_ids")
+            media = await asyncio.to_thread(media_from, request.media, prompt, info) if request.media else ()
+        wanted = convert.generate_request(request, prompt, info, namespace, media)
         with self.served.serving(namespace, wanted.request_id), self.health.generating(wanted):
             async with aclosing(self._engine.generate(wanted)) as events:
                 async for event in events:
@@ -250,7 +258,7 @@ class InferenceServicer(rpc.InferenceServiceServicer):
 
     async def Render(self, request: pb.RenderRequest, context: Context) -> pb.RenderResponse:  # noqa: N802
         add = request.add_generation_prompt if request.HasField("add_generation_prompt") else True
-        return pb.RenderResponse(token_ids=(await self._render(request.prompt, add)).astype("<i4").tobytes())
+        return pb.RenderResponse(token_ids=(await self._render(request.prompt, add)).ids.astype("<i4").tobytes())
 
     async def Parse(self, request: pb.ParseRequest, context: Context) -> pb.ParseResponse:  # noqa: N802
         if self._codec is None:
@@ -320,7 +328,7 @@ class InferenceServicer(rpc.InferenceServiceServicer):
             raise missing_capability("sleep")
         return self._engine
 
-    async def _render(self, prompt: pb.ChatPrompt, add_generation_prompt: bool = True) -> TokenIds:
+    async def _render(self, prompt: pb.ChatPrompt, add_generation_prompt: bool = True) -> Prompt:
         if self._codec is None:
             raise missing_capability("render")
         options = template_options(
@@ -328,7 +336,7 @@ class InferenceServicer(rpc.InferenceServiceServicer):
         )
         try:
             return await asyncio.to_thread(
-                self._codec.render,
+                self._codec.prompt,
                 messages.messages_from(prompt.messages),
                 messages.tools_from(prompt.tools),
                 add_generation_prompt=add_generation_prompt,

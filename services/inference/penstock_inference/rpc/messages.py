@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 from collections.abc import Iterable
 from typing import Any
@@ -86,7 +85,7 @@ def _part_from(part: chat_pb2.Part, where: str) -> Part:
 
 def _image_from(image: chat_pb2.Image) -> ImagePart:
     if image.WhichOneof("source") == "data":
-        return ImagePart(f"data:{image.media_type};base64,{base64.b64encode(image.data).decode()}", image.media_type)
+        return ImagePart.inline(image.data, image.media_type)
     return ImagePart(image.url, image.media_type)
 
 

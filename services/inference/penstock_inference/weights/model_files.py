@@ -8,10 +8,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from penstock_chassis.errors import FailedPrecondition
+from penstock_codec.errors import CodecError
+from penstock_codec.images import RULE_FILE
+from penstock_codec.tokenizer_files import read_image_rule
 
 FILE_NAMES = ("tokenizer.json", "chat_template.jinja", "tokenizer_config.json", "generation_config.json")
 CHUNK_BYTES = 1 << 20
@@ -38,7 +42,10 @@ class TokenizerDirectory:
 
     @classmethod
     def read(cls, directory: Path) -> TokenizerDirectory:
-        """Read the existing ones of `FILE_NAMES`. Raises FailedPrecondition (MODEL_UNREADABLE)."""
+        """Read the existing ones of `FILE_NAMES`, and make the rule of images from the model's configuration.
+
+        Raises FailedPrecondition (MODEL_UNREADABLE).
+        """
         files = {}
         for path in (directory / name for name in FILE_NAMES):
             try:
@@ -49,12 +56,20 @@ class TokenizerDirectory:
                 raise FailedPrecondition(f"cannot read {path}: {error.strerror}", reason="MODEL_UNREADABLE") from error
             if len(files.get(path.name, b"")) > MAX_FILE_BYTES:
                 raise FailedPrecondition(f"{path} has more than {MAX_FILE_BYTES} bytes", reason="MODEL_UNREADABLE")
+        with suppress(CodecError):  # the service has no codec then, and says why
+            if (rule := read_image_rule(directory)) is not None:
+                files[RULE_FILE] = rule.to_json()
         return cls(files)
 
     @property
     def tokenizer_sha256(self) -> bytes:
         """Digest of tokenizer.json; empty if there is none."""
         return _sha256(self.files.get("tokenizer.json"))
+
+    @property
+    def processor_sha256(self) -> bytes:
+        """Digest of the rule of images; empty if there is none."""
+        return _sha256(self.files.get(RULE_FILE))
 
     @property
     def chat_template_sha256(self) -> bytes:

@@ -85,6 +85,8 @@ class InferenceSource(ModelSource):
                 control_tokens=self._choice.control_tokens,
                 vocabulary_size=info.vocabulary_size or None,
                 max_context_tokens=info.max_context_tokens or None,
+                processor_sha256=info.processor_sha256.hex(),
+                images=convert.IMAGE in info.capabilities.modalities,
             )
             if self._known(facts):
                 return Resolved(facts, await self._codecs.of(facts), answers)
@@ -93,7 +95,12 @@ class InferenceSource(ModelSource):
                     return Resolved(facts, await self._codecs.of(facts), answers)
                 codec = await self._codecs.from_named(await self._pool.ask(_files), facts.codec)
             files = codec.files
-            facts = replace(facts, tokenizer_sha256=files.tokenizer_sha256, template_sha256=files.template_sha256)
+            facts = replace(
+                facts,
+                tokenizer_sha256=files.tokenizer_sha256,
+                template_sha256=files.template_sha256,
+                processor_sha256=files.processor_sha256,
+            )
         except grpc.aio.AioRpcError as error:
             failure = error_from_rpc(error)
             raise Unavailable(
@@ -115,6 +122,8 @@ class InferenceSource(ModelSource):
             request.tensor_start = call.plan.tensor_starts.get(call.policy_id, 0)
         if call.facts.tokenizer_sha256:
             request.token_ids = convert.ids_to(call.plan.prompt_ids)
+            if call.plan.media:
+                request.media.extend(await asyncio.to_thread(self._media, call, call.plan))
         else:
             request.chat.CopyFrom(await asyncio.to_thread(self._chat, call))
         if call.min_policy_version is not None:
@@ -172,6 +181,11 @@ class InferenceSource(ModelSource):
             call.sampling.max_tokens or EXPECTED_TOKENS,
         )
 
+    def _media(self, call: Call, plan: Plan) -> list[chat_pb2.Media]:
+        """The images of a prompt: the agent's request has all of them."""
+        data = {image.sha256: image.data for image in self._parse(call.request.dialect, call.request.body).images}
+        return [convert.media_to(media, data[media.sha256]) for media in plan.media]
+
     def _chat(self, call: Call) -> pb.ChatPrompt:
         """The conversation as the agent sent it."""
         asked = self._parse(call.request.dialect, call.request.body)
@@ -181,7 +195,7 @@ class InferenceSource(ModelSource):
         )
 
     def _known(self, facts: ModelFacts) -> bool:
-        return self._codecs.known(facts.tokenizer_sha256, facts.template_sha256)
+        return self._codecs.known(facts)
 
 
 async def _info(stub: Any) -> pb.GetInfoResponse:

@@ -18,6 +18,7 @@ from penstock_codec.chat import Sampling
 from penstock_codec.fast_dataclass import quick
 from penstock_interception.domain.agent_keys import KeyTerms
 from penstock_interception.domain.budgets import Budgets, RunBudgets, Spent
+from penstock_interception.domain.folded_bodies import FoldedBody
 from penstock_interception.graph.values import CallClass, Plan
 
 
@@ -280,6 +281,8 @@ class CallRequest:
     bounded_by: str = ""
     # The W3C trace context that the agent sent; "" if untraced.
     trace_parent: str = ""
+    # The body as it is stored, apart from its images; None = as it is.
+    folded: FoldedBody | None = None
 
     def without_body(self) -> CallRequest:
         """Returns a copy with an empty body. Runs for every call; `dataclasses.replace` is several times slower."""
@@ -313,6 +316,10 @@ class ModelFacts:
     max_context_tokens: int | None = None
     # Whether the upstream returns token ids of prompt and completion, and logprobs, on request.
     returns_tokens: bool = False
+    # Hex SHA-256 of the rule that says how many tokens an image takes; "" without one.
+    processor_sha256: str = ""
+    # Whether who answers takes images: an engine, or a trainer.
+    images: bool = False
     # Of the rollout's models, in their order: None where one has no source of its own.
     of_models: tuple[ModelFacts | None, ...] = ()
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final, Protocol, TypeAlias
 
-from penstock_codec.chat import Message, Role, Sampling, TextPart, Tool, ToolChoice
+from penstock_codec.chat import ImagePart, Message, Role, Sampling, TextPart, Tool, ToolChoice
 from penstock_codec.fast_dataclass import quick
 from penstock_interception import cache
 from penstock_interception.domain.calls import AgentHints
@@ -96,6 +96,12 @@ class ChatRequest:
         if self.provider_tools:
             names = tuple(name[:MOST_NAME_CHARS] for name in self.provider_tools[:MOST_NOTES])
             object.__setattr__(self, "provider_tools", names)
+
+    @property
+    def images(self) -> tuple[ImagePart, ...]:
+        """The inline images of all messages, each once."""
+        found = {image.ref: image for message in self.messages for image in message.images if image.data}
+        return tuple(found.values())
 
     def with_messages(self, messages: tuple[Message, ...], body: bytes) -> ChatRequest:
         """Returns a copy with these messages, parsed from this body."""

@@ -150,6 +150,7 @@ class View:
 
     messages: bool = False
     body: bool = False
+    media: bool = False
     max_message_bytes: int = DEFAULT_MESSAGE_BYTES
 
     def size_of(self, call: Call, omitted: int = 0) -> int:
@@ -157,7 +158,8 @@ class View:
         plan = call.plan
         prompt = 0 if plan is None else plan.prompt_ids.nbytes - omitted * plan.prompt_ids.itemsize
         messages = self.messages or (plan is not None and not plan.exact)  # without tokens the prompt goes as text
-        return CALL_OVERHEAD_BYTES + prompt + len(call.request.body) * (int(messages) + int(self.body))
+        media = self.media and plan is not None and bool(plan.media)
+        return CALL_OVERHEAD_BYTES + prompt + len(call.request.body) * (int(messages or media) + int(self.body))
 
 
 @dataclass(frozen=True, slots=True)
@@ -416,6 +418,8 @@ class Rollout:
     # By id, oldest first; the first is the key that the rollout was opened with.
     keys: dict[bytes, AgentKey] = field(default_factory=dict)
     calls: list[Call] = field(default_factory=list)
+    # Digests of images that are known to be in the journal.
+    images: set[bytes] = field(default_factory=set)
     by_retry_key: dict[str, Call] = field(default_factory=dict)
     queued: dict[str, Call] = field(default_factory=dict)
     queues: list[SelectorQueue] = field(default_factory=list)

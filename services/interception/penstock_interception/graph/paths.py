@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import numpy as np
 
 from penstock.values.token_tensors import NAMES, Part, TokenTensor, first_gap, joined
-from penstock_interception.graph.values import CallNode, IntArray
+from penstock_interception.graph.values import CallNode, IntArray, Media
 
 NO_TOKENS: IntArray = np.empty(0, dtype=np.int32)
 NO_TOKENS.setflags(write=False)
@@ -57,6 +58,28 @@ def common_prefix(first: IntArray, second: IntArray) -> int:
     length = min(first.size, second.size)
     differ = np.flatnonzero(first[:length] != second[:length])
     return int(differ[0]) if differ.size else int(length)
+
+
+def path_media(node: CallNode, upto: int | None = None) -> tuple[Media, ...]:
+    """Returns the images of the first `upto` tokens (default: all) of a call's prompt and completion."""
+    found: list[Media] = []
+    limit = node.total if upto is None else upto
+    step: CallNode | None = node
+    while step is not None and limit > 0:
+        if step.media:
+            found += [one for one in reversed(step.media) if one.token_end <= limit]
+        limit, step = min(limit, step.keep), step.parent
+    found.reverse()
+    return tuple(found)
+
+
+def shared_with_media(first: Sequence[Media], second: Sequence[Media], keep: int) -> int:
+    """Returns how many of `keep` tokens that two paths share are of the same images too."""
+    for one, other in zip_longest(first, second):
+        if one == other and one is not None and one.token_end <= keep:
+            continue
+        return min(keep, *(each.token_start for each in (one, other) if each is not None))
+    return keep
 
 
 def path_tensors(node: CallNode, policy_id: str) -> tuple[TokenTensor, ...]:

@@ -3,7 +3,7 @@
 A record holds everything needed to rebuild the call's node; replaying a rollout's records in order rebuilds the same
 graph. The layout is a magic number, a length-prefixed JSON header, then the arrays as little-endian int32 and float32.
 The chain's head after a call is sha256 over the previous head and the call: prompt ids, sampled ids, logprobs,
-alternatives, tensors, policy and versions, and the sampling that was used.
+alternatives, tensors, policy and versions, the sampling that was used, and the digests and places of new images.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from penstock_interception.graph.values import (
     CallClass,
     IntArray,
     LogprobsMode,
+    Media,
     PromptKey,
     Sampled,
     TopLogprobs,
@@ -68,6 +69,7 @@ class GraphRecord:
     session: str
     reason: str
     chain: bytes
+    media: tuple[Media, ...] = ()
 
     def to_bytes(self) -> bytes:
         """Serialises the record for a journal."""
@@ -113,6 +115,8 @@ class GraphRecord:
             header["tensors"] = [_tensor_to_json(tensor) for tensor in sampled.tensors]
         if sampled.policy_id:
             header["policy_id"] = sampled.policy_id
+        if self.media:
+            header["media"] = [_media_to_json(one) for one in self.media]
         text = _header(header, sampled.sampling_used)
         return b"".join(
             [
@@ -191,6 +195,7 @@ class GraphRecord:
             session=header["session"],
             reason=header["reason"],
             chain=bytes.fromhex(header["chain"]),
+            media=tuple(map(_media_from_json, header.get("media", ()))),  # absent from records without images
         )
 
 
@@ -199,12 +204,16 @@ def chain_start(rollout_id: str) -> bytes:
     return hashlib.sha256(b"penstock.trajectory.v1 chain\0" + rollout_id.encode()).digest()
 
 
-def chain_next(head: bytes, call_id: str, prompt_ids: IntArray, sampled: Sampled) -> bytes:
-    """Returns the head after a call."""
-    return chain_step(head, call_id, hashlib.sha256(little_endian(prompt_ids)).digest(), sampled)
+def chain_next(
+    head: bytes, call_id: str, prompt_ids: IntArray, sampled: Sampled, media: tuple[Media, ...] = ()
+) -> bytes:
+    """Returns the head after a call. `media` are the images that its parent's prompt does not have."""
+    return chain_step(head, call_id, hashlib.sha256(little_endian(prompt_ids)).digest(), sampled, media)
 
 
-def chain_step(head: bytes, call_id: str, prompt_sha256: bytes, sampled: Sampled) -> bytes:
+def chain_step(
+    head: bytes, call_id: str, prompt_sha256: bytes, sampled: Sampled, media: tuple[Media, ...] = ()
+) -> bytes:
     """As `chain_next`, for a prompt with a known digest."""
     # JSON without spaces and with sorted keys; assembled here, since the keys are few and fixed.
     versions = ",".join([f"[{span.policy_version},{span.start},{span.end}]" for span in sampled.versions])
@@ -214,10 +223,13 @@ def chain_step(head: bytes, call_id: str, prompt_sha256: bytes, sampled: Sampled
     tensors = ""
     if sampled.tensors:
         tensors = f'"tensors":{_CHAIN.encode([_tensor_to_json(tensor) for tensor in sampled.tensors])},'
+    images = ""
+    if media:
+        images = f'"media":{_CHAIN.encode([[one.sha256.hex(), one.token_start, one.token_count] for one in media])},'
     policy = f'"policy_id":{encode_basestring_ascii(sampled.policy_id)},' if sampled.policy_id else ""
     facts = (
         f'{{"call_id":{encode_basestring_ascii(call_id)},"logprobs_mode":{mode},'
-        f'{policy}"sampling_used":{sampling},{tensors}{top}"versions":[{versions}]}}'
+        f'{images}{policy}"sampling_used":{sampling},{tensors}{top}"versions":[{versions}]}}'
     )
     state = hashlib.sha256(head + prompt_sha256)
     for array in (sampled.token_ids, sampled.logprobs):
@@ -234,6 +246,16 @@ def _header(header: dict[str, Any], sampling: Sampling | None) -> bytes:
         except TypeError:  # a lone surrogate, or a number beyond 64 bits
             pass
     return json.dumps(header, separators=(",", ":")).encode()
+
+
+def _media_to_json(media: Media) -> list[Any]:
+    place = (media.token_start, media.token_count, media.placeholder_token_id, list(media.grid))
+    return [media.sha256.hex(), media.media_type, *place, media.processor_sha256.hex()]
+
+
+def _media_from_json(item: list[Any]) -> Media:
+    sha256, media_type, start, count, placeholder, grid, processor = item
+    return Media(bytes.fromhex(sha256), media_type, start, count, placeholder, tuple(grid), bytes.fromhex(processor))
 
 
 def _tensor_to_json(tensor: TokenTensor) -> list[Any]:

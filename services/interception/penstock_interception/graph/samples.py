@@ -10,7 +10,7 @@ from types import MappingProxyType
 import numpy as np
 
 from penstock_codec.chat import FinishReason
-from penstock_interception.graph.paths import path_ids, path_tensors, segments
+from penstock_interception.graph.paths import path_ids, path_media, path_tensors, segments
 from penstock_interception.graph.values import (
     Branch,
     CallClass,
@@ -150,6 +150,7 @@ def _sample(
         truncated=leaf.sampled.finish_reason.truncated,
         top=_top(trained) if include_top else None,
         tensors=path_tensors(leaf, policy_id),
+        media=path_media(leaf),
         policy_id=policy_id,
     )
 

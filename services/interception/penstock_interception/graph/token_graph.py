@@ -21,6 +21,7 @@ from penstock_chassis.homes import random_id
 from penstock_codec import Codec, Continuation, Inexact
 from penstock_codec.chat import Message, Part, Role, Tool
 from penstock_codec.codec import Prompt
+from penstock_codec.images import Placed
 from penstock_interception import cache
 from penstock_interception.cache import Fingerprinted
 from penstock_interception.graph import call_classification, samples
@@ -31,7 +32,14 @@ from penstock_interception.graph.fingerprint import (
     reasoning_text,
     visible_text,
 )
-from penstock_interception.graph.paths import NO_TOKENS, common_prefix, path_ids, tensor_starts
+from penstock_interception.graph.paths import (
+    NO_TOKENS,
+    common_prefix,
+    path_ids,
+    path_media,
+    shared_with_media,
+    tensor_starts,
+)
 from penstock_interception.graph.record import GraphRecord, chain_next, chain_start, chain_step
 from penstock_interception.graph.validation import check_sampled
 from penstock_interception.graph.values import (
@@ -40,6 +48,7 @@ from penstock_interception.graph.values import (
     CallHints,
     CallNode,
     IntArray,
+    Media,
     Plan,
     PromptKey,
     Sample,
@@ -111,7 +120,8 @@ class TokenGraph:
                 fork = self._has_continuation(parent)
                 reason = f"history edited after message {known - 1}" if fork else ""
                 call_class = hints.call_class or (CallClass.EDIT if fork else self._line_class(parent))
-                plan = self._planned(parent, parent.total, continued.ids, key, hints, call_class, fork, reason)
+                media = self._media(parent.total, continued.images)
+                plan = self._planned(parent, parent.total, continued.ids, media, key, hints, call_class, fork, reason)
                 return replace(plan, mixed_up=True) if continued.mixed_up else plan
             reason = f"{continued.reason}: {continued.detail}"
         call_class, why = self._lines.classify_root(key, keys, hints)
@@ -122,9 +132,10 @@ class TokenGraph:
         prompt = (
             Prompt(NO_TOKENS) if self._codec is None else self._codec.prompt(messages, tools, template_kwargs=kwargs)
         )
-        ids = prompt.ids
-        share, keep = self._share(ids)
-        plan = self._planned(share, keep, ids[keep:], key, hints, call_class, True, reason or why)
+        ids, media = prompt.ids, self._media(0, prompt.images)
+        share, keep = self._share(ids, media)
+        own = tuple(one for one in media if one.token_start >= keep)
+        plan = self._planned(share, keep, ids[keep:], own, key, hints, call_class, True, reason or why)
         return replace(plan, mixed_up=True) if prompt.mixed_up else plan
 
     def commit(self, call_id: str, plan: Plan, sampled: Sampled) -> GraphRecord:
@@ -170,7 +181,8 @@ class TokenGraph:
             hinted=plan.hints.call_class is not None,
             session=plan.hints.session,
             reason=reason,
-            chain=chain_step(self.chain_head, call_id, plan.prompt_sha256, sampled),
+            chain=chain_step(self.chain_head, call_id, plan.prompt_sha256, sampled, plan.new_media),
+            media=plan.new_media,
         )
 
     @classmethod
@@ -196,7 +208,7 @@ class TokenGraph:
             if not broken:
                 before = NO_TOKENS if parent is None else path_ids(parent, record.keep)
                 prompt = np.concatenate([before, record.suffix])
-                head = chain_next(graph.chain_head, record.call_id, prompt, record.sampled)
+                head = chain_next(graph.chain_head, record.call_id, prompt, record.sampled, record.media)
                 broken = head != record.chain or record.call_id in graph._calls
             if broken:
                 break
@@ -309,13 +321,32 @@ class TokenGraph:
 
     def _retry_of(self, twin: CallNode, key: PromptKey, hints: CallHints) -> Plan:
         call_class = hints.call_class or CallClass.RETRY
-        return self._planned(twin.parent, twin.keep, twin.suffix, key, hints, call_class, True, "the same prompt again")
+        why = "the same prompt again"
+        return self._planned(twin.parent, twin.keep, twin.suffix, twin.media, key, hints, call_class, True, why)
+
+    def _media(self, start: int, placed: Sequence[Placed]) -> tuple[Media, ...]:
+        """Images of tokens that begin at `start` of a prompt."""
+        if not placed or self._codec is None or (rule := self._codec.images) is None:
+            return ()
+        return tuple(
+            Media(
+                one.image.sha256,
+                one.image.media_type,
+                start + one.start,
+                one.count,
+                rule.placeholder_id,
+                one.grid,
+                rule.sha256,
+            )
+            for one in placed
+        )
 
     def _planned(
         self,
         parent: CallNode | None,
         keep: int,
         suffix: IntArray,
+        media: tuple[Media, ...],
         key: PromptKey,
         hints: CallHints,
         call_class: CallClass,
@@ -338,14 +369,15 @@ class TokenGraph:
             key=key,
             hints=hints,
             tensor_starts=tensor_starts(parent, keep),
+            media=(*path_media(parent, keep), *media) if parent is not None else media,
         )
 
-    def _share(self, ids: IntArray) -> tuple[CallNode | None, int]:
+    def _share(self, ids: IntArray, media: tuple[Media, ...]) -> tuple[CallNode | None, int]:
         """Finds the line that shares the most tokens with a newly rendered prompt, to store those once."""
         best: CallNode | None = None
         keep = 0
         for tip in tuple(self._tips.values())[-SHARE_CANDIDATES:]:
-            shared = common_prefix(ids, path_ids(tip))
+            shared = shared_with_media(media, path_media(tip), common_prefix(ids, path_ids(tip)))
             if shared > keep:
                 best, keep = tip, shared
         if best is None or keep < MIN_SHARED:
@@ -385,6 +417,7 @@ class TokenGraph:
             session=record.session,
             reason=record.reason,
             chain=record.chain,
+            media=record.media,
         )
         self._calls[node.call_id] = node
         if parent is not None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
@@ -108,6 +108,34 @@ class TopLogprobs:
 
 
 @quick
+@dataclass(frozen=True, slots=True)
+class Media:
+    """An image of a prompt, without its bytes; as the message of this name."""
+
+    sha256: bytes
+    media_type: str
+    token_start: int
+    token_count: int
+    placeholder_token_id: int
+    grid: tuple[int, ...] = ()
+    processor_sha256: bytes = b""
+
+    @property
+    def token_end(self) -> int:
+        """The first token after it."""
+        return self.token_start + self.token_count
+
+
+def prompt_identity(prompt_sha256: bytes, media: Iterable[bytes]) -> bytes:
+    """Returns what identifies a prompt: the digest of its ids and, with images, of theirs.
+
+    Two images of one size have the same ids.
+    """
+    digests = b"".join(media)
+    return hashlib.sha256(prompt_sha256 + digests).digest() if digests else prompt_sha256
+
+
+@quick
 @dataclass(frozen=True, slots=True, eq=False)
 class Sampled:
     """One completion as delivered, with the message that the codec parsed from it.
@@ -165,7 +193,8 @@ class Plan:
     The prompt is `shared_prefix_len` tokens of the parent's prompt and completion, then `suffix_ids`. `exact` is False
     if there are no tokens at all (a source without a tokenizer). `reason` explains a new branch. The class is
     provisional; `TokenGraph.branches` has the final one. `tensor_starts`: by policy, the first position whose rows of
-    tensors the graph lacks; a policy that is not there has no rows.
+    tensors the graph lacks; a policy that is not there has no rows. `media` are all images of the prompt, in the order
+    of their tokens.
     """
 
     rollout_id: str
@@ -185,11 +214,22 @@ class Plan:
     # What the call's record says about how its texts were taken.
     notes: tuple[str, ...] = ()
     tensor_starts: Mapping[str, int] = field(default_factory=dict)
+    media: tuple[Media, ...] = ()
     # SHA-256 of the prompt's ids as little-endian int32: identifies the prompt in the chain and in the journal.
     prompt_sha256: bytes = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt_sha256", sha256(little_endian(self.prompt_ids)))
+
+    @property
+    def new_media(self) -> tuple[Media, ...]:
+        """The images that the parent's prompt does not have."""
+        return tuple([one for one in self.media if one.token_start >= self.shared_prefix_len])
+
+    @property
+    def identity(self) -> bytes:
+        """See `prompt_identity`."""
+        return prompt_identity(self.prompt_sha256, [one.sha256 for one in self.media])
 
 
 @quick
@@ -198,7 +238,8 @@ class CallNode:
     """One committed call: the tokens that it added, and a link to the path that it continues.
 
     Its prompt is the first `keep` tokens of the parent's path, then `suffix`; its path is the prompt, then its sampled
-    tokens. `planned_class` is the class at commit; `hinted` means that it was given, not inferred.
+    tokens. `media` are the images of the suffix. `planned_class` is the class at commit; `hinted` means that it was
+    given, not inferred.
     """
 
     call_id: str
@@ -214,6 +255,7 @@ class CallNode:
     session: str
     reason: str
     chain: bytes
+    media: tuple[Media, ...] = ()
     prompt_count: int = field(init=False)  # length of the whole prompt in tokens
     total: int = field(init=False)  # length of prompt and completion in tokens
     has_tensors: bool = field(init=False)  # whether a call of its path has tensors
@@ -262,7 +304,8 @@ class Sample:
     `logprobs_mode` is None if trained turns have different modes; `modes_mixed` is then set. `top` has a row for each
     token whose mask is 1, in order; None if no trained turn has alternatives, or they were not requested. `tensors` are
     those of its policy's calls, joined, with digests. Trained tokens are of one policy, `policy_id` ("" = the only
-    one), and `weight` is the share of its trained tokens.
+    one), and `weight` is the share of its trained tokens. `media` are the images of its prompts, in the order of their
+    tokens.
     """
 
     sample_id: str
@@ -281,6 +324,7 @@ class Sample:
     top: TopLogprobs | None = None
     tensors: tuple[TokenTensor, ...] = ()
     policy_id: str = ""
+    media: tuple[Media, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,9 @@ _OWN_CONVERSATION = frozenset(
     {
         "TEMPLATE_REFUSED",
         "TEMPLATE_WITHOUT_TOOLS",
+        "IMAGE_INVALID",
+        "IMAGE_LIMIT",
+        "IMAGE_REMOTE",
         "IMAGE_UNSUPPORTED",
         "TEXT_NOT_UNICODE",
         "MESSAGES_EMPTY",

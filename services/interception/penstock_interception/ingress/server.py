@@ -24,6 +24,7 @@ from penstock_interception import cache
 from penstock_interception.domain import models
 from penstock_interception.domain.audit import Event
 from penstock_interception.domain.calls import CallRequest, CallState, Mode
+from penstock_interception.domain.folded_bodies import FoldedBody, fold
 from penstock_interception.domain.requests import ChatRequest, merged_sampling
 from penstock_interception.domain.state import Call, Rollout
 from penstock_interception.ingress import auth, bodies, errors
@@ -31,9 +32,10 @@ from penstock_interception.ingress.black_box import Passthrough
 from penstock_interception.ingress.bodies import BrokenBody, TooSlow
 from penstock_interception.ingress.connections import Connections
 from penstock_interception.ingress.dialects.base import Ask, BadRequest, DialectCodec, Problem, Route
+from penstock_interception.ingress.dialects.images import images_within_limit
 from penstock_interception.ingress.encodings import ACCEPTED, EncodingRefused
 from penstock_interception.ingress.mcp import server
-from penstock_interception.ingress.retries import identify, same_call
+from penstock_interception.ingress.retries import Identity, identify, same_call
 from penstock_interception.interceptor import Interceptor
 from penstock_interception.rollouts.agent_keys import Refusal
 
@@ -194,13 +196,13 @@ class Ingress:
         self, request: web.Request, rollout: Rollout, dialect: DialectCodec, route: Route, body: bytes
     ) -> web.StreamResponse:
         headers = request.headers
-        parsed, identity = await self._read(
-            body,
-            lambda: (
-                cache.for_rollout(rollout.id, lambda: dialect.parse(body, route)),
-                identify(dialect, headers, body),
-            ),
-        )
+
+        def read() -> tuple[ChatRequest, Identity, FoldedBody | None]:
+            parsed = cache.for_rollout(rollout.id, lambda: dialect.parse(body, route))
+            images = images_within_limit(parsed)
+            return parsed, identify(dialect, headers, body), fold(body, images) if images else None
+
+        parsed, identity, folded = await self._read(body, read)
         call = same_call(rollout, identity, self._connections.is_taken)
         if call is None and parsed.provider_tools and self._limits.refuse_provider_tools:
             self._audit.record(Event.PROVIDER_TOOL_REFUSED, rollout_id=rollout.id, peer=request.remote)
@@ -225,6 +227,7 @@ class Ingress:
                 agent_session=_session(request, rollout),
                 body_bytes=len(body),
                 trace_parent=headers.get(TRACE_PARENT, ""),
+                folded=folded,
             )
             call = await self._interceptor.begin(rollout, asked, parsed)
         else:

@@ -20,9 +20,10 @@ import re2
 
 from penstock_chassis.errors import FailedPrecondition, InvalidArgument, NotFound
 from penstock_chassis.validation import invalid_field
-from penstock_codec import Codec, ControlTokens
+from penstock_codec import Codec, CodecError, ControlTokens
 from penstock_codec.chat import FinishReason, Message, ReasoningPart, TextPart, Tool, ToolCallPart, Usage
 from penstock_codec.fast_dataclass import quick
+from penstock_codec.images import measured
 from penstock_interception.domain.calls import Answerer, Dialect, Prompt, RolloutSpec, RolloutState
 from penstock_interception.domain.completions import Completion, Tokens, violations_of
 from penstock_interception.domain.live_rollouts import Registry
@@ -62,9 +63,16 @@ class Conversation:
     """The graph and codec of one rollout; `codec` is None if its source has no tokenizer."""
 
     def __init__(
-        self, spec: RolloutSpec, codec: Codec | None, *, vocab_size: int | None, records: Sequence[GraphRecord] = ()
+        self,
+        spec: RolloutSpec,
+        codec: Codec | None,
+        *,
+        vocab_size: int | None,
+        takes_images: bool = False,
+        records: Sequence[GraphRecord] = (),
     ) -> None:
-        """Raises InvalidArgument FIELD_INVALID."""
+        """`takes_images`: who answers does. Raises InvalidArgument FIELD_INVALID."""
+        self._takes_images = takes_images
         self._spec = spec
         self._codec = codec
         self.spell: Spell | None = None if codec is None else codec.token_bytes
@@ -94,6 +102,7 @@ class Conversation:
         CPU work, in any thread. Raises CodecError if the template cannot render the conversation.
         """
         messages = request.messages
+        self._check_images(request)
         if self._volatile:
             messages, _ = blank_volatile(messages, self._volatile)
         hints = hints_for(request, self._spec.hints, session)
@@ -108,6 +117,18 @@ class Conversation:
         if not codec.spells_control_tokens(request.messages, request.tools):
             return plan
         return replace(plan, notes=(_MIXED_UP if plan.mixed_up else _SPELLED[codec.control_tokens],))
+
+    def _check_images(self, request: ChatRequest) -> None:
+        """Raises CodecError IMAGE_UNSUPPORTED, IMAGE_REMOTE: before any image is a part of a prompt."""
+        if self._codec is None or self._codec.images is None:
+            return  # the codec refuses them
+        if not any(message.images for message in request.messages):
+            return
+        if not self._takes_images:
+            raise CodecError("IMAGE_UNSUPPORTED", "the engine that answers this rollout takes no images")
+        for message in request.messages:
+            for image in message.images:
+                measured(image)
 
     def count(self, request: ChatRequest) -> int:
         """Returns a request's prompt length in tokens, as `plan` would make it. Raises CodecError; TOKENIZER_ABSENT."""
@@ -245,7 +266,8 @@ class Conversations:
     def add(self, spec: RolloutSpec, resolved: Resolved) -> None:
         """Makes the conversation of a new rollout, unless a concurrent request with the same id was first."""
         if spec.rollout_id not in self._conversations:
-            made = Conversation(spec, resolved.codec, vocab_size=resolved.facts.vocabulary_size)
+            facts = resolved.facts
+            made = Conversation(spec, resolved.codec, vocab_size=facts.vocabulary_size, takes_images=facts.images)
             self._conversations[spec.rollout_id] = made
 
     def forget(self, rollout_id: str) -> None:
@@ -290,7 +312,14 @@ class Conversations:
     async def _rebuilt(self, stored: StoredRollout) -> Conversation:
         rollout = stored.rollout
         codec = await self._sources.codec(rollout.facts)
-        conversation = Conversation(rollout.spec, codec, vocab_size=rollout.facts.vocabulary_size, records=stored.graph)
+        facts = rollout.facts
+        conversation = Conversation(
+            rollout.spec,
+            codec,
+            vocab_size=facts.vocabulary_size,
+            takes_images=facts.images,
+            records=stored.graph,
+        )
         rollout.damaged = len(conversation.graph.calls) < stored.recorded
         for call in stored.calls:  # tools are only in the bodies: one body is read for each distinct set
             digest = call.request.tools_sha256

@@ -38,7 +38,7 @@ from penstock_interception.domain.recordings import (
 )
 from penstock_interception.domain.state import Call, Rollout
 from penstock_interception.graph.paths import NO_TOKENS, common_prefix
-from penstock_interception.graph.values import CallClass, IntArray, Plan, little_endian
+from penstock_interception.graph.values import CallClass, IntArray, Plan, little_endian, prompt_identity
 from penstock_interception.rollouts.conversations import Conversation
 from penstock_interception.store.commits import durable, failed
 from penstock_interception.store.recordings import StoredCall, StoredTool
@@ -135,7 +135,7 @@ class Replays:
         recording = call.rollout.recording
         if recording is None or call.state.terminal:
             return None
-        digest = plan.prompt_sha256 if plan.prompt_ids.size else None
+        digest = plan.identity if plan.prompt_ids.size else None
         found = recording.take(digest, call.request.body_sha256, is_side=plan.call_class in _SIDE)
         if found is None and self._asks_again(recording, call, digest):
             found = recording.point
@@ -303,8 +303,10 @@ class _Path:
     keep: int
     suffix: IntArray
     sampled: IntArray
+    media: Sequence[tuple[int, bytes]] = ()
+    """The images of its prompt: the first token, and the digest."""
     prompt_sha256: bytes = b""
-    """Of the prompt's ids as little-endian int32."""
+    """`prompt_identity` of its prompt."""
     hashed: Any = None
     """The hash after prompt and answer, from which a call that continues this one goes on."""
 
@@ -317,7 +319,7 @@ class _Path:
             kept = little_endian(parent.ids(self.keep)) if parent is not None else b""
             state, took = hashlib.sha256(kept), len(kept)
         state.update(little_endian(self.suffix))
-        self.prompt_sha256 = state.digest()
+        self.prompt_sha256 = prompt_identity(state.digest(), [digest for _, digest in self.media])
         state.update(little_endian(self.sampled))
         self.hashed = state
         return took + 4 * (int(self.suffix.size) + int(self.sampled.size))
@@ -402,7 +404,10 @@ def _ids(data: bytes) -> IntArray:
 def _path(call: trajectory_pb2.Call, known: dict[str, _Path]) -> _Path:
     span = call.completion.span
     parent = known.get(call.parent_call_id) if call.parent_call_id else None
-    return _Path(parent, call.prompt_shared_count, _ids(call.prompt_suffix_token_ids), _ids(span.token_ids))
+    keep, media = call.prompt_shared_count, [(one.token_start, one.sha256) for one in call.media]
+    if parent is not None:
+        media = [*(one for one in parent.media if one[0] < keep), *media]
+    return _Path(parent, keep, _ids(call.prompt_suffix_token_ids), _ids(span.token_ids), media)
 
 
 def _stored(calls: Sequence[trajectory_pb2.Call], known: dict[str, _Path], origin: tuple[str, int]) -> list[StoredCall]:
@@ -470,6 +475,7 @@ def _slim(call: trajectory_pb2.Call, origin: tuple[str, int], where: str) -> tra
         call_id=call.call_id,
         prompt_shared_count=call.prompt_shared_count,
         prompt_suffix_token_ids=call.prompt_suffix_token_ids,
+        media=call.media,
         completion=call.completion,
         answerer=call.answerer,
         policy_id=call.policy_id,

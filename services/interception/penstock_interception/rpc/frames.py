@@ -63,23 +63,34 @@ class CallWriter:
 
     def _write(self, message: pb.ModelCall, call: Call, view: View, limit: int) -> int:
         textual = call.plan is not None and not call.plan.exact
-        wanted = int(view.messages or textual) + int(view.body)
+        with_data = view.media and bool(message.media)
+        wanted = int(view.messages or textual or with_data) + int(view.body)
         fits = message.ByteSize() + wanted * len(call.request.body) <= limit
         if wanted and fits:
-            self._add_view(message, call, view.messages or textual, view.body)
+            self._add_view(message, call, view.messages or textual, view.body, with_data)
             fits = message.ByteSize() <= limit  # what the body's length could not show
         if wanted and not fits and not textual:  # without tokens the messages are the prompt
             for name in ("messages", "tools", "tool_choice", "request_body"):
                 message.ClearField(name)
+            for media in message.media:
+                media.ClearField("data")
             message.view_truncated = True
         return message.ByteSize() if fits or not textual else limit + 1
 
-    def _add_view(self, message: pb.ModelCall, call: Call, messages: bool, body: bool) -> None:
+    def _add_view(self, message: pb.ModelCall, call: Call, messages: bool, body: bool, media: bool) -> None:
         if body:
             message.request_body = call.request.body
+        if not messages and not media:
+            return
+        request = self._parse(call.request.dialect, call.request.body)
+        if media:
+            data = {image.sha256: image.data for image in request.images}
+            for one in message.media:
+                one.data = data[one.sha256]
         if messages:
-            request = self._parse(call.request.dialect, call.request.body)
-            message.messages.extend(convert.message_to(item) for item in request.messages)
+            # Without tokens, no Media has the bytes of an image.
+            inline = not message.media
+            message.messages.extend(convert.message_to(item, image_data=inline) for item in request.messages)
             message.tools.extend(convert.tool_to(tool) for tool in request.tools)
             message.tool_choice.CopyFrom(convert.choice_to(request.tool_choice))
 
@@ -171,4 +182,6 @@ def _fields(call: Call, sent_prompts: SentPrompts | None) -> dict[str, Any]:
             fields["omitted_prefix_count"] = omitted
             fields["prompt_sha256"] = plan.prompt_sha256
         fields["shared_prefix_count"] = plan.shared_prefix_len
+        if plan.media:
+            fields["media"] = [convert.media_to(one) for one in plan.media]
     return fields

@@ -49,6 +49,7 @@ FEATURES = (
     "call_view.suffix_only",
     "hello.max_message_bytes",
     "hello.required_features",
+    "media",
     "policies",
     "token_tensors",
     "top_logprobs",
@@ -206,10 +207,12 @@ class InterceptServicer(pb_grpc.InterceptServiceServicer):
             prompt = convert.ids_to(call.plan.prompt_ids)
         elif (node := conversation.graph.calls.get(call.id)) is not None:
             prompt = convert.ids_to(conversation.graph.path(call.id)[: node.prompt_count])
-        return pb.GetCallResponse(
-            call=trajectory.call_to(call, conversation=conversation, body=body, include_top=True, tensor_data=True),
-            prompt_token_ids=prompt,
-        )
+        found = trajectory.call_to(call, conversation=conversation, body=body, include_top=True, tensor_data=True)
+        if request.include_media and found.media:
+            data = await self._interceptor.store.media.read(call.rollout.id, {one.sha256 for one in found.media})
+            for one in found.media:
+                one.data = data.get(one.sha256, b"")
+        return pb.GetCallResponse(call=found, prompt_token_ids=prompt)
 
     def _known_prompts(self, request: pb.LeaseCallsRequest) -> SentPrompts:
         if len(request.known_call_ids) > MAX_KNOWN_CALLS:

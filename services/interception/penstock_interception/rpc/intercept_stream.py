@@ -270,7 +270,8 @@ def view_from(request: pb.Hello | pb.LeaseCallsRequest) -> View:
     limit = request.max_message_bytes if request.HasField("max_message_bytes") else DEFAULT_MESSAGE_BYTES
     if not DEFAULT_MESSAGE_BYTES <= limit <= MAX_MESSAGE_BYTES:
         raise invalid_field("max_message_bytes", f"{DEFAULT_MESSAGE_BYTES} to {MAX_MESSAGE_BYTES}")
-    return View(messages=request.view.messages, body=request.view.body, max_message_bytes=limit)
+    view = request.view
+    return View(messages=view.messages, body=view.body, media=view.media, max_message_bytes=limit)
 
 
 def check_features(required: Iterable[str], served: Collection[str]) -> None:

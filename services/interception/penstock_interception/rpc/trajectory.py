@@ -105,6 +105,8 @@ def call_to(
         node = conversation.graph.calls.get(call.id)
         if node is not None:
             message.prompt_suffix_token_ids = convert.ids_to(node.suffix)
+        media = node.media if node is not None else call.plan.new_media if call.plan is not None else ()
+        message.media.extend(map(convert.media_to, media))
         if call.completion is not None and call.state is CallState.DELIVERED:
             completion = convert.completion_to(
                 call.completion, call.message, include_top=include_top, tensor_data=tensor_data
@@ -256,5 +258,6 @@ _sample_to = writer(
         "top_logprobs": lambda sample: b"" if sample.top is None else little_endian(sample.top.logprobs),
         "top_count": lambda sample: 0 if sample.top is None else sample.top.count,
         "tensors": lambda sample: [token_tensors.write(one, with_data=False) for one in sample.tensors],
+        "media": lambda sample: [*map(convert.media_to, sample.media)],
     },
 )

@@ -12,14 +12,22 @@ from typing import Final
 
 from penstock_chassis.aio.single_flight import SingleFlight
 from penstock_codec import Codec
+from penstock_codec.images import RULE_FILE
 from penstock_codec.tokenizer_files import TokenizerFiles
 from penstock_interception.domain.calls import CodecChoice, ModelFacts
 
 LOADED_KEPT: Final = 32
 
-Key = tuple[str, str, CodecChoice]
+Key = tuple[str, str, str, CodecChoice]
 FILE_NAMES = frozenset(
-    {"tokenizer.json", "chat_template.jinja", "tokenizer_config.json", "generation_config.json", "config.json"}
+    {
+        "tokenizer.json",
+        "chat_template.jinja",
+        "tokenizer_config.json",
+        "generation_config.json",
+        "config.json",
+        RULE_FILE,
+    }
 )
 
 
@@ -35,17 +43,18 @@ class CodecCache:
         """Held while missing files are fetched: a first step's many rollouts fetch them only once."""
         self._keeping = asyncio.Lock()
 
-    def known(self, tokenizer_sha256: str, template_sha256: str) -> bool:
+    def known(self, facts: ModelFacts) -> bool:
         """Returns whether the files are on disk."""
-        return self._path(tokenizer_sha256, template_sha256).is_dir()
+        return self._path(facts.tokenizer_sha256, facts.template_sha256, facts.processor_sha256).is_dir()
 
     async def from_files(self, files: TokenizerFiles, choice: CodecChoice) -> Codec:
         """Stores these files and returns their codec. Raises CodecError."""
-        path = self._path(files.tokenizer_sha256, files.template_sha256)
+        digests = files.tokenizer_sha256, files.template_sha256, files.processor_sha256
+        path = self._path(*digests)
         async with self._keeping:
             if not path.is_dir():
                 await asyncio.get_running_loop().run_in_executor(self._pool, _keep, files, path)
-        return await self._load((files.tokenizer_sha256, files.template_sha256, choice))
+        return await self._load((*digests, choice))
 
     async def from_named(self, named: Mapping[str, bytes], choice: CodecChoice) -> Codec:
         """As `from_files`, for files by name as an inference service sends them. Raises CodecError."""
@@ -62,22 +71,22 @@ class CodecCache:
         """Returns the codec of a known model; None for a model without a tokenizer. Raises CodecError."""
         if not facts.tokenizer_sha256:
             return None
-        return await self._load((facts.tokenizer_sha256, facts.template_sha256, facts.codec))
+        return await self._load((facts.tokenizer_sha256, facts.template_sha256, facts.processor_sha256, facts.codec))
 
     async def _load(self, key: Key) -> Codec:
         return await self._loaded.get(key, lambda: self._read(key))
 
     async def _read(self, key: Key) -> Codec:
-        tokenizer, template, choice = key
+        *digests, choice = key
 
         def load() -> Codec:
-            files = TokenizerFiles.from_directory(self._path(tokenizer, template))
+            files = TokenizerFiles.from_directory(self._path(*digests))
             return Codec.load(files, parser=choice.parser or None, control_tokens=choice.control_tokens)
 
         return await asyncio.get_running_loop().run_in_executor(self._pool, load)
 
-    def _path(self, tokenizer_sha256: str, template_sha256: str) -> Path:
-        return self._directory / f"{tokenizer_sha256[:32]}-{template_sha256[:32]}"
+    def _path(self, *digests: str) -> Path:
+        return self._directory / "-".join(digest[:32] for digest in digests if digest)
 
 
 def _keep(files: TokenizerFiles, path: Path) -> None:

@@ -183,6 +183,8 @@ class _TokenizerSource(ModelSource):
             self._choice.parser,
             self._choice.control_tokens,
             codec.vocab_size,
+            processor_sha256=files.processor_sha256,
+            images=codec.images is not None,
         )
         return Resolved(facts, codec)
 

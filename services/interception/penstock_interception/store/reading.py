@@ -67,8 +67,8 @@ def load_rollout(row: Row, keys: dict[bytes, AgentKey]) -> Rollout:
     )
 
 
-def load_call(rollout: Rollout, row: Row) -> Call:
-    """Builds a call from its row: with its body if it is open, without what the graph's record holds."""
+def load_call(rollout: Rollout, row: Row, body: bytes) -> Call:
+    """Builds a call from its row: with its `body` if it is open, without what the graph's record holds."""
     state, end_reason, ended_at = CallState(row["state"]), row["end_reason"], row["ended"]
     if rollout.state is RolloutState.CLOSED and not state.terminal:
         # Its end was never written: the write failed, or the service stopped.
@@ -78,7 +78,7 @@ def load_call(rollout: Rollout, row: Row) -> Call:
         state = CallState.QUEUED  # its holder is gone; the gate restores leases that may be resumed
     request = serde.load_request(
         row["arrival"],
-        body=b"" if over else row["body"] or b"",
+        body=b"" if over else body,
         body_sha256=row["body_sha256"],
         retry_key=row["retry_key"],
     )

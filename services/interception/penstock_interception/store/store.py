@@ -28,11 +28,14 @@ from penstock_interception.domain.results import Answered
 from penstock_interception.domain.state import Call, Rollout
 from penstock_interception.store import agent_keys, discarded_captures, reading, serde
 from penstock_interception.store import host_tools as tools_store
+from penstock_interception.store import media as media_store
 from penstock_interception.store import recordings as recordings_store
 from penstock_interception.store import runs as runs_store
 from penstock_interception.store.agent_keys import AgentKeyStore
+from penstock_interception.store.commits import failed
 from penstock_interception.store.discarded_captures import DiscardedStore
 from penstock_interception.store.host_tools import ToolStore
+from penstock_interception.store.media import MediaStore, cuts_to
 from penstock_interception.store.reading import StoredRollout
 from penstock_interception.store.recordings import RecordingStore
 from penstock_interception.store.runs import Run, RunStore
@@ -95,6 +98,7 @@ class CallStore:
         self.runs = RunStore(journal, self._submit_all)
         self.tools = ToolStore(journal, self._submit_all)
         self.discarded = DiscardedStore(journal)
+        self.media = MediaStore(journal)
         self.recordings = RecordingStore(journal, self._submit_all)
         self._answers = 0
         self._bodies = 0
@@ -122,6 +126,7 @@ class CallStore:
             _LASTING,
             recordings_store.BRANCHES,
             _MODELS,
+            media_store.SCHEMA,
         ]
         journal = await Journal.open(directory / "interception.sqlite3", schemas, sync=sync)
         try:
@@ -213,10 +218,14 @@ class CallStore:
         request = call.request
         body_id = None
         large: list[Statement] = []
+        size = len(request.body)
         if request.body:
             self._bodies += 1
-            body_id = self._bodies
-            large = [("INSERT INTO bodies VALUES (?, ?)", (body_id, request.body))]
+            body_id, folded = self._bodies, request.folded
+            kept, cuts = (request.body, None) if folded is None else (folded.body, cuts_to(folded))
+            large = [("INSERT INTO bodies VALUES (?, ?, ?)", (body_id, kept, cuts))]
+            if folded is not None:
+                large += MediaStore.adding(call.rollout, folded)
         put: Statement = (
             "INSERT INTO calls (call_id, rollout_id, position, retry_key, arrival, body_id, body_sha256, received,"
             " expires, delegated, state, end_reason, ended, failure, lease_id, session_id, prompt_sha256,"
@@ -244,7 +253,11 @@ class CallStore:
                 call.model,
             ),
         )
-        return self._submit_all([put, *large], size=len(request.body))
+        written = self._submit_all([put, *large], size=size)
+        if request.folded is not None:
+            known, digests = call.rollout.images, request.folded.images.keys()
+            written.add_done_callback(lambda done: None if failed(done) else known.update(digests))
+        return written
 
     def put_request(self, call: Call) -> asyncio.Future[list[int]]:
         """Updates what the record of an admitted call holds about its request."""
@@ -358,9 +371,12 @@ class CallStore:
     async def body(self, call_id: str) -> bytes:
         """Returns a call's request body, byte for byte; empty if the call is unknown."""
         rows = await self._journal.query(
-            "SELECT body FROM calls JOIN bodies USING (body_id) WHERE call_id = ?", (call_id,)
+            "SELECT rollout_id, body, cuts FROM calls JOIN bodies USING (body_id) WHERE call_id = ?", (call_id,)
         )
-        return bytes(rows[0][0]) if rows else b""
+        if not rows:
+            return b""
+        (row,) = rows
+        return await self.media.unfolded(row["rollout_id"], bytes(row["body"]), row["cuts"])
 
     async def rollouts(self) -> list[Rollout]:
         """Returns all rollouts, oldest first, without their calls."""
@@ -378,12 +394,15 @@ class CallStore:
         self._write_answers_sent()
         rows = await self._journal.query(
             # Bodies of answered calls are not loaded.
-            "SELECT calls.*, body, graph FROM calls"
+            "SELECT calls.*, body, cuts, graph FROM calls"
             " LEFT JOIN bodies ON bodies.body_id = calls.body_id AND calls.answer_order IS NULL"
             " LEFT JOIN graphs ON graphs.answer_order = calls.answer_order WHERE rollout_id = ? ORDER BY position",
             (rollout.id,),
         )
-        calls = [reading.load_call(rollout, item) for item in rows]
+        calls: list[Call] = []
+        for item in rows:
+            body = await self.media.unfolded(rollout.id, item["body"] or b"", item["cuts"])
+            calls.append(reading.load_call(rollout, item, body))
         by_id = {call.id: call for call in calls}
         answered = sorted((item for item in rows if item["graph"]), key=lambda item: int(item["answer_order"]))
         graph = reading.readable(rollout, answered)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -36,10 +35,14 @@ from penstock_interception.graph.values import (
     CallClass,
     IntArray,
     LogprobsMode,
+    Media,
     TopLogprobs,
     VersionSpan,
     little_endian,
 )
+
+IMAGE = "image"
+"""The modality of images."""
 
 _ROLES = numbers(Role, chat_pb2.Role)
 _ROLES_BACK = {value: key for key, value in _ROLES.items()}
@@ -70,9 +73,10 @@ _version_to = writer(VersionSpan, completion_pb2.PolicyVersionSpan)
 _version_from = reader(VersionSpan, completion_pb2.PolicyVersionSpan)
 
 
-def message_to(message: Message) -> chat_pb2.Message:
-    """A conversation's message."""
-    return chat_pb2.Message(role=_ROLES[message.role], parts=[_part_to(p) for p in message.parts], name=message.name)
+def message_to(message: Message, *, image_data: bool = True) -> chat_pb2.Message:
+    """A conversation's message. Without `image_data`, its inline images are named by digest."""
+    parts = [_part_to(part, image_data) for part in message.parts]
+    return chat_pb2.Message(role=_ROLES[message.role], parts=parts, name=message.name)
 
 
 def message_from(message: chat_pb2.Message) -> Message:
@@ -81,6 +85,21 @@ def message_from(message: chat_pb2.Message) -> Message:
     if role is None:
         raise invalid_field("message.role", "unspecified")
     return Message(role, tuple(_part_from(part) for part in message.parts), message.name)
+
+
+def media_to(media: Media, data: bytes = b"") -> chat_pb2.Media:
+    """An image of a prompt, with its bytes if they are given."""
+    return chat_pb2.Media(
+        modality=IMAGE,
+        media_type=media.media_type,
+        sha256=media.sha256,
+        data=data,
+        token_start=media.token_start,
+        token_count=media.token_count,
+        placeholder_token_id=media.placeholder_token_id,
+        grid=media.grid,
+        processor_sha256=media.processor_sha256,
+    )
 
 
 def choice_to(choice: ToolChoice) -> chat_pb2.ToolChoice:
@@ -227,39 +246,33 @@ def _top_from(span: completion_pb2.TokenSpan, found: list[Violation]) -> TopLogp
     )
 
 
-def _part_to(part: Part) -> chat_pb2.Part:
+def _part_to(part: Part, image_data: bool) -> chat_pb2.Part:
     match part:
         case TextPart(text):
             return chat_pb2.Part(text=chat_pb2.Text(text=text))
         case ReasoningPart(text, signature):
             return chat_pb2.Part(reasoning=chat_pb2.Reasoning(text=text, signature=signature))
         case ImagePart():
-            return chat_pb2.Part(image=_image_to(part))
+            return chat_pb2.Part(image=_image_to(part, image_data))
         case ToolCallPart(call_id, name, arguments):
             return chat_pb2.Part(tool_call=chat_pb2.ToolCall(id=call_id, name=name, arguments_json=arguments))
         case ToolResultPart():
             inner = [chat_pb2.Part(text=chat_pb2.Text(text=part.text))] if part.text else []
-            inner += [chat_pb2.Part(image=_image_to(image)) for image in part.images]
+            inner += [chat_pb2.Part(image=_image_to(image, image_data)) for image in part.images]
             return chat_pb2.Part(
                 tool_result=chat_pb2.ToolResult(tool_call_id=part.call_id, parts=inner, is_error=part.is_error)
             )
 
 
-def _image_to(image: ImagePart) -> chat_pb2.Image:
-    head, comma, data = image.ref.partition(",")
-    if head.startswith("data:") and head.endswith(";base64") and comma:
-        try:
-            raw = base64.b64decode(data, validate=True)
-        except ValueError:
-            return chat_pb2.Image(media_type=image.media_type, url=image.ref)
-        return chat_pb2.Image(media_type=head[5:-7], data=raw)
+def _image_to(image: ImagePart, with_data: bool) -> chat_pb2.Image:
+    if image.data and with_data:
+        return chat_pb2.Image(media_type=image.media_type, data=image.data)
     return chat_pb2.Image(media_type=image.media_type, url=image.ref)
 
 
 def _image_from(image: chat_pb2.Image) -> ImagePart:
     if image.WhichOneof("source") == "data":
-        encoded = base64.b64encode(image.data).decode()
-        return ImagePart(f"data:{image.media_type};base64,{encoded}", image.media_type)
+        return ImagePart.inline(image.data, image.media_type)
     return ImagePart(image.url, image.media_type)
 
 

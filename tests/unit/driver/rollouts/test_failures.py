@@ -808,6 +808,9 @@ class _Captures:
     def tool_results(self, rollout_id: str, *, gate: str) -> Any:
         raise NotImplementedError
 
+    async def media(self, rollout_id: str, call_id: str, *, gate: str) -> Any:
+        raise NotImplementedError
+
     async def tensors(self, rollout_id: str, call_id: str, *, gate: str) -> Any:
         raise NotImplementedError
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from penstock.chat.v1 import completion_pb2
+from penstock.chat.v1 import chat_pb2, completion_pb2
 from penstock.trajectory.v1 import trajectory_pb2
 from penstock.values.token_tensors import Part, TokenTensor, joined, write
 from penstock_chassis.errors import FailedPrecondition, InvalidArgument, NotFound, PenstockError
@@ -45,6 +45,9 @@ class Gate:
             call.policy_id = self.policies[call_id]
             call.completion.tensors.append(write(own.bare(), with_data=False))
             yield trajectory_pb2.Trajectory(calls=[call])
+
+    async def media(self, rollout_id: str, call_id: str, *, gate: str) -> Sequence[chat_pb2.Media]:
+        return ()
 
     async def tensors(self, rollout_id: str, call_id: str, *, gate: str) -> Sequence[completion_pb2.TokenTensor]:
         self.asked.append(call_id)

@@ -200,7 +200,7 @@ def test_every_kind_of_message_keeps_its_parts() -> None:
     ]
     one, two, three, four = parse(messages=messages).messages
     assert one.role is Role.DEVELOPER
-    assert two.parts == (TextPart("look"), ImagePart("data:image/png;base64,AAAA"))
+    assert two.parts == (TextPart("look"), ImagePart.inline(bytes(3), "image/png"))
     assert three.parts[0] == ReasoningPart("hm") and three.tool_calls[0].arguments_json == '{"a":  1}'
     assert (four.tool_results[0].call_id, four.tool_results[0].text) == ("c1", "out")
 

@@ -288,7 +288,7 @@ def test_every_kind_of_part_keeps_its_meaning() -> None:
         systemInstruction={"parts": [{"text": "rules"}]},
     ).messages
     assert system == Message.system("rules")
-    assert one.parts == (TextPart("look "), TextPart("here"), ImagePart("data:image/png;base64,//79/D8=", "image/png"))
+    assert one.parts == (TextPart("look "), TextPart("here"), ImagePart.inline(b"\xff\xfe\xfd\xfc\x3f", "image/png"))
     assert two.parts == (ReasoningPart("hm", b"s"), TextPart("I look."), ToolCallPart("c1", "bash", '{"a":1}'))
     assert three.parts == (ToolResultPart("c1", "out", False, "bash", (ImagePart("https://a/b.png"),)),)
     assert four.parts == (ToolResultPart("ls", "no", True, "ls"),)

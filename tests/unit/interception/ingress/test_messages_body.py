@@ -248,7 +248,7 @@ def test_every_kind_of_block_keeps_its_meaning() -> None:
     """System as a list, images, reasoning with its mark, calls, results with errors and images, documents."""
     system, look, added, reply, result, more = Messages().parse(orjson.dumps(RICH), Route(Ask.COMPLETION)).messages
     assert (system.role, system.text) == (Role.SYSTEM, "rules")
-    assert look.parts == (TextPart("look"), ImagePart("data:image/png;base64,AAAA", "image/png"))
+    assert look.parts == (TextPart("look"), ImagePart.inline(bytes(3), "image/png"))
     assert added.role is Role.SYSTEM and '"name":"late"' in added.text
     assert reply.parts == (
         ReasoningPart("hm", b"s"),

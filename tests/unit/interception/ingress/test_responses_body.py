@@ -265,7 +265,7 @@ def test_calls_and_results_of_built_in_tools_are_read() -> None:
         ToolResultPart("c1", "a"),
         ToolResultPart("c2", '[{"stdout":"a","stderr":""}]'),
         ToolResultPart("c3", "failed", True),
-        ToolResultPart("c4", "", images=(ImagePart("data:image/png;base64,AAAA"),)),
+        ToolResultPart("c4", "", images=(ImagePart.inline(bytes(3), "image/png"),)),
     ]
 
 

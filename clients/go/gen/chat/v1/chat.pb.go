@@ -588,6 +588,7 @@ type Image_Data struct {
 }
 
 type Image_Url struct {
+	// An address, or "sha256:" and the hex digest of an image in ModelCall.media.
 	Url string `protobuf:"bytes,3,opt,name=url,proto3,oneof"`
 }
 
@@ -742,7 +743,7 @@ type Media struct {
 	PlaceholderTokenId int32  `protobuf:"varint,7,opt,name=placeholder_token_id,json=placeholderTokenId,proto3" json:"placeholder_token_id,omitempty"`
 	// The patches of its embeddings before they are merged: time, height, width. Empty = the model has no grid.
 	Grid []uint32 `protobuf:"varint,8,rep,packed,name=grid,proto3" json:"grid,omitempty"`
-	// SHA-256 of the preprocessor's configuration, which fixes token_count. Empty = unknown.
+	// GetInfoResponse.processor_sha256 of the model, which fixes token_count. Empty = unknown.
 	ProcessorSha256 []byte `protobuf:"bytes,9,opt,name=processor_sha256,json=processorSha256,proto3" json:"processor_sha256,omitempty"`
 	unknownFields   protoimpl.UnknownFields
 	sizeCache       protoimpl.SizeCache

@@ -189,7 +189,8 @@ type RolloutServiceClient interface {
 	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN, CALL_UNKNOWN, TENSOR_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_RUNNING,
 	// TRAJECTORY_ABSENT).
 	GetTensor(ctx context.Context, in *GetTensorRequest, opts ...grpc.CallOption) (RolloutService_GetTensorClient, error)
-	// GetMedia returns the file of one Media of an ended rollout's trajectory.
+	// GetMedia returns the file of one Media of an ended rollout's trajectory. The gate keeps it as long as the rollout's
+	// calls.
 	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN, MEDIA_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_RUNNING, TRAJECTORY_ABSENT).
 	GetMedia(ctx context.Context, in *GetMediaRequest, opts ...grpc.CallOption) (RolloutService_GetMediaClient, error)
 	// ExportTrajectories streams the trajectories of every matching ended rollout, one after another.
@@ -776,7 +777,8 @@ type RolloutServiceServer interface {
 	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN, CALL_UNKNOWN, TENSOR_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_RUNNING,
 	// TRAJECTORY_ABSENT).
 	GetTensor(*GetTensorRequest, RolloutService_GetTensorServer) error
-	// GetMedia returns the file of one Media of an ended rollout's trajectory.
+	// GetMedia returns the file of one Media of an ended rollout's trajectory. The gate keeps it as long as the rollout's
+	// calls.
 	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN, MEDIA_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_RUNNING, TRAJECTORY_ABSENT).
 	GetMedia(*GetMediaRequest, RolloutService_GetMediaServer) error
 	// ExportTrajectories streams the trajectories of every matching ended rollout, one after another.

@@ -4,16 +4,18 @@ Invariants: a file appears under its name only once complete; values are read ba
 holds one batch of rows, however many there are.
 """
 
+import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import AsyncIterable, AsyncIterator, Iterator
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, BinaryIO, Final, Protocol
 
 import orjson
 
+from penstock.client import Outcome, Trajectory
 from penstock.client.errors import ConfigurationError, InvalidArgument
-from penstock.client.transport.atomic_files import replacing
+from penstock.client.transport.atomic_files import replacing, write_whole
 from penstock.tables.columns import COLUMNS, SCHEMA_VERSION, Kind, Row, Table
 from penstock.tables.parquet import ParquetSink
 
@@ -22,6 +24,29 @@ _NESTED: Final = frozenset({Kind.JSON, Kind.TEXTS, Kind.VERSIONS, Kind.TURN_SPAN
 
 _KINDS: Final = {name: kind for columns in COLUMNS.values() for name, kind in columns.items()}
 _READ_ROWS: Final = 64
+_SUFFIXES: Final = {"image/png": ".png", "image/jpeg": ".jpg", "image/gif": ".gif", "image/webp": ".webp"}
+
+
+async def with_images(
+    trajectories: AsyncIterable[tuple[Trajectory, Outcome]], directory: Path
+) -> AsyncIterator[tuple[Trajectory, Outcome]]:
+    """Yields trajectories that were read with images, each after the files of its images are in `directory`.
+
+    A file is named by the digest that rows have, in hexadecimal, with the suffix of its media type.
+
+    Raises:
+        ConfigurationError: `FILE_NOT_WRITTEN`.
+    """
+    written: set[bytes] = set()
+    async for trajectory, outcome in trajectories:
+        of_calls = (image for call in trajectory.calls for image in call.images)
+        of_samples = (image for sample in trajectory.samples for image in sample.images)
+        for image in (*of_calls, *of_samples):
+            if image.sha256 not in written:
+                name = image.sha256.hex() + _SUFFIXES.get(image.media_type, "")
+                await asyncio.to_thread(write_whole, directory / name, image.data)
+                written.add(image.sha256)
+        yield trajectory, outcome
 
 
 class Format(StrEnum):

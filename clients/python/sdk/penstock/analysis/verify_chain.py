@@ -150,6 +150,8 @@ def _next(head: bytes, row: Row) -> bytes:
     if row.get("completion_tensors"):
         names = ("name", "dtype", "start", "shape", "sha256")
         facts["tensors"] = [[one.get(name) for name in names] for one in row["completion_tensors"]]
+    if row.get("prompt_images"):
+        facts["media"] = [[one["sha256"], one["token_start"], one["token_count"]] for one in row["prompt_images"]]
     if row.get("policy_id"):
         facts["policy_id"] = row["policy_id"]
     state = hashlib.sha256(head)

@@ -126,6 +126,16 @@ def _are_tensors(value: Any) -> bool:
     )
 
 
+def _are_images(value: Any) -> bool:
+    """Whether each has the digest of its file and a place among the tokens."""
+    return isinstance(value, list) and all(
+        isinstance(one, dict)
+        and _is_text(one.get("sha256"))
+        and _list_of(_is_int(32))([one.get("token_start"), one.get("token_count")])
+        for one in value
+    )
+
+
 def _is_base64(value: Any) -> bool:
     try:
         return _is_text(value) and bool(base64.b64decode(value, validate=True))
@@ -179,6 +189,9 @@ def _check_form(row: Row, table: Table, number: int) -> None:
     for name in ("completion_tensors", "tensors"):
         if not _or_null(_are_tensors)(row.get(name)):
             _refuse(f"Row {number} of {table}: {name} are not tensors")
+    for name in ("prompt_images", "images"):
+        if not _or_null(_are_images)(row.get(name)):
+            _refuse(f"Row {number} of {table}: {name} are not images")
     if table is Table.SEQUENCES:
         lengths = {len(row[name]) for name in ("input_ids", "loss_mask", "logprobs") if row[name] is not None}
         if len(lengths) > 1:

@@ -149,6 +149,8 @@ def _check_whole(row: Row, calls: Mapping[str, Row], whole: int) -> Iterator[str
         for span, call in zip(*_own(row, turns, own), strict=True)
     ):
         yield "tensors are left out, which its calls have"
+    if "images" in row:
+        expected["images"] = _images(row, calls)
     for name, value in expected.items():
         if name in row and not _same(row[name], value):
             yield f"{name} does not match its calls"
@@ -169,6 +171,19 @@ def _top(row: Row, calls: Sequence[Row]) -> dict[str, list[list[Any]]]:
         given = [call.get(f"completion_{name}") or [[] for _ in call["completion_token_ids"]] for call in trained]
         found[name] = [line + [filler] * (width - len(line)) for lines in given for line in lines]
     return found
+
+
+def _images(row: Row, calls: Mapping[str, Row]) -> list[Row] | None:
+    """Returns the images of the sample's prompts: each call has those that its parent's prompt lacks."""
+    call: Row | None = calls.get(row["turn_spans"][-1]["call_id"]) if row["turn_spans"] else None
+    found: list[Row] = []
+    limit = len(row["input_ids"])
+    while call is not None:
+        own = call.get("prompt_images") or []
+        found[:0] = [one for one in own if one["token_start"] + one["token_count"] <= limit]
+        limit = min(limit, call.get("prompt_shared_count") or 0)
+        call = calls.get(call.get("parent_call_id") or "") if limit else None
+    return found or None
 
 
 def _tensors(row: Row, calls: Mapping[str, Row]) -> dict[str, list[Row]]:

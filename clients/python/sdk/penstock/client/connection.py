@@ -135,6 +135,7 @@ class Penstock:
         identity: str = "",
         messages: bool = False,
         bodies: bool = False,
+        images: bool = False,
         reconnect_timeout: float = 300.0,
     ) -> InterceptSession:
         """A trainer's session: `async with ps.intercept(run_id=...) as session: async for call in session.calls()`.
@@ -156,6 +157,7 @@ class Penstock:
             identity: a name for this session, for people; empty = this machine's name.
             messages: whether calls carry messages and tools beside tokens.
             bodies: whether they carry the agent's request body.
+            images: whether their images carry the files' bytes.
             reconnect_timeout: seconds to wait for an unreachable gate, at first and on reconnects.
         """
         if selector is None:
@@ -181,6 +183,7 @@ class Penstock:
                 policy_version=policy_version,
                 messages=messages,
                 bodies=bodies,
+                images=images,
                 reconnect_timeout=reconnect_timeout,
                 policies=policies or {},
             ),
@@ -221,9 +224,11 @@ class Penstock:
         )
 
     def _intercept(
-        self, selector: Selector, *, credits: int, policy_version: int | None, messages: bool
+        self, selector: Selector, *, credits: int, policy_version: int | None, messages: bool, images: bool
     ) -> InterceptSession:
-        return self.intercept(selector, credits=credits, policy_version=policy_version, messages=messages)
+        return self.intercept(
+            selector, credits=credits, policy_version=policy_version, messages=messages, images=images
+        )
 
 
 def _no_service(service: ServiceName) -> ConfigurationError:

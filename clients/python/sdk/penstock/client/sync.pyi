@@ -40,7 +40,7 @@ from penstock.client.tasks.spec import (
 from penstock.client.tasks.task import Task
 from penstock.client.terminals import Observation, Terminal
 from penstock.client.transport.endpoints import Endpoints, ServiceName, Target, Tls
-from penstock.client.types.chat import Completion, Logprobs, Message, Sampling, TokenIds, Tool, ToolChoice
+from penstock.client.types.chat import Completion, Logprobs, Message, PromptImage, Sampling, TokenIds, Tool, ToolChoice
 from penstock.client.types.gate import (
     AgentKey,
     CallHints,
@@ -139,6 +139,7 @@ class Penstock:
         identity: str = "",
         messages: bool = False,
         bodies: bool = False,
+        images: bool = False,
         reconnect_timeout: float = 300.0,
     ) -> InterceptSession:
         """A trainer's session: `with ps.intercept(run_id=...) as session: for call in session.calls()`.
@@ -160,6 +161,7 @@ class Penstock:
             identity: a name for this session, for people; empty = this machine's name.
             messages: whether calls carry messages and tools beside tokens.
             bodies: whether they carry the agent's request body.
+            images: whether their images carry the files' bytes.
             reconnect_timeout: seconds to wait for an unreachable gate, at first and on reconnects.
         """
     def stream(
@@ -363,6 +365,7 @@ class RolloutsClient:
         bodies: bool = False,
         top: bool = False,
         tensors: bool = False,
+        images: bool = False,
         grade: str = "",
     ) -> Trajectory:
         """See `RolloutHandle.trajectory`."""
@@ -377,11 +380,12 @@ class RolloutsClient:
         bodies: bool = False,
         top: bool = False,
         tensors: bool = False,
+        images: bool = False,
         grade: str = "",
         all_namespaces: bool = False,
     ) -> Generator[tuple[Trajectory, Outcome]]:
-        """Yields the trajectories of all matching ended rollouts; with request bodies, alternatives and the rows of
-        tensors if requested.
+        """Yields the trajectories of all matching ended rollouts; with request bodies, alternatives, the rows of
+        tensors and the files of images if requested.
 
         `grade`: with the reward of the further grade of this name, or none. Outcomes are as they ended.
 
@@ -500,6 +504,7 @@ class InferenceClient:
         min_version: int | None = None,
         exact_version: int | None = None,
         tensor_start: int = 0,
+        images: Sequence[PromptImage] = (),
         timeout: float | None = None,
     ) -> Completion:
         """Samples one completion. An interrupt aborts the generation.
@@ -514,6 +519,7 @@ class InferenceClient:
             exact_version: refuse unless exactly these are.
             tensor_start: the first token of which `sampling.token_tensors` wants a row: after a call of the same
                 conversation, the number of tokens of its prompt and completion, less one.
+            images: those of a prompt of token ids, with their bytes, in the order of their tokens.
             timeout: seconds; None = none.
 
         Raises:
@@ -530,6 +536,7 @@ class InferenceClient:
         min_version: int | None = None,
         exact_version: int | None = None,
         tensor_start: int = 0,
+        images: Sequence[PromptImage] = (),
         timeout: float | None = None,
     ) -> Generator[Completion]:
         """As `generate`, but streamed: yields partial completions as they come, then the whole one, with its tensors,
@@ -1159,6 +1166,7 @@ class GateClient:
         lease: float | None = None,
         messages: bool = False,
         bodies: bool = False,
+        images: bool = False,
         policy_version: int | None = None,
         policies: Mapping[str, int] | None = None,
         identity: str = "",
@@ -1172,6 +1180,7 @@ class GateClient:
             lease: seconds that a lease lasts unless the call is answered or extended, at most 1 h; None = 5 min.
             messages: whether calls carry messages and tools beside tokens.
             bodies: whether they carry the agent's request body.
+            images: whether their images carry the files' bytes.
             policy_version: the newest weights that the trainer has.
             policies: the same by policy, where rollouts have several.
             identity: a name for people; empty = this machine's name.
@@ -1273,6 +1282,7 @@ class RolloutHandle:
         bodies: bool = False,
         top: bool = False,
         tensors: bool = False,
+        images: bool = False,
         grade: str = "",
     ) -> Trajectory:
         """Fetches the ended rollout's trajectory.
@@ -1283,18 +1293,26 @@ class RolloutHandle:
             top: with the rows of alternatives (top-k logprobs), 8 * k bytes per sampled token.
             tensors: with the rows of tensors (`TokenTensor`) of samples and calls. Routed experts are layers x experts
                 per token bytes a token, or twice that with more than 256 experts.
+            images: with the files of images (`PromptImage`) of samples and calls.
             grade: with the reward of the further grade of this name; empty = of the first one.
 
         Raises:
             NotFound: `GRADE_UNKNOWN`.
             FailedPrecondition: `ROLLOUT_RUNNING`; `TRAJECTORY_ABSENT`: it ended before the gate was opened.
         """
+    def image(self, sha256: bytes) -> bytes:
+        """Fetches the file of one image of the ended rollout's prompts (`PromptImage.sha256`).
+
+        Raises:
+            NotFound: `MEDIA_UNKNOWN`.
+            FailedPrecondition: `ROLLOUT_RUNNING`; `TRAJECTORY_ABSENT`.
+        """
     def calls(
-        self, *, credits: int = 64, policy_version: int | None = None, messages: bool = False
+        self, *, credits: int = 64, policy_version: int | None = None, messages: bool = False, images: bool = False
     ) -> Generator[ModelCall]:
         """Yields the model calls of this rollout until it has ended. Calls wait at the gate, so none is missed.
 
-        With `messages`, calls carry messages and tools beside tokens.
+        With `messages`, calls carry messages and tools beside tokens; with `images`, the bytes of their images.
         """
     def branch(
         self,
@@ -1370,11 +1388,11 @@ class GroupHandle:
         `top`: with alternatives, `tensors`: with the rows of tensors, as in `RolloutHandle.trajectory`.
         """
     def calls(
-        self, *, credits: int = 64, policy_version: int | None = None, messages: bool = False
+        self, *, credits: int = 64, policy_version: int | None = None, messages: bool = False, images: bool = False
     ) -> Generator[ModelCall]:
         """Yields the model calls of all its rollouts until all have ended. Calls wait at the gate, so none is missed.
 
-        With `messages`, calls carry messages and tools beside tokens.
+        With `messages`, calls carry messages and tools beside tokens; with `images`, the bytes of their images.
         For pauses, announcements and a session that spans groups use `ps.intercept`.
         """
     def cancel(self, reason: str = "") -> None:
@@ -1913,6 +1931,12 @@ class ModelCall:
     @property
     def messages(self) -> tuple[Message, ...]:
         """The conversation, if the session requested messages."""
+    @property
+    def images(self) -> tuple[PromptImage, ...]:
+        """The prompt's images in the order of their tokens; with their bytes if the session requested images.
+
+        Messages name them by digest: `Image.url` is "sha256:" and its hexadecimal digits.
+        """
     @property
     def tools(self) -> tuple[Tool, ...]:
         """The offered tools, if the session requested messages."""

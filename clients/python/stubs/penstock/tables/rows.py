@@ -67,6 +67,7 @@ def turns(trajectory: trajectory_pb2.Trajectory) -> Iterator[Row]:
             "completion_top_count": span.top_count,
             "completion_top_sha256": span.top_sha256.hex() or None,
             "completion_tensors": None if done is None else _tensors(done.tensors),
+            "prompt_images": _images(call.media),
             "logprobs_mode": None if done is None else word(completion_pb2.LogprobsMode, span.logprobs_mode),
             "policy_spans": _versions(span.versions),
             "finish_reason": None if done is None else word(chat_pb2.FinishReason, done.finish_reason),
@@ -173,6 +174,7 @@ def sequences(
             "turn_rewards": [_optional(turn, "reward") for turn in sample.turns],
             "token_rewards": _token_rewards(sample),
             "tensors": _tensors(sample.tensors),
+            "images": _images(sample.media),
             "policy_id": sample.policy_id or None,
             "turn_policies": [turn.policy_id for turn in sample.turns] if sample.policy_id else None,
         }
@@ -378,6 +380,22 @@ def _top(holder: completion_pb2.TokenSpan | trajectory_pb2.Sample) -> tuple[list
 def _tensors(tensors: Sequence[completion_pb2.TokenTensor]) -> list[Row] | None:
     """Tensors of tokens, with their rows as base64 unless they were left out; None without any."""
     return [tensor_row(read(tensor), with_data=bool(tensor.data)) for tensor in tensors] or None
+
+
+def _images(media: Sequence[chat_pb2.Media]) -> list[Row] | None:
+    """Images of a prompt by their digests, without their bytes; None without any."""
+    return [
+        {
+            "sha256": one.sha256.hex(),
+            "media_type": one.media_type,
+            "token_start": one.token_start,
+            "token_count": one.token_count,
+            "placeholder_token_id": one.placeholder_token_id,
+            "grid": list(one.grid) or None,
+            "processor_sha256": one.processor_sha256.hex(),
+        }
+        for one in media
+    ] or None
 
 
 def tensor_row(tensor: TokenTensor, *, with_data: bool) -> Row:

@@ -28,6 +28,7 @@ from penstock_codec.codec import Codec
 from penstock_codec.errors import CodecError
 from penstock_codec.tokenizer_files import TokenizerFiles
 from penstock_inference.engines.base import (
+    IMAGE,
     SAMPLING_FIELDS,
     Capabilities,
     Delta,
@@ -129,7 +130,7 @@ class ScriptedEngine:
             dtype="none",
             parameter_count=0,
             logprobs_mode=LogprobsMode.SCRIPTED,
-            capabilities=_CAPABILITIES,
+            capabilities=replace(_CAPABILITIES, modalities=(IMAGE,) if self._codec.images is not None else ()),
             policy_version=self._version,
             policy_label=self._label,
             paused=self._paused,

@@ -22,6 +22,7 @@ from penstock_chassis.aio.tasks import TaskOwner
 from penstock_chassis.errors import FailedPrecondition, PenstockError, Violation
 from penstock_inference.engines.adapters import adapter_invalid
 from penstock_inference.engines.base import (
+    IMAGE,
     SAMPLING_FIELDS,
     Capabilities,
     EngineInfo,
@@ -45,7 +46,7 @@ from penstock_inference.engines.stops import load_tokenizer
 from penstock_inference.engines.vllm.core import Core
 from penstock_inference.engines.vllm.features import Features
 from penstock_inference.engines.vllm.generation import Generations
-from penstock_inference.engines.vllm.options import VllmOptions, structured_output
+from penstock_inference.engines.vllm.options import VllmOptions, structured_output, takes_images
 from penstock_inference.engines.vllm.weight_updates import Updates
 
 _log = structlog.get_logger("penstock.inference")
@@ -106,6 +107,7 @@ class VllmEngine:
                     structured_output=structured,
                     transfer_backends=(chosen.transfer_backend,) if chosen.transfer_backend else (),
                     token_tensors=(ROUTED_EXPERTS,) if chosen.routed_experts else (),
+                    modalities=(IMAGE,) if takes_images(options) and config.is_multimodal_model else (),
                 ),
                 policy_version=0,
                 policy_label="",

@@ -38,6 +38,7 @@ from penstock_inference.engines.response_format import FIELD as FORMAT_FIELD
 from penstock_inference.engines.stops import StopTexts
 from penstock_inference.engines.vllm.adapters import lora_request
 from penstock_inference.engines.vllm.core import Core
+from penstock_inference.engines.vllm.images import prompt_with_images
 from penstock_inference.engines.vllm.in_flight import Flight, alternatives, stacked
 from penstock_inference.engines.vllm.params import sampling_params, score_params
 from penstock_inference.engines.vllm.runtime import engine_died
@@ -94,6 +95,7 @@ class Generations:
         self._scores_alone = bool(core.adapters.limit) and core.features.scores_alone_with_adapters
         self._known_ids = 0 if tokenizer is None else tokenizer.get_vocab_size()
         self._request_ids: set[str] = set()
+        self._decoding = asyncio.Lock()
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateEvent, None]:
         """See `Engine.generate`. While there is no vLLM, it waits for admission."""
@@ -239,10 +241,14 @@ class Generations:
         # Cached blocks of another version or adapter must never match: a salt costs nothing and never fails, while vLLM
         # refuses its own reset when anything runs.
         salt = f"v{self._core.version}" if adapter is None else f"v{self._core.version}:{adapter.number}"
-        prompt = _prompt(request.prompt_token_ids.tolist(), cache_salt=salt)
-        return await llm.add_request(
-            request.request_id, prompt, params, lora_request=None if adapter is None else lora_request(adapter)
-        )
+        lora = None if adapter is None else lora_request(adapter)
+        if not request.media:
+            prompt: Any = _prompt(request.prompt_token_ids.tolist(), cache_salt=salt)
+            return await llm.add_request(request.request_id, prompt, params, lora_request=lora)
+        async with self._decoding:  # decoded images take hundreds of megabytes
+            ids, media = request.prompt_token_ids, request.media
+            prompt = await asyncio.to_thread(prompt_with_images, ids, media, salt)
+            return await llm.add_request(request.request_id, prompt, params, lora_request=lora)
 
     def _params(self, flight: Flight) -> Any:
         sampling = flight.request.sampling

@@ -24,6 +24,7 @@ from penstock_inference.engines.base import (
     VersionSpan,
 )
 from penstock_inference.engines.stops import StopTexts
+from penstock_inference.engines.vllm.images import check_expanded
 
 _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
 
@@ -78,9 +79,14 @@ class Flight:
             self.ended.set()
 
     def take(self, output: Any) -> None:
-        """Append one `RequestOutput`. Raises Internal (LOGITS_NOT_FINITE) for a value that is no logprob."""
+        """Append one `RequestOutput`.
+
+        Raises Internal (LOGITS_NOT_FINITE) for a value that is no logprob; FailedPrecondition (MEDIA_MISMATCH).
+        """
         if self.over:
             return
+        if self.request.media and not self.token_ids:
+            check_expanded(self.request.prompt_token_ids, output.prompt_token_ids)
         completion = output.outputs[0]
         self.cached = output.num_cached_tokens or self.cached
         if completion.token_ids and not self.token_ids:

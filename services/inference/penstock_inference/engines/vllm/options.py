@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from penstock_chassis.errors import InvalidArgument, Violation
+from penstock_chassis.errors import FailedPrecondition, InvalidArgument, Violation
 from penstock_chassis.validation import violations_of
+from penstock_codec.errors import CodecError
+from penstock_codec.tokenizer_files import read_image_rule
 from penstock_inference.engines.base import EngineOptions
 from penstock_inference.engines.checks import MAX_TOP_LOGPROBS
 
@@ -74,6 +76,14 @@ def structured_output(options: EngineOptions, chosen: VllmOptions, features: Fea
     return (options.model_dir / _TOKENIZER).is_file()
 
 
+def takes_images(options: EngineOptions) -> bool:
+    """Whether the model takes images, in a way that is known here. Raises FailedPrecondition (MODEL_UNREADABLE)."""
+    try:
+        return read_image_rule(options.model_dir) is not None
+    except CodecError as error:
+        raise FailedPrecondition(str(error), reason="MODEL_UNREADABLE") from error
+
+
 def engine_arguments(options: EngineOptions, chosen: VllmOptions, features: Features) -> dict[str, Any]:
     """Keyword arguments of vLLM's AsyncEngineArgs.
 
@@ -113,8 +123,9 @@ def engine_arguments(options: EngineOptions, chosen: VllmOptions, features: Feat
         )
     arguments: dict[str, Any] = {
         "model": str(options.model_dir),
-        # The codec handles text; vLLM sees only ids, and each request states its stop tokens. Only grammars need text.
-        "skip_tokenizer_init": not structured,
+        # The codec handles text; vLLM sees only ids, and each request states its stop tokens. Only grammars need text,
+        # and the preprocessors of images.
+        "skip_tokenizer_init": not structured and not takes_images(options),
         "generation_config": "vllm",
         "max_model_len": options.max_context_tokens,
         "max_num_seqs": options.max_concurrency,

@@ -17,7 +17,7 @@ import pytest
 from tests.support.waiting import eventually
 
 from penstock.analysis.export import read_exports
-from penstock.chat.v1 import completion_pb2
+from penstock.chat.v1 import chat_pb2, completion_pb2
 from penstock.driver.v1 import rollout_pb2
 from penstock.trajectory.v1 import trajectory_pb2 as pb
 from penstock.values import directory_urls
@@ -57,6 +57,9 @@ class Gates:
         if rollout_id not in self.kept:
             raise NotFound("none", reason="ROLLOUT_UNKNOWN")
         yield self.kept[rollout_id]
+
+    async def media(self, rollout_id: str, call_id: str, *, gate: str) -> Sequence[chat_pb2.Media]:
+        return ()
 
     async def tensors(self, rollout_id: str, call_id: str, *, gate: str) -> Sequence[completion_pb2.TokenTensor]:
         return ()

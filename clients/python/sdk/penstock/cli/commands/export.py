@@ -8,6 +8,7 @@ import typer
 from rich.markup import escape
 
 from penstock.analysis.export import Format, Table, format_of, write
+from penstock.analysis.export_files import with_images
 from penstock.analysis.interchange import atif
 from penstock.analysis.prices import Prices
 from penstock.analysis.reward_diff import FIRST
@@ -56,6 +57,9 @@ def export(
     bodies: Annotated[bool, typer.Option(help="With the agents' request bodies (table turns).")] = False,
     top: Annotated[bool, typer.Option(help="With the alternatives of sampled tokens (top-k logprobs).")] = False,
     tensors: Annotated[bool, typer.Option(help="With the rows of tensors of tokens (routed experts).")] = False,
+    images: Annotated[
+        Path | None, typer.Option(file_okay=False, help="With the prompts' images, a file each, in this directory.")
+    ] = None,
     grade: Annotated[str, typer.Option(help="Rewards of the further grade of this name; default: the first.")] = "",
     prices: PriceFile = None,
     all_namespaces: AllNamespaces = False,
@@ -65,8 +69,8 @@ def export(
     """Write the trajectories of ended rollouts to a file."""
     labels = label_filter(label)
     directory_of(file)
-    if as_atif and (table is not None or format_ is not None or top or tensors):
-        usage_error("--atif has no --table, --format, --top and --tensors")
+    if as_atif and (table is not None or format_ is not None or top or tensors or images):
+        usage_error("--atif has no --table, --format, --top, --tensors and --images")
     kept = table or Table.SEQUENCES
     if prices is not None and not as_atif and kept is not Table.ROLLOUTS:
         usage_error("--prices goes with --table rollouts, or with --atif")
@@ -94,7 +98,7 @@ def export(
                     usage_error(
                         f"--grade: no rollout has a grade {grade}; there are {', '.join([FIRST, *sorted(names)])}"
                     )
-            found = ps.rollouts.export(
+            found: AsyncIterable[tuple[Trajectory, Outcome]] = ps.rollouts.export(
                 run_id=run_id,
                 group_id=group_id,
                 labels=labels,
@@ -103,9 +107,12 @@ def export(
                 bodies=bodies or as_atif or kept is Table.CHAT,
                 top=top,
                 tensors=tensors,
+                images=images is not None,
                 grade=grade,
                 all_namespaces=all_namespaces,
             )
+            if images is not None:
+                found = with_images(found, images)
             if as_atif:
                 count = await atif.write(found, file, priced)
             else:

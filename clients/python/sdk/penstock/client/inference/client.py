@@ -86,6 +86,7 @@ class InferenceClient:
         min_version: int | None = None,
         exact_version: int | None = None,
         tensor_start: int = 0,
+        images: Sequence[chat.PromptImage] = (),
         timeout: float | None = None,
     ) -> chat.Completion:
         """Samples one completion. Cancelling it aborts the generation.
@@ -100,6 +101,7 @@ class InferenceClient:
             exact_version: refuse unless exactly these are.
             tensor_start: the first token of which `sampling.token_tensors` wants a row: after a call of the same
                 conversation, the number of tokens of its prompt and completion, less one.
+            images: those of a prompt of token ids, with their bytes, in the order of their tokens.
             timeout: seconds; None = none.
 
         Raises:
@@ -107,6 +109,7 @@ class InferenceClient:
         """
         request = self._request(prompt, sampling, seed, session_id, adapter, min_version, exact_version)
         request.tensor_start = tensor_start
+        request.media.extend(map(wire.prompt_image_to, images))
         done: chat.Completion | None = None
         tensors: list[completion_pb2.TokenTensor] = []
         async with aclosing(self._service.stream(self._stub.Generate, request, timeout=timeout)) as events:
@@ -129,6 +132,7 @@ class InferenceClient:
         min_version: int | None = None,
         exact_version: int | None = None,
         tensor_start: int = 0,
+        images: Sequence[chat.PromptImage] = (),
         timeout: float | None = None,
     ) -> AsyncGenerator[chat.Completion, None]:
         """As `generate`, but streamed: yields partial completions as they come, then the whole one, with its tensors,
@@ -137,6 +141,7 @@ class InferenceClient:
         request = self._request(prompt, sampling, seed, session_id, adapter, min_version, exact_version)
         request.stream = True
         request.tensor_start = tensor_start
+        request.media.extend(map(wire.prompt_image_to, images))
         tensors: list[completion_pb2.TokenTensor] = []
         async with aclosing(self._service.stream(self._stub.Generate, request, timeout=timeout)) as events:
             async for event in events:

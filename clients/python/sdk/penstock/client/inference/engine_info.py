@@ -35,6 +35,10 @@ class EngineInfo:
     """Transports by which a trainer may move weights itself (`InferenceClient.init_transfer`)."""
     token_tensors: tuple[str, ...]
     """Names for `Sampling.token_tensors`."""
+    modalities: frozenset[str] = frozenset()
+    """What prompts may have beside text: "image"."""
+    processor_sha256: bytes = b""
+    """Identifies how many tokens an image takes; empty = prompts have no images."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +100,7 @@ info_from: Final = reader(
         "sampling_fields": "capabilities.sampling_fields",
         "transfer_backends": "capabilities.transfer_backends",
         "token_tensors": "capabilities.token_tensors",
+        "modalities": "capabilities.modalities",
     },
     by={
         "capabilities": lambda answer: frozenset(

@@ -141,6 +141,14 @@ class ModelCall:
         return tuple(map(wire.message_from, self._message.messages))
 
     @cached_property
+    def images(self) -> tuple[chat.PromptImage, ...]:
+        """The prompt's images in the order of their tokens; with their bytes if the session requested images.
+
+        Messages name them by digest: `Image.url` is "sha256:" and its hexadecimal digits.
+        """
+        return tuple(map(wire.prompt_image, self._message.media))
+
+    @cached_property
     def tools(self) -> tuple[chat.Tool, ...]:
         """The offered tools, if the session requested messages."""
         return tuple(map(wire.tool_from, self._message.tools))

@@ -487,6 +487,7 @@ class GateClient:
         lease: float | None = None,
         messages: bool = False,
         bodies: bool = False,
+        images: bool = False,
         policy_version: int | None = None,
         policies: Mapping[str, int] | None = None,
         identity: str = "",
@@ -500,6 +501,7 @@ class GateClient:
             lease: seconds that a lease lasts unless the call is answered or extended, at most 1 h; None = 5 min.
             messages: whether calls carry messages and tools beside tokens.
             bodies: whether they carry the agent's request body.
+            images: whether their images carry the files' bytes.
             policy_version: the newest weights that the trainer has.
             policies: the same by policy, where rollouts have several.
             identity: a name for people; empty = this machine's name.
@@ -515,7 +517,7 @@ class GateClient:
             max_calls=max_calls,
             wait=chat.duration(patience),
             lease=chat.duration(lease),
-            view=intercept_service_pb2.CallView(messages=messages, body=bodies),
+            view=intercept_service_pb2.CallView(messages=messages, body=bodies, media=images),
             policy_version=policy_version,
             policies=announced(policies or {}),
             max_message_bytes=MAX_MESSAGE_BYTES,

@@ -53,6 +53,7 @@ class SessionOptions:
     policy_version: int | None
     messages: bool
     bodies: bool
+    images: bool
     reconnect_timeout: float
     policies: Mapping[str, int] = field(default_factory=dict)
 
@@ -89,7 +90,7 @@ class GateStream:
         self._identity = options.identity
         self._policy_version = options.policy_version
         self._policies = dict(options.policies)
-        self._view = pb.CallView(messages=options.messages, body=options.bodies, suffix_only=True)
+        self._view = pb.CallView(messages=options.messages, body=options.bodies, media=options.images, suffix_only=True)
         self.reconnect_timeout = options.reconnect_timeout
         """Seconds to wait for the gate, at first and on reconnects."""
 

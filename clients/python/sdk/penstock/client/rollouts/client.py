@@ -454,13 +454,20 @@ class RolloutsClient:
         bodies: bool = False,
         top: bool = False,
         tensors: bool = False,
+        images: bool = False,
         grade: str = "",
     ) -> Trajectory:
         """See `RolloutHandle.trajectory`."""
         _, found = await self._drivers.having(
             rollout_id,
             lambda driver: driver.trajectory(
-                rollout_id, samples_only=samples_only, bodies=bodies, top=top, tensors=tensors, grade=grade
+                rollout_id,
+                samples_only=samples_only,
+                bodies=bodies,
+                top=top,
+                tensors=tensors,
+                images=images,
+                grade=grade,
             ),
         )
         return found
@@ -476,11 +483,12 @@ class RolloutsClient:
         bodies: bool = False,
         top: bool = False,
         tensors: bool = False,
+        images: bool = False,
         grade: str = "",
         all_namespaces: bool = False,
     ) -> AsyncGenerator[tuple[Trajectory, results.Outcome], None]:
-        """Yields the trajectories of all matching ended rollouts; with request bodies, alternatives and the rows of
-        tensors if requested.
+        """Yields the trajectories of all matching ended rollouts; with request bodies, alternatives, the rows of
+        tensors and the files of images if requested.
 
         `grade`: with the reward of the further grade of this name, or none. Outcomes are as they ended.
 
@@ -493,7 +501,7 @@ class RolloutsClient:
             include_top=top,
             grade=grade,
         )
-        exports = [_exported(driver, request, tensors=tensors) for driver in await self._drivers.all()]
+        exports = [_exported(driver, request, tensors=tensors, images=images) for driver in await self._drivers.all()]
         async with aclosing(one_after_another(exports)) as found:
             async for item in found:
                 yield item
@@ -572,7 +580,7 @@ class GroupsClient:
 
 
 async def _exported(
-    driver: Driver, request: pb.ExportTrajectoriesRequest, *, tensors: bool
+    driver: Driver, request: pb.ExportTrajectoriesRequest, *, tensors: bool, images: bool
 ) -> AsyncGenerator[tuple[Trajectory, results.Outcome], None]:
     whole: trajectory_pb2.Trajectory | None = None
     outcome = rollout_pb2.Outcome()
@@ -582,6 +590,8 @@ async def _exported(
             if whole is not None and part.rollout_id and part.rollout_id != whole.rollout_id:
                 if tensors:
                     await driver.add_tensors(whole)
+                if images:
+                    await driver.add_images(whole)
                 yield wire_results.trajectory(whole), wire_results.outcome(outcome)
                 whole = None
             if whole is None:
@@ -590,6 +600,8 @@ async def _exported(
     if whole is not None:
         if tensors:
             await driver.add_tensors(whole)
+        if images:
+            await driver.add_images(whole)
         yield wire_results.trajectory(whole), wire_results.outcome(outcome)
 
 

@@ -39,7 +39,7 @@ class Intercept(Protocol):
     """Opens a session for a handle: `Penstock.intercept`."""
 
     def __call__(
-        self, selector: Selector, *, credits: int, policy_version: int | None, messages: bool
+        self, selector: Selector, *, credits: int, policy_version: int | None, messages: bool, images: bool
     ) -> InterceptSession:
         """Opens a session for the calls of `selector`."""
 
@@ -139,9 +139,12 @@ class Driver:
         bodies: bool = False,
         top: bool = False,
         tensors: bool = False,
+        images: bool = False,
         grade: str = "",
     ) -> Trajectory:
-        """Fetches an ended rollout's trajectory; with the rows of tensors of its calls and samples if requested."""
+        """Fetches an ended rollout's trajectory; with the rows of tensors, and the files of images, of its calls and
+        samples if requested.
+        """
         request = pb.GetTrajectoryRequest(
             rollout_id=rollout_id, samples_only=samples_only, include_bodies=bodies, include_top=top, grade=grade
         )
@@ -150,6 +153,8 @@ class Driver:
             whole.MergeFrom(fragment.trajectory)
         if tensors:
             await self.add_tensors(whole)
+        if images:
+            await self.add_images(whole)
         return wire_results.trajectory(whole)
 
     async def add_tensors(self, trajectory: trajectory_pb2.Trajectory) -> None:
@@ -163,6 +168,28 @@ class Driver:
         for sample in trajectory.samples:
             for tensor in sample.tensors:
                 tensor.data = await self._rows(trajectory.rollout_id, tensor, sample_id=sample.sample_id)
+
+    async def add_images(self, trajectory: trajectory_pb2.Trajectory) -> None:
+        """Fetches the files of all images that a trajectory's calls and samples describe, each once.
+
+        Raises DataLoss `IMAGE_DAMAGED`, NotFound `MEDIA_UNKNOWN`.
+        """
+        files: dict[bytes, bytes] = {}
+        of_calls = (media for call in trajectory.calls for media in call.media)
+        of_samples = (media for sample in trajectory.samples for media in sample.media)
+        for media in (*of_calls, *of_samples):
+            if media.sha256 not in files:
+                files[media.sha256] = await self.image(trajectory.rollout_id, media.sha256)
+            media.data = files[media.sha256]
+
+    async def image(self, rollout_id: str, sha256: bytes) -> bytes:
+        """Fetches the file of one image. Raises DataLoss `IMAGE_DAMAGED`: what came is not what the digest says."""
+        request = pb.GetMediaRequest(rollout_id=rollout_id, sha256=sha256)
+        pieces = await self.service.collect(self.stub.GetMedia, request, timeout=RESULT_TIMEOUT_S)
+        data = b"".join(piece.chunk for piece in pieces)
+        if hashlib.sha256(data).digest() != sha256:
+            raise DataLoss(f"An image of {rollout_id} arrived damaged", reason="IMAGE_DAMAGED")
+        return data
 
     async def _rows(self, rollout_id: str, tensor: completion_pb2.TokenTensor, **holder: str) -> bytes:
         request = pb.GetTensorRequest(rollout_id=rollout_id, name=tensor.name, start=tensor.start, **holder)
@@ -192,10 +219,11 @@ class Driver:
         credits: int,
         policy_version: int | None,
         messages: bool,
+        images: bool,
     ) -> AsyncGenerator[ModelCall, None]:
         """Yields the calls of a session that lasts until `ended` returns."""
         async with self._intercept(
-            selector, credits=credits, policy_version=policy_version, messages=messages
+            selector, credits=credits, policy_version=policy_version, messages=messages, images=images
         ) as session:
             watch = asyncio.ensure_future(ended())
             watch.add_done_callback(lambda _: session.finish())

@@ -94,6 +94,7 @@ class RolloutHandle:
         bodies: bool = False,
         top: bool = False,
         tensors: bool = False,
+        images: bool = False,
         grade: str = "",
     ) -> Trajectory:
         """Fetches the ended rollout's trajectory.
@@ -104,6 +105,7 @@ class RolloutHandle:
             top: with the rows of alternatives (top-k logprobs), 8 * k bytes per sampled token.
             tensors: with the rows of tensors (`TokenTensor`) of samples and calls. Routed experts are layers x experts
                 per token bytes a token, or twice that with more than 256 experts.
+            images: with the files of images (`PromptImage`) of samples and calls.
             grade: with the reward of the further grade of this name; empty = of the first one.
 
         Raises:
@@ -111,18 +113,33 @@ class RolloutHandle:
             FailedPrecondition: `ROLLOUT_RUNNING`; `TRAJECTORY_ABSENT`: it ended before the gate was opened.
         """
         return await self._driver.trajectory(
-            self.rollout_id, samples_only=samples_only, bodies=bodies, top=top, tensors=tensors, grade=grade
+            self.rollout_id,
+            samples_only=samples_only,
+            bodies=bodies,
+            top=top,
+            tensors=tensors,
+            images=images,
+            grade=grade,
         )
 
+    async def image(self, sha256: bytes) -> bytes:
+        """Fetches the file of one image of the ended rollout's prompts (`PromptImage.sha256`).
+
+        Raises:
+            NotFound: `MEDIA_UNKNOWN`.
+            FailedPrecondition: `ROLLOUT_RUNNING`; `TRAJECTORY_ABSENT`.
+        """
+        return await self._driver.image(self.rollout_id, sha256)
+
     async def calls(
-        self, *, credits: int = 64, policy_version: int | None = None, messages: bool = False
+        self, *, credits: int = 64, policy_version: int | None = None, messages: bool = False, images: bool = False
     ) -> AsyncGenerator[ModelCall, None]:
         """Yields the model calls of this rollout until it has ended. Calls wait at the gate, so none is missed.
 
-        With `messages`, calls carry messages and tools beside tokens.
+        With `messages`, calls carry messages and tools beside tokens; with `images`, the bytes of their images.
         """
         selector = Selector(rollout_ids=(self.rollout_id,))
-        async for call in self._driver.calls_until(selector, self.result, credits, policy_version, messages):
+        async for call in self._driver.calls_until(selector, self.result, credits, policy_version, messages, images):
             yield call
 
     async def branch(
@@ -292,15 +309,15 @@ class GroupHandle:
         return sorted(by_id.values(), key=lambda result: result.rollout.index)
 
     async def calls(
-        self, *, credits: int = 64, policy_version: int | None = None, messages: bool = False
+        self, *, credits: int = 64, policy_version: int | None = None, messages: bool = False, images: bool = False
     ) -> AsyncGenerator[ModelCall, None]:
         """Yields the model calls of all its rollouts until all have ended. Calls wait at the gate, so none is missed.
 
-        With `messages`, calls carry messages and tools beside tokens.
+        With `messages`, calls carry messages and tools beside tokens; with `images`, the bytes of their images.
         For pauses, announcements and a session that spans groups use `ps.intercept`.
         """
         selector = Selector(group_id=self.group_id)
-        async for call in self._driver.calls_until(selector, self.wait, credits, policy_version, messages):
+        async for call in self._driver.calls_until(selector, self.wait, credits, policy_version, messages, images):
             yield call
 
     async def cancel(self, reason: str = "") -> None:

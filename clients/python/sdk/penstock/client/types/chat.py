@@ -213,6 +213,31 @@ class Timings:
     decode: float | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptImage:
+    """An image of a prompt, and the tokens that stand for it. These are part of the prompt and never trained.
+
+    Attributes:
+        sha256: of the file's bytes.
+        media_type: IANA media type, for example image/png.
+        data: the file's bytes, as the agent sent them; empty where they were left out.
+        token_start: the first of its tokens, of the prompt or the sample.
+        token_count: how many stand for it.
+        placeholder_token_id: those of its tokens that take an embedding.
+        grid: its patches before they are merged: time, height, width; empty = the model has no grid.
+        processor_sha256: identifies how the model's preprocessor counts tokens; empty = not known.
+    """
+
+    sha256: bytes
+    media_type: str
+    token_start: int
+    token_count: int
+    placeholder_token_id: int
+    grid: tuple[int, ...] = ()
+    processor_sha256: bytes = b""
+    data: bytes = field(default=b"", repr=False)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenTensor:
     """What an engine computed beside tokens, one row for each of consecutive tokens.

@@ -14,6 +14,7 @@ from penstock.client.types.chat import (
     Completion,
     Logprobs,
     LogprobsMode,
+    PromptImage,
     Sampling,
     TokenIds,
     TokenTensor,
@@ -161,6 +162,8 @@ class Call:
     policy_id: str = ""
     model_name: str | None = None
     trained: bool | None = None
+    images: tuple[PromptImage, ...] = ()
+    """Images of the prompt that the parent's prompt does not have; their bytes only if they were asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,6 +248,7 @@ class Sample:
         token_rewards: float32, shape (n,): the verifier's for each token, 0.0 where it gave none. None = it gave none
             for any. A turn that several samples have, has them in each: multiply by the mask to count each once.
         tensors: those of its calls, joined, with positions in `input_ids`; their rows only if they were asked for.
+        images: those of its prompts, in the order of their tokens; their bytes only if they were asked for.
         policy_id: the only policy whose tokens are trained here; empty = the rollout has one. A branch has a sample for
             each of its trained policies, with the same tokens.
     """
@@ -268,6 +272,7 @@ class Sample:
     advantages: NDArray[np.float32] | None = None
     token_rewards: NDArray[np.float32] | None = None
     tensors: tuple[TokenTensor, ...] = ()
+    images: tuple[PromptImage, ...] = ()
     policy_id: str = ""
 
     def __len__(self) -> int:

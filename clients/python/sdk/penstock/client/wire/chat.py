@@ -139,6 +139,13 @@ def float_bytes(array: NDArray[np.float32] | None) -> bytes:
     return b"" if array is None else array.astype("<f4", copy=False).tobytes()
 
 
+prompt_image: Final = reader(chat.PromptImage, chat_pb2.Media, left_out=("modality",))
+"""Converts an image of a prompt."""
+
+prompt_image_to: Final = writer(chat.PromptImage, chat_pb2.Media, by={"modality": lambda value: "image"})
+"""Converts an image of a prompt back."""
+
+
 def tensor_from(message: completion_pb2.TokenTensor) -> chat.TokenTensor:
     """Converts a tensor of tokens, its rows to a read-only view; without them if they were left out."""
     shape = tuple(message.shape)

@@ -175,6 +175,7 @@ def event(message: rollout_pb2.RolloutEvent) -> results.RolloutEvent | None:
 call: Final = reader(
     trajectories.Call,
     trajectory_pb2.Call,
+    renamed={"images": "media"},
     left_out=("agent_session",),
     by={
         "prompt_suffix_token_ids": lambda message: token_ids(message.prompt_suffix_token_ids),
@@ -187,6 +188,7 @@ call: Final = reader(
 sample: Final = reader(
     trajectories.Sample,
     trajectory_pb2.Sample,
+    renamed={"images": "media"},
     left_out=("count", "top_count", "advantages"),
     by={
         "input_ids": lambda message: token_ids(message.input_ids),
@@ -234,6 +236,7 @@ trajectory: Final = reader(
 writer(
     trajectories.Call,
     trajectory_pb2.Call,
+    renamed={"images": "media"},
     left_out=("sampled_count", "agent_session"),
     by={
         "prompt_suffix_token_ids": lambda value: int_bytes(value.prompt_suffix_token_ids),
@@ -246,6 +249,7 @@ writer(
 writer(
     trajectories.Sample,
     trajectory_pb2.Sample,
+    renamed={"images": "media"},
     left_out=("advantages",),
     by={
         "input_ids": lambda value: int_bytes(value.input_ids),

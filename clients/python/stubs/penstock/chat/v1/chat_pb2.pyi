@@ -213,6 +213,7 @@ class Image(_message.Message):
     """IANA media type, for example image/png."""
     data: _builtins.bytes
     url: _builtins.str
+    """An address, or "sha256:" and the hex digest of an image in ModelCall.media."""
     def __init__(
         self,
         *,
@@ -324,7 +325,7 @@ class Media(_message.Message):
     token_count: _builtins.int
     placeholder_token_id: _builtins.int
     processor_sha256: _builtins.bytes
-    """SHA-256 of the preprocessor's configuration, which fixes token_count. Empty = unknown."""
+    """GetInfoResponse.processor_sha256 of the model, which fixes token_count. Empty = unknown."""
     @_builtins.property
     def grid(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The patches of its embeddings before they are merged: time, height, width. Empty = the model has no grid."""

@@ -448,7 +448,8 @@ class RolloutServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetMedia(self, request, context):
-        """GetMedia returns the file of one Media of an ended rollout's trajectory.
+        """GetMedia returns the file of one Media of an ended rollout's trajectory. The gate keeps it as long as the rollout's
+        calls.
         Errors: NOT_FOUND (ROLLOUT_UNKNOWN, MEDIA_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_RUNNING, TRAJECTORY_ABSENT).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -199,7 +199,8 @@ class RolloutServiceStub:
     TRAJECTORY_ABSENT).
     """
     GetMedia: _grpc.UnaryStreamMultiCallable[_rollout_service_pb2.GetMediaRequest, _rollout_service_pb2.GetMediaResponse]
-    """GetMedia returns the file of one Media of an ended rollout's trajectory.
+    """GetMedia returns the file of one Media of an ended rollout's trajectory. The gate keeps it as long as the rollout's
+    calls.
     Errors: NOT_FOUND (ROLLOUT_UNKNOWN, MEDIA_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_RUNNING, TRAJECTORY_ABSENT).
     """
     ExportTrajectories: _grpc.UnaryStreamMultiCallable[_rollout_service_pb2.ExportTrajectoriesRequest, _rollout_service_pb2.ExportTrajectoriesResponse]
@@ -376,7 +377,8 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     TRAJECTORY_ABSENT).
     """
     GetMedia: _aio.UnaryStreamMultiCallable[_rollout_service_pb2.GetMediaRequest, _rollout_service_pb2.GetMediaResponse]  # type: ignore[assignment]
-    """GetMedia returns the file of one Media of an ended rollout's trajectory.
+    """GetMedia returns the file of one Media of an ended rollout's trajectory. The gate keeps it as long as the rollout's
+    calls.
     Errors: NOT_FOUND (ROLLOUT_UNKNOWN, MEDIA_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_RUNNING, TRAJECTORY_ABSENT).
     """
     ExportTrajectories: _aio.UnaryStreamMultiCallable[_rollout_service_pb2.ExportTrajectoriesRequest, _rollout_service_pb2.ExportTrajectoriesResponse]  # type: ignore[assignment]
@@ -699,12 +701,14 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         TRAJECTORY_ABSENT).
         """
 
+    @_abc_1.abstractmethod
     def GetMedia(
         self,
         request: _rollout_service_pb2.GetMediaRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_rollout_service_pb2.GetMediaResponse], _abc.AsyncIterator[_rollout_service_pb2.GetMediaResponse]]:
-        """GetMedia returns the file of one Media of an ended rollout's trajectory.
+        """GetMedia returns the file of one Media of an ended rollout's trajectory. The gate keeps it as long as the rollout's
+        calls.
         Errors: NOT_FOUND (ROLLOUT_UNKNOWN, MEDIA_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_RUNNING, TRAJECTORY_ABSENT).
         """
 

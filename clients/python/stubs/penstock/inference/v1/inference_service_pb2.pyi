@@ -186,6 +186,7 @@ class GetInfoResponse(_message.Message):
     PARAMETER_COUNT_FIELD_NUMBER: _builtins.int
     TOOL_CALL_PARSER_FIELD_NUMBER: _builtins.int
     REASONING_PARSER_FIELD_NUMBER: _builtins.int
+    PROCESSOR_SHA256_FIELD_NUMBER: _builtins.int
     engine: _builtins.str
     """For example "numpy", "vllm", "openai", "scripted"."""
     engine_version: _builtins.str
@@ -208,6 +209,8 @@ class GetInfoResponse(_message.Message):
     """Name of the parser that reads tool calls from sampled tokens, for example "hermes"."""
     reasoning_parser: _builtins.str
     """The same for reasoning. Empty = none."""
+    processor_sha256: _builtins.bytes
+    """SHA-256 of image_rule.json, which says how many tokens of a prompt stand for an image. Empty = prompts have no images."""
     @_builtins.property
     def capabilities(self) -> Global___EngineCapabilities: ...
     @_builtins.property
@@ -233,10 +236,11 @@ class GetInfoResponse(_message.Message):
         parameter_count: _builtins.int = ...,
         tool_call_parser: _builtins.str = ...,
         reasoning_parser: _builtins.str = ...,
+        processor_sha256: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "chat_template_sha256", b"chat_template_sha256", "dtype", b"dtype", "engine", b"engine", "engine_version", b"engine_version", "logprobs_mode", b"logprobs_mode", "max_context_tokens", b"max_context_tokens", "model", b"model", "parameter_count", b"parameter_count", "paused", b"paused", "policy_version", b"policy_version", "reasoning_parser", b"reasoning_parser", "stop_token_ids", b"stop_token_ids", "tokenizer_sha256", b"tokenizer_sha256", "tool_call_parser", b"tool_call_parser", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "chat_template_sha256", b"chat_template_sha256", "dtype", b"dtype", "engine", b"engine", "engine_version", b"engine_version", "logprobs_mode", b"logprobs_mode", "max_context_tokens", b"max_context_tokens", "model", b"model", "parameter_count", b"parameter_count", "paused", b"paused", "policy_version", b"policy_version", "processor_sha256", b"processor_sha256", "reasoning_parser", b"reasoning_parser", "stop_token_ids", b"stop_token_ids", "tokenizer_sha256", b"tokenizer_sha256", "tool_call_parser", b"tool_call_parser", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -269,7 +273,7 @@ class GetTokenizerResponse(_message.Message):
     CHUNK_FIELD_NUMBER: _builtins.int
     SHA256_FIELD_NUMBER: _builtins.int
     file_name: _builtins.str
-    """tokenizer.json, chat_template.jinja, tokenizer_config.json, generation_config.json."""
+    """tokenizer.json, chat_template.jinja, tokenizer_config.json, generation_config.json, image_rule.json."""
     chunk: _builtins.bytes
     """At most 1 MiB."""
     sha256: _builtins.bytes
@@ -363,7 +367,8 @@ class GenerateRequest(_message.Message):
     @_builtins.property
     def media(self) -> _containers.RepeatedCompositeFieldContainer[_chat_pb2.Media]:
         """Images of `token_ids`, in the order of their tokens. Their tokens are in token_ids already, one for each position. See
-        Media for what an engine does with them.
+        Media for what an engine does with them. At most 256, of 16 MiB each and 32 MiB together.
+        UNIMPLEMENTED (MEDIA_UNSUPPORTED): the engine lacks the modality (EngineCapabilities.modalities).
         """
 
     def __init__(

@@ -330,7 +330,9 @@ class CallView(_message.Message):
     prompts.
     """
     media: _builtins.bool
-    """The bytes of images. Without it, ModelCall.media has their digests and positions only."""
+    """The bytes of images in ModelCall.media. Without it, these have digests and positions only, and GetCall has the bytes.
+    Images that the message has no room for come without bytes, and view_truncated is set.
+    """
     def __init__(
         self,
         *,
@@ -1066,7 +1068,7 @@ class ModelCall(_message.Message):
 
     @_builtins.property
     def media(self) -> _containers.RepeatedCompositeFieldContainer[_chat_pb2.Media]:
-        """Images of the prompt, in the order of their tokens."""
+        """Images of the prompt, in the order of their tokens. Messages refer to them by digest (Image.url)."""
 
     @_builtins.property
     def partial(self) -> _completion_pb2.PartialAnswer:

@@ -373,7 +373,7 @@ class Call(_message.Message):
     def end_time(self) -> _timestamp_pb2.Timestamp: ...
     @_builtins.property
     def media(self) -> _containers.RepeatedCompositeFieldContainer[_chat_pb2.Media]:
-        """Images of the prompt that the parent's prompt does not have, without data unless the reader asked for it."""
+        """Images of the prompt that the parent's prompt does not have, with data only in GetCall, on request."""
 
     @_builtins.property
     def replayed_from(self) -> Global___ReplayOrigin:
@@ -793,7 +793,7 @@ class Sample(_message.Message):
 
     @_builtins.property
     def media(self) -> _containers.RepeatedCompositeFieldContainer[_chat_pb2.Media]:
-        """Images in the order of their tokens, without data unless the reader asked for it (include_media)."""
+        """Images in the order of their tokens, without data: RolloutService.GetMedia returns it. Their tokens are never trained."""
 
     def __init__(
         self,

@@ -30,6 +30,7 @@ from penstock_interception import cache
 from penstock_interception.domain.requests import ChatRequest, is_hosted_field
 from penstock_interception.ingress.dialects.base import BadRequest
 from penstock_interception.ingress.dialects.chat import fields
+from penstock_interception.ingress.dialects.images import image_at
 from penstock_interception.ingress.dialects.reading import json_object, json_text, refusal
 
 # Work that a provider would do besides the model: search, plug-ins, a server's tools.
@@ -287,7 +288,7 @@ def _parts(content: fields.Content | fields.TextContent | None) -> tuple[Part, .
             case fields.TextPart():
                 parts.append(TextPart(part.text))
             case fields.ImagePart():
-                parts.append(ImagePart(part.image_url.url))
+                parts.append(image_at(part.image_url.url, "messages.content.image_url.url"))
             case fields.RefusalPart():
                 parts.append(TextPart(part.refusal))
     return tuple(parts)

@@ -8,8 +8,6 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 from collections.abc import Iterable
 from typing import Any
 
@@ -25,6 +23,7 @@ from penstock_codec.chat import (
 )
 from penstock_interception.ingress.dialects.base import BadRequest
 from penstock_interception.ingress.dialects.generate_content import body
+from penstock_interception.ingress.dialects.images import inline_image
 from penstock_interception.ingress.dialects.reading import json_text
 
 _HOSTED = ("executable_code", "code_execution_result", "tool_call", "tool_response")
@@ -201,15 +200,7 @@ def _image(inline: body.Blob | None, file: body.FileData | None, path: str) -> I
                 f"{path}.inlineData.mimeType",
                 "unsupported_value",
             )
-        data = inline.data.rstrip("=").translate(_STANDARD)
-        data += "=" * (-len(data) % 4)
-        try:
-            base64.b64decode(data, validate=True)
-        except binascii.Error:
-            raise BadRequest(
-                f"{path}.inlineData.data: not base64.", f"{path}.inlineData.data", "invalid_value"
-            ) from None
-        return ImagePart(f"data:{inline.mime_type};base64,{data}", inline.mime_type)
+        return inline_image(inline.data, inline.mime_type, f"{path}.inlineData.data")
     if file is None:
         raise BadRequest(f"{path}: must have inlineData or fileData.", path, "invalid_value")
     if file.mime_type is not None and not file.mime_type.lower().startswith("image/"):
@@ -217,6 +208,3 @@ def _image(inline: body.Blob | None, file: body.FileData | None, path: str) -> I
             f"{path}.fileData.mimeType: only images are supported.", f"{path}.fileData.mimeType", "unsupported_value"
         )
     return ImagePart(file.file_uri, file.mime_type or "")
-
-
-_STANDARD = str.maketrans("-_", "+/")

@@ -32,6 +32,7 @@ from penstock_codec.chat import (
 )
 from penstock_interception.domain.requests import ChatRequest
 from penstock_interception.ingress.dialects.base import BadRequest
+from penstock_interception.ingress.dialects.images import image_at, inline_image
 from penstock_interception.ingress.dialects.messages.blocks import (
     AnyMessage,
     AssistantBlock,
@@ -343,8 +344,8 @@ def _shown(block: Shown) -> tuple[TextPart | ImagePart, ...]:
 def _image(block: ImageBlock) -> ImagePart:
     source = block.source
     if isinstance(source, UrlImage):
-        return ImagePart(source.url)
-    return ImagePart(f"data:{source.media_type};base64,{source.data}", source.media_type)
+        return image_at(source.url, "messages.content.source.url")
+    return inline_image(source.data, source.media_type, "messages.content.source.data")
 
 
 def _text(text: str) -> tuple[TextPart, ...]:

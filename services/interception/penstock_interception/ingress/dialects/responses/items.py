@@ -25,6 +25,7 @@ from penstock_codec.chat import (
     ToolResultPart,
 )
 from penstock_interception.ingress.dialects.base import BadRequest
+from penstock_interception.ingress.dialects.images import image_at
 from penstock_interception.ingress.dialects.reading import json_text
 from penstock_interception.ingress.dialects.responses.shapes import (
     SHAPES,
@@ -319,5 +320,5 @@ def _parts(content: Content) -> list[Part]:
             case _Refusal():
                 parts.append(TextPart(part.refusal))
             case _Image():
-                parts.append(ImagePart(part.image_url))
+                parts.append(image_at(part.image_url, "input.content.image_url"))
     return parts

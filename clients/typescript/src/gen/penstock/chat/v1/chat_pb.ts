@@ -169,6 +169,8 @@ export type Image = Message$1<"penstock.chat.v1.Image"> & {
     case: "data";
   } | {
     /**
+     * An address, or "sha256:" and the hex digest of an image in ModelCall.media.
+     *
      * @generated from field: string url = 3;
      */
     value: string;
@@ -312,7 +314,7 @@ export type Media = Message$1<"penstock.chat.v1.Media"> & {
   grid: number[];
 
   /**
-   * SHA-256 of the preprocessor's configuration, which fixes token_count. Empty = unknown.
+   * GetInfoResponse.processor_sha256 of the model, which fixes token_count. Empty = unknown.
    *
    * @generated from field: bytes processor_sha256 = 9;
    */
