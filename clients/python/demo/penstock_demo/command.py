@@ -83,7 +83,7 @@ def main() -> None:
         help="the agent: our own, which starts in milliseconds (default), or one from PyPI, which starts in seconds",
     )
     most = ", ".join(f"{demo.max_steps} with {name}" for name, demo in DEMOS.items())
-    parser.add_argument("--steps", type=int, help=f"most steps (default {most})")
+    parser.add_argument("--steps", type=_step_count, help=f"most steps (default {most})")
     parser.add_argument(
         "--credit",
         choices=tuple(COLLECT),
@@ -106,6 +106,12 @@ def main() -> None:
             sys.exit("interrupted: the services are stopped")
     save_picture(history, run / "reward.png", f"{demo.picture} (seed {given.seed})", demo.goal_steps)
     _say_what_next(demo, history, given.agent)
+
+
+def _step_count(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"steps must be a whole number from 1, not {text!r}")
+    return int(text)
 
 
 def _say_what_next(demo: Demo, history: list[Metrics], agent: str) -> None:

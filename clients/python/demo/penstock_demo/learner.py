@@ -88,19 +88,19 @@ class Learner:
         cache.mkdir(parents=True, exist_ok=True)
         save_file(self.weights(), path)
 
-    def update(self, rows: Sequence[Row], passes: int = 1) -> tuple[float, float]:
+    def update(self, rows: Sequence[Row], passes: int = 1, highest: float = LEARNING_RATE) -> tuple[float, float]:
         """`passes` over `rows`, each in a random order, one Adam step per minibatch.
 
         Answers the mean loss, and the largest difference between our logprobs and the engine's before the first step.
 
         Rows without an advantage teach nothing and are left out. Adam makes a full step of whatever gradient is there,
         so the fewer rows have something to say, the smaller the rate: without that, a few rare failures near the end
-        of training can undo it.
+        of training can undo it. `highest` is the rate if all have.
         """
         telling = [row for row in rows if (row.advantages * row.mask).any()]
         if not telling:
             return 0.0, 0.0
-        rate = LEARNING_RATE * max(0.25, len(telling) / len(rows))
+        rate = highest * max(0.25, len(telling) / len(rows))
         answers = [answer for _ in range(passes) for answer in self._pass(telling, rate, MINIBATCH, "grpo")]
         return float(np.mean([loss for loss, _ in answers])), answers[0][1]
 

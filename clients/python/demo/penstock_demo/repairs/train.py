@@ -24,7 +24,7 @@ from penstock_demo.rollouts import by_rollout
 
 RUNS: Final = train.RUNS.with_name("demo-mini-swe-agent")
 PROMPTS, GROUP_SIZE = 4, 8
-PASSES = 4
+PASSES, LEARNING_RATE = 4, 1e-3
 MAX_STEPS, GOAL, WINDOW = 20, 0.93, 3
 BUDGETS: Final = Budgets(max_tokens_per_call=24)  # a good call has at most 17
 
@@ -41,7 +41,7 @@ def course(seed: int, max_steps: int, run: Path) -> train.Course:
         max_steps,
         partial(by_rollout, size=GROUP_SIZE, agent=agent.CHOICE, budgets=BUDGETS),
         learned,
-        partial(Learner.update, passes=PASSES),
+        partial(Learner.update, passes=PASSES, highest=LEARNING_RATE),
         tasks.TASKS,
         PROMPTS,
         agent.install,
