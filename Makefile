@@ -6,6 +6,7 @@ MAKEFLAGS += --no-builtin-rules
 
 PYTHON ?= python3
 SEED ?= 1
+AGENT ?= shell
 EXTRAS ?= docker,node
 DRIVER_EXTRAS ?= s3
 # Processes that share the tests between them, each with services and engines of its own; what shares some stays in one.
@@ -54,8 +55,8 @@ help: ## say what there is
 	@grep -hE '^[a-z][a-z-]*:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
 
 .PHONY: demo
-demo: $(STAMP) ## train a small model by GRPO through all four services (SEED=n repeats a run)
-	@$(BIN)/penstock demo --seed $(SEED)
+demo: $(STAMP) ## train a small model by GRPO through all four services (SEED=n repeats a run; AGENT=mini-swe-agent)
+	@$(BIN)/penstock demo --seed $(SEED) --agent $(AGENT)
 
 .PHONY: test
 test: lint docs site tests ## everything: style, types, protos, layering, links, the site, then all tests

@@ -1,6 +1,6 @@
 """`python -m penstock_demo`, which `penstock demo` becomes."""
 
-from penstock_demo.train import main
+from penstock_demo.command import main
 
 if __name__ == "__main__":
     main()

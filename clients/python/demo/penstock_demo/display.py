@@ -65,9 +65,10 @@ def reasons(error: Exception) -> str:
 class Display:
     """`with Display(...) as display: display.say(...); display.step(metrics)`."""
 
-    def __init__(self, title: str) -> None:
+    def __init__(self, title: str, window: int = 10) -> None:
         self.console = Console()
         self._title = title
+        self._window = window
         self._doing = ""
         self._history: list[Metrics] = []
         self._live = Live(console=self.console, refresh_per_second=8, transient=False)
@@ -112,14 +113,18 @@ class Display:
     def _render(self) -> Panel:
         parts: list[Text | Table] = []
         if self._history:
-            parts += [_curve([metrics["success"] for metrics in self._history]), Text(), _table(self._history)]
+            parts += [
+                _curve([metrics["success"] for metrics in self._history], self._history[0]["rollouts"]),
+                Text(),
+                _table(self._history, self._window),
+            ]
         if self._doing:
             parts.append(Text(self._doing, style="dim"))
         return Panel(Group(*parts), title=self._title, border_style="cyan", width=WIDTH + 14)
 
 
-def _curve(values: list[float]) -> Text:
-    """Success by step as a Braille line, and a rule at TARGET."""
+def _curve(values: list[float], rollouts: int) -> Text:
+    """Success by step of that many rollouts as a Braille line, and a rule at TARGET."""
     dots_x, dots_y = WIDTH * 2, HEIGHT * 4
     cells = [[0] * WIDTH for _ in range(HEIGHT)]
     # Bit of the dot in column x (0, 1) and row y (0 = top) of a Braille character.
@@ -151,20 +156,20 @@ def _curve(values: list[float]) -> Text:
             else:
                 text.append("┈" if row == rule else " ", style="dim")
         text.append("\n")
-    text.append(f"{'success of 64 rollouts, by step (0 to ' + str(span) + ')':^{WIDTH + 6}}", style="dim")
+    text.append(f"{f'success of {rollouts} rollouts, by step (0 to {span})':^{WIDTH + 6}}", style="dim")
     return text
 
 
-def _table(history: list[Metrics]) -> Table:
+def _table(history: list[Metrics], window: int) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 1))
-    for name in ("step", "success", "last 10", "reward", "policy", "gap", "tokens", "seconds"):
+    for name in ("step", "success", f"last {window}", "reward", "policy", "gap", "tokens", "seconds"):
         table.add_column(name, justify="right", header_style="bold")
     for index in range(max(len(history) - ROWS, 0), len(history)):
         metrics = history[index]
         table.add_row(
             str(metrics["step"]),
             f"{metrics['success']:.2f}",
-            f"{recent(history[: index + 1]):.2f}",
+            f"{recent(history[: index + 1], window):.2f}",
             f"{metrics['reward_mean']:.2f}",
             f"v{metrics['policy_version']}",
             f"{metrics['logprob_gap']:.1e}",
@@ -180,8 +185,8 @@ def _beside(steps: list[int]) -> tuple[float, float]:
     return steps[0] - 0.02 * span, steps[0] + 1.02 * span
 
 
-def save_picture(history: list[Metrics], path: Path, title: str) -> None:
-    """Success and reward by step, as a PNG."""
+def save_picture(history: list[Metrics], path: Path, title: str, window: int = 10) -> None:
+    """Success and reward by step, and the mean success of `window` steps, as a PNG."""
     import matplotlib as mpl  # here: it takes a second that the first screen need not wait for
 
     mpl.use("Agg")
@@ -189,13 +194,13 @@ def save_picture(history: list[Metrics], path: Path, title: str) -> None:
     from matplotlib.ticker import MaxNLocator
 
     steps = [metrics["step"] for metrics in history]
-    means = [recent(history[: index + 1]) for index in range(len(history))]
+    means = [recent(history[: index + 1], window) for index in range(len(history))]
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
     axes.axhline(TARGET, color="#9aa5b1", linewidth=1, linestyle=(0, (2, 4)))
     axes.plot(steps, [m["reward_mean"] for m in history], color="#f0a202", linewidth=1.2, label="mean reward")
     axes.plot(steps, [m["success"] for m in history], ".-", color="#7cc6a4", linewidth=1, label="success")
-    axes.plot(steps, means, color="#0b7a75", linewidth=2.6, label="success, last 10 steps")
-    axes.set(xlabel="GRPO step (64 rollouts each)", ylim=(0, 1.03), xlim=_beside(steps))
+    axes.plot(steps, means, color="#0b7a75", linewidth=2.6, label=f"success, last {window} steps")
+    axes.set(xlabel=f"GRPO step ({history[0]['rollouts']} rollouts each)", ylim=(0, 1.03), xlim=_beside(steps))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))  # there is no step 2.5
     axes.set_title(title, loc="left", fontsize=11)
     axes.grid(axis="y", color="#e4e7eb", linewidth=0.8)

@@ -27,8 +27,8 @@ from penstock.local.stack import LocalStack
 from penstock_demo import model
 from penstock_demo.display import Display, Metrics, reasons
 from penstock_demo.learner import Learner, Row
-from penstock_demo.rollouts import Collect, Collected, start_group
-from penstock_demo.tasks import CopyTask, build_codec
+from penstock_demo.rollouts import Collect, Collected, ToLearn, start_group
+from penstock_demo.tasks import build_codec
 from penstock_demo.train import RUNS, Course, from_here, new_run, seed_number, train, warm_start
 
 GROUP = 2  # rollouts of a task
@@ -58,7 +58,7 @@ async def serving(directory: Path, state_dir: Path) -> AsyncIterator[Penstock]:
 def by_teacher(teacher: Penstock, group: int = GROUP) -> Collect:
     """Collects rollouts of each task, and the teacher's advantages for their tokens."""
 
-    async def collect(ps: Penstock, run_id: str, step: int, tasks: Sequence[CopyTask]) -> Collected:
+    async def collect(ps: Penstock, run_id: str, step: int, tasks: Sequence[ToLearn]) -> Collected:
         groups = await asyncio.gather(
             *(start_group(ps, run_id, step, i, task, size=group) for i, task in enumerate(tasks))
         )

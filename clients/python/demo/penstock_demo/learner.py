@@ -18,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 
 from penstock_demo import model
 from penstock_demo.model import Batch, ModelConfig
-from penstock_demo.tasks import Corpus
+from penstock_demo.tasks import Examples
 
 WARM_STEPS, WARM_CHUNK, WARM_BATCH = 500, 50, 8
 WARM_LR, WARM_LR_END = 3e-3, 3e-4
@@ -70,7 +70,7 @@ class Learner:
         self._rng = np.random.default_rng([seed, 1])
         self._updates = 0
 
-    def warm_start(self, corpus: Corpus, cache: Path, say: Callable[[str], None]) -> None:
+    def warm_start(self, corpus: Examples, cache: Path, say: Callable[[str], None]) -> None:
         """Learn the format and a weak prior from the corpus; once, then from the cache."""
         path = cache / f"warm-{self._fingerprint(corpus)}.safetensors"
         if path.is_file():
@@ -88,20 +88,20 @@ class Learner:
         cache.mkdir(parents=True, exist_ok=True)
         save_file(self.weights(), path)
 
-    def update(self, rows: Sequence[Row]) -> tuple[float, float]:
-        """One pass over `rows` in random order, one Adam step per minibatch.
+    def update(self, rows: Sequence[Row], passes: int = 1, highest: float = LEARNING_RATE) -> tuple[float, float]:
+        """`passes` over `rows`, each in a random order, one Adam step per minibatch.
 
         Answers the mean loss, and the largest difference between our logprobs and the engine's before the first step.
 
         Rows without an advantage teach nothing and are left out. Adam makes a full step of whatever gradient is there,
         so the fewer rows have something to say, the smaller the rate: without that, a few rare failures near the end
-        of training can undo it.
+        of training can undo it. `highest` is the rate if all have.
         """
         telling = [row for row in rows if (row.advantages * row.mask).any()]
         if not telling:
             return 0.0, 0.0
-        rate = LEARNING_RATE * max(0.25, len(telling) / len(rows))
-        answers = self._pass(telling, rate, MINIBATCH, "grpo")
+        rate = highest * max(0.25, len(telling) / len(rows))
+        answers = [answer for _ in range(passes) for answer in self._pass(telling, rate, MINIBATCH, "grpo")]
         return float(np.mean([loss for loss, _ in answers])), answers[0][1]
 
     def distill(self, rows: Sequence[Row]) -> tuple[float, float]:
@@ -131,7 +131,7 @@ class Learner:
             answers.append(self._train(batch, np.array([rate * min(1.0, self._updates / 10)]), loss))
         return answers
 
-    def _fingerprint(self, corpus: Corpus) -> str:
+    def _fingerprint(self, corpus: Examples) -> str:
         """Of everything that the warm start is made from."""
         digest = hashlib.sha256(f"{self._seed} {self.config} {jax.__version__}".encode())
         for module in ("model.py", "learner.py", "tasks.py"):

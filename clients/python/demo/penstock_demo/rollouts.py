@@ -5,16 +5,23 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 
-from penstock.client import Budgets, GroupHandle, Penstock, RolloutResult
+from penstock.client import AgentChoice, Budgets, GroupHandle, Penstock, RolloutResult, Task
 from penstock_demo.learner import Row, advantages
-from penstock_demo.tasks import CopyTask
 
+AGENT = "shell"
 GROUP_SIZE = 8
 BUDGETS = Budgets(max_calls=4, max_tokens_per_call=48)  # a good rollout makes 3 calls of at most 26 tokens
+
+
+class ToLearn(Protocol):
+    """What a rollout is of."""
+
+    def to_task(self) -> Task:
+        """The task as the driver takes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,24 +33,41 @@ class Collected:
     rows: list[Row]
 
 
-Collect: TypeAlias = Callable[[Penstock, str, int, Sequence[CopyTask]], Awaitable[Collected]]
+Collect: TypeAlias = Callable[[Penstock, str, int, Sequence[ToLearn]], Awaitable[Collected]]
 """Collects for a step: the connection, the run's id, the step from 0, and its tasks."""
 
 
-async def by_rollout(ps: Penstock, run_id: str, step: int, tasks: Sequence[CopyTask]) -> Collected:
-    """A group of rollouts of each task. A rollout has one advantage, which all its tokens share."""
-    groups = await asyncio.gather(*(start_group(ps, run_id, step, i, task) for i, task in enumerate(tasks)))
+async def by_rollout(
+    ps: Penstock,
+    run_id: str,
+    step: int,
+    tasks: Sequence[ToLearn],
+    *,
+    size: int | None = None,
+    agent: str | AgentChoice = AGENT,
+    budgets: Budgets = BUDGETS,
+) -> Collected:
+    """A group of rollouts of each task; see `start_group`. A rollout has one advantage, which all its tokens share."""
+    started = (start_group(ps, run_id, step, i, task, size, agent, budgets) for i, task in enumerate(tasks))
+    groups = await asyncio.gather(*started)
     results = await asyncio.gather(*(group.results() for group in groups))
     return Collected([result for group in results for result in group], [], scored_rows(results))
 
 
 async def start_group(
-    ps: Penstock, run_id: str, step: int, index: int, task: CopyTask, size: int | None = None
+    ps: Penstock,
+    run_id: str,
+    step: int,
+    index: int,
+    task: ToLearn,
+    size: int | None = None,
+    agent: str | AgentChoice = AGENT,
+    budgets: Budgets = BUDGETS,
 ) -> GroupHandle:
     """Rollouts of one task, GROUP_SIZE unless `size` says otherwise."""
     group_id = f"{run_id}-{step:03d}-{index}"
     return await ps.groups.create(
-        task.to_task(), "shell", size or GROUP_SIZE, group_id=group_id, run_id=run_id, budgets=BUDGETS
+        task.to_task(), agent, size or GROUP_SIZE, group_id=group_id, run_id=run_id, budgets=budgets
     )
 
 

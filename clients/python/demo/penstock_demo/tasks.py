@@ -104,37 +104,49 @@ def build_codec() -> Codec:
     return Codec.load(tiny_tokenizer.build([plain.render_text(messages, [BASH]) for messages in episodes], VOCAB_SIZE))
 
 
-def encode(codec: Codec, messages: Sequence[Message]) -> tuple[np.ndarray, np.ndarray]:
-    """Token ids, int32 [t], and a mask, float32 [t], 1 on what the assistant said, end-of-turn included."""
-    ids = codec.render(messages, [BASH], add_generation_prompt=False)
+def encode(codec: Codec, messages: Sequence[Message], tools: Sequence[Tool] = (BASH,)) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids, int32 [t], and a mask, float32 [t], 1 on the assistant's tokens, end-of-turn included."""
+    ids = codec.render(messages, tools, add_generation_prompt=False)
     mask = np.zeros(len(ids), np.float32)
     stop = 0
     for index, message in enumerate(messages):
         if message.role == "assistant":
-            start = len(codec.render(messages[:index], [BASH]))
+            start = len(codec.render(messages[:index], tools))
             stop = start + int(np.argmax(ids[start:] == codec.end_of_turn_id)) + 1
             mask[start:stop] = 1.0
     return ids[:stop], mask[:stop]
 
 
-class Corpus:
-    """The supervised examples; `shares` has the kinds' as EXAMPLES does, which add up to 1."""
+class Examples:
+    """Supervised examples of several kinds, each a pair of ids and mask as `encode` makes it.
+
+    `rows` has equally many of each kind; `shares` has how often a kind is drawn, and adds up to 1.
+    """
+
+    def __init__(self, rows: Sequence[Sequence[tuple[np.ndarray, np.ndarray]]], shares: Sequence[float]) -> None:
+        self._rows = rows
+        self._shares = shares
+
+    def draw(self, rng: np.random.Generator, count: int) -> list[tuple[np.ndarray, np.ndarray]]:
+        """`count` pairs of ids and mask."""
+        kinds = rng.choice(len(self._rows), size=count, p=self._shares)
+        places = rng.integers(len(self._rows[0]), size=count)
+        return [self._rows[kind][place] for kind, place in zip(kinds, places, strict=True)]
+
+    def all(self) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Every example once."""
+        return [row for rows in self._rows for row in rows]
+
+
+class Corpus(Examples):
+    """The supervised examples of these tasks; `shares` has the kinds' as EXAMPLES does."""
 
     def __init__(self, codec: Codec, shares: Mapping[tuple[bool, bool], float] = EXAMPLES) -> None:
-        self._shares = list(shares.values())
-        self._rows = [
+        rows = [
             [
                 encode(codec, episode(task, task.word if word else STOCK_WORD, task.file if file else STOCK_FILE))
                 for task in TASKS
             ]
             for word, file in shares
         ]
-
-    def draw(self, rng: np.random.Generator, count: int) -> list[tuple[np.ndarray, np.ndarray]]:
-        """`count` pairs of ids and mask."""
-        kinds = rng.choice(len(self._rows), size=count, p=self._shares)
-        return [self._rows[kind][task] for kind, task in zip(kinds, rng.integers(len(TASKS), size=count), strict=True)]
-
-    def all(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Every example once."""
-        return [row for rows in self._rows for row in rows]
+        super().__init__(rows, list(shares.values()))

@@ -16,14 +16,13 @@ import argparse
 import asyncio
 import hashlib
 import json
-import os
 import shutil
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -32,7 +31,6 @@ from penstock.client import (
     InterceptSession,
     ModelCall,
     Penstock,
-    PenstockError,
     ResultRejected,
     RolloutResult,
     connect,
@@ -40,10 +38,10 @@ from penstock.client import (
 from penstock.local.stack import LocalStack
 from penstock_codec import Codec
 from penstock_demo import model
-from penstock_demo.display import Display, Figures, Metrics, reasons, recent, save_picture
+from penstock_demo.display import Display, Figures, Metrics, recent
 from penstock_demo.learner import Learner, Row
-from penstock_demo.rollouts import Collect, by_rollout, reward_of
-from penstock_demo.tasks import TASKS, Corpus, build_codec
+from penstock_demo.rollouts import Collect, ToLearn, by_rollout, reward_of
+from penstock_demo.tasks import TASKS, Corpus, Examples
 from penstock_demo.turns import by_turn
 
 PROMPTS = 8
@@ -54,9 +52,14 @@ RUNS = Path.cwd() / "runs" / "demo"
 
 def warm_start(codec: Codec, seed: int, run: Path, display: Display) -> Learner:
     """The policy that training starts from, in `run`/initial."""
+    return warm_start_from(Corpus(codec), codec, seed, run, display)
+
+
+def warm_start_from(examples: Examples, codec: Codec, seed: int, run: Path, display: Display) -> Learner:
+    """The same from other examples."""
     learner = Learner(model.ModelConfig(vocab_size=codec.vocab_size), seed)
-    display.begin("warm start: learning the tool-call format from examples (kept for the next run of this seed) ...")
-    learner.warm_start(Corpus(codec), run.parent / "cache", display.say)
+    display.begin("warm start: learning the format from examples (kept for the next run of this seed) ...")
+    learner.warm_start(examples, run.parent / "cache", display.say)
     model.export(learner.params, learner.config, codec.files, run / "initial")
     return learner
 
@@ -68,13 +71,21 @@ def learned(history: Sequence[Metrics]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """How to train: what the seed decides, most steps, what a step collects, whether enough is learned, and how."""
+    """How to train: what the seed decides, most steps, what a step collects, whether enough is learned, and how.
+
+    `tasks` are those to learn, `prompts` of them in a step (None: PROMPTS). `prepare` runs before the first step.
+    `settings` are the services', by service.
+    """
 
     seed: int
     max_steps: int = MAX_STEPS
     collect: Collect = by_rollout
     enough: Callable[[Sequence[Metrics]], bool] = learned
     update: Callable[[Learner, Sequence[Row]], tuple[float, float]] = Learner.update
+    tasks: Sequence[ToLearn] = TASKS
+    prompts: int | None = None
+    prepare: Callable[[Penstock, Display], Awaitable[None]] | None = None
+    settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 async def train(
@@ -83,7 +94,8 @@ async def train(
     """One training run; answers its metrics. Everything that it makes is in `run`; `start` is when the clock began."""
     display.begin("starting the four services ...")
     history: list[Metrics] = []
-    stack = LocalStack(model_dir=run / "initial", state_dir=run / "services")
+    stack = LocalStack(model_dir=run / "initial", state_dir=run / "services", settings=course.settings)
+    prompts = course.prompts or PROMPTS
     async with (
         stack,
         connect(stack.endpoints) as ps,
@@ -91,11 +103,13 @@ async def train(
         asyncio.TaskGroup() as background,
     ):
         background.create_task(answer_calls(ps, session))
+        if course.prepare is not None:
+            await course.prepare(ps, display)
         order = np.random.default_rng(course.seed)
         for step in range(course.max_steps):
             began = time.perf_counter()
-            (display.say if step else display.begin)(f"step {step + 1}: agents at work on {PROMPTS} tasks ...")
-            chosen = [TASKS[i] for i in order.permutation(len(TASKS))[:PROMPTS]]
+            (display.say if step else display.begin)(f"step {step + 1}: agents at work on {prompts} tasks ...")
+            chosen = [course.tasks[i] for i in order.permutation(len(course.tasks))[:prompts]]
             collected = await course.collect(ps, run.name, step, chosen)
 
             display.say(f"step {step + 1}: learning ...")
@@ -215,52 +229,3 @@ def seed_number(text: str) -> int:
 def from_here(path: Path) -> Path:
     """A path as one types it: relative where it is below the working directory."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-
-
-def main() -> None:
-    """Reads the command line, trains, and says what to do next."""
-    parser = argparse.ArgumentParser(
-        prog="penstock demo", description="Train a small model by GRPO through all four services."
-    )
-    parser.add_argument("--seed", type=seed_number, default=1, help="seed that repeats a run (default 1)")
-    parser.add_argument("--steps", type=int, default=MAX_STEPS, help=f"most steps (default {MAX_STEPS})")
-    parser.add_argument(
-        "--credit",
-        choices=tuple(COLLECT),
-        default="rollout",
-        help="what an advantage is of: a rollout among its group (default), or a turn among its branches",
-    )
-    given = parser.parse_args()
-    model.use_compilation_cache(RUNS / "cache" / "xla")
-    run = new_run(given.seed)
-    with Display(f"Penstock: GRPO on real rollouts, seed {given.seed}") as display:
-        try:
-            start, codec = time.perf_counter(), build_codec()
-            learner = warm_start(codec, given.seed, run, display)
-            course = Course(given.seed, given.steps, COLLECT[given.credit])
-            history = asyncio.run(train(learner, codec, course, run, start, display))
-        except (PenstockError, ExceptionGroup) as error:
-            sys.exit(f"training stopped: {reasons(error)}")
-        except KeyboardInterrupt:
-            sys.exit("interrupted: the services are stopped")
-    save_picture(history, run / "reward.png", f"A 0.13 M parameter model learns to use a shell (seed {given.seed})")
-    last, penstock = history[-1], from_here(Path(sys.executable).with_name("penstock"))
-    task = from_here(Path(__file__).with_name("task.yaml"))
-    latest = os.path.relpath(RUNS / "latest")
-    print(
-        f"\n{last['step']} steps, {last['elapsed']:.0f} s: success {history[0]['success']:.2f} -> {recent(history):.2f}"
-        f" (mean of the last {min(WINDOW, len(history))} steps)\n"
-        f"  {latest}/reward.png           the curve\n"
-        f"  {latest}/metrics.jsonl        a line per step\n"
-        f"  {latest}/trajectories/        every rollout's tokens, mask, logprobs and reward\n"
-        f"  {latest}/model                the trained model\n"
-        "\nTry next:\n"
-        f"  {penstock} rollout --agent shell --task {task} --model-dir {latest}/model\n"
-        "    (its context is 1,024 tokens, too short for what opencode, pi and such ask; they want another model:)\n"
-        f"  {penstock} rollout --agent opencode --task {task} --upstream URL --model M --api-key-env NAME\n"
-        f"  {penstock} up --model-dir {latest}/model\n"
-    )
-
-
-if __name__ == "__main__":
-    main()

@@ -19,14 +19,13 @@ from penstock.analysis.credit import surprise, turns_of
 from penstock.client import Penstock, RolloutResult
 from penstock.client.types.trajectories import Call
 from penstock_demo.learner import Row, advantages
-from penstock_demo.rollouts import Collected, reward_of, start_group
-from penstock_demo.tasks import CopyTask
+from penstock_demo.rollouts import Collected, ToLearn, reward_of, start_group
 
 BRANCHES = 7
 SURE = 0.8  # of an answer with this probability or more, the policy is sure
 
 
-async def by_turn(ps: Penstock, run_id: str, step: int, tasks: Sequence[CopyTask]) -> Collected:
+async def by_turn(ps: Penstock, run_id: str, step: int, tasks: Sequence[ToLearn]) -> Collected:
     """A rollout of each task, and the branches of one of its turns. Tokens of other turns are not trained."""
     parts = await asyncio.gather(*(_of_task(ps, run_id, step, i, task) for i, task in enumerate(tasks)))
     return Collected(
@@ -36,7 +35,7 @@ async def by_turn(ps: Penstock, run_id: str, step: int, tasks: Sequence[CopyTask
     )
 
 
-async def _of_task(ps: Penstock, run_id: str, step: int, index: int, task: CopyTask) -> Collected:
+async def _of_task(ps: Penstock, run_id: str, step: int, index: int, task: ToLearn) -> Collected:
     group = await start_group(ps, run_id, step, index, task, size=1)
     (parent,) = await group.results(samples_only=False)
     point = least_certain(parent)

@@ -1,0 +1,133 @@
+"""`penstock demo`: which agent, which seed; trains, and says what to do next."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.client import PenstockError
+from penstock_demo import model, train
+from penstock_demo.display import Display, Metrics, reasons, recent, save_picture
+from penstock_demo.repairs import train as repairs
+from penstock_demo.tasks import build_codec
+from penstock_demo.train import COLLECT, RUNS, Course, from_here, new_run, seed_number
+
+
+@dataclass(frozen=True, slots=True)
+class Demo:
+    """What the demo does with an agent.
+
+    `learn` trains: the command line, the run's directory, the display. `picture` is the curve's title. `goal_steps` is
+    over how many steps success is averaged. `task` is the file of a task, `remark` says what the trained model is for.
+    """
+
+    learn: Callable[[argparse.Namespace, Path, Display], list[Metrics]]
+    runs: Path
+    picture: str
+    max_steps: int
+    goal_steps: int
+    task: Path
+    remark: str
+
+
+def _shell(given: argparse.Namespace, run: Path, display: Display) -> list[Metrics]:
+    start, codec = time.perf_counter(), build_codec()
+    learner = train.warm_start(codec, given.seed, run, display)
+    course = Course(given.seed, given.steps, COLLECT[given.credit])
+    return asyncio.run(train.train(learner, codec, course, run, start, display))
+
+
+def _repairs(given: argparse.Namespace, run: Path, display: Display) -> list[Metrics]:
+    return repairs.learn(given.seed, given.steps, run, display)
+
+
+HERE = Path(__file__).parent
+DEMOS = {
+    "shell": Demo(
+        _shell,
+        RUNS,
+        "A 0.13 M parameter model learns to use a shell",
+        train.MAX_STEPS,
+        train.WINDOW,
+        HERE / "task.yaml",
+        "its context is 1,024 tokens, too short for what opencode, pi and such ask",
+    ),
+    "mini-swe-agent": Demo(
+        _repairs,
+        repairs.RUNS,
+        "A 0.12 M parameter model learns to repair scripts with mini-SWE-agent",
+        repairs.MAX_STEPS,
+        repairs.WINDOW,
+        HERE / "repairs" / "task.yaml",
+        "it knows the prompts of this demo alone, which the agent has by its configuration",
+    ),
+}
+
+
+def main() -> None:
+    """Reads the command line, trains, and says what to do next."""
+    parser = argparse.ArgumentParser(
+        prog="penstock demo", description="Train a small model by GRPO through all four services."
+    )
+    parser.add_argument("--seed", type=seed_number, default=1, help="seed that repeats a run (default 1)")
+    parser.add_argument(
+        "--agent",
+        choices=tuple(DEMOS),
+        default="shell",
+        help="the agent: our own, which starts in milliseconds (default), or one from PyPI, which starts in seconds",
+    )
+    most = ", ".join(f"{demo.max_steps} with {name}" for name, demo in DEMOS.items())
+    parser.add_argument("--steps", type=_step_count, help=f"most steps (default {most})")
+    parser.add_argument(
+        "--credit",
+        choices=tuple(COLLECT),
+        default="rollout",
+        help="what an advantage is of: a rollout among its group (default), or a turn among its branches",
+    )
+    given = parser.parse_args()
+    if given.agent != "shell" and given.credit != "rollout":
+        parser.error(f"--credit {given.credit} is for --agent shell")
+    demo = DEMOS[given.agent]
+    given.steps = given.steps or demo.max_steps
+    model.use_compilation_cache(RUNS / "cache" / "xla")
+    run = new_run(given.seed, demo.runs)
+    with Display(f"Penstock: GRPO on rollouts of {given.agent}, seed {given.seed}", demo.goal_steps) as display:
+        try:
+            history = demo.learn(given, run, display)
+        except (PenstockError, ExceptionGroup) as error:
+            sys.exit(f"training stopped: {reasons(error)}")
+        except KeyboardInterrupt:
+            sys.exit("interrupted: the services are stopped")
+    save_picture(history, run / "reward.png", f"{demo.picture} (seed {given.seed})", demo.goal_steps)
+    _say_what_next(demo, history, given.agent)
+
+
+def _step_count(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"steps must be a whole number from 1, not {text!r}")
+    return int(text)
+
+
+def _say_what_next(demo: Demo, history: list[Metrics], agent: str) -> None:
+    last, penstock = history[-1], from_here(Path(sys.executable).with_name("penstock"))
+    task, latest = from_here(demo.task), os.path.relpath(demo.runs / "latest")
+    window = min(demo.goal_steps, len(history))
+    first = "" if agent != "shell" else f"  {penstock} rollout --agent shell --task {task} --model-dir {latest}/model\n"
+    print(
+        f"\n{last['step']} steps, {last['elapsed']:.0f} s: success {history[0]['success']:.2f} ->"
+        f" {recent(history, window):.2f} (mean of the last {window} steps)\n"
+        f"  {latest}/reward.png           the curve\n"
+        f"  {latest}/metrics.jsonl        a line per step\n"
+        f"  {latest}/trajectories/        every rollout's tokens, mask, logprobs and reward\n"
+        f"  {latest}/model                the trained model\n"
+        f"\nTry next:\n{first}"
+        f"    ({demo.remark}; they want another model:)\n"
+        f"  {penstock} rollout --agent opencode --task {task} --upstream URL --model M --api-key-env NAME\n"
+        f"  {penstock} up --model-dir {latest}/model\n"
+    )

@@ -1,0 +1,56 @@
+"""GRPO with mini-SWE-agent: a small decoder learns to repair scripts through an agent as its users install it.
+
+    penstock demo --agent mini-swe-agent --seed 1
+
+The loop is the demo's (penstock_demo.train). A start of this agent takes seconds of a processor, so a step has fewer
+rollouts, and its update takes several passes over them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from penstock.client import Budgets
+from penstock_demo import train
+from penstock_demo.display import Display, Metrics, recent
+from penstock_demo.learner import Learner
+from penstock_demo.repairs import agent, tasks
+from penstock_demo.rollouts import by_rollout
+
+RUNS: Final = train.RUNS.with_name("demo-mini-swe-agent")
+PROMPTS, GROUP_SIZE = 4, 8
+PASSES, LEARNING_RATE = 4, 1e-3
+MAX_STEPS, GOAL, WINDOW = 20, 0.93, 3
+BUDGETS: Final = Budgets(max_tokens_per_call=24)  # a good call has at most 17
+
+
+def learned(history: Sequence[Metrics]) -> bool:
+    """Whether the last steps were good enough to end."""
+    return len(history) >= WINDOW and recent(history, WINDOW) >= GOAL
+
+
+def course(seed: int, max_steps: int, run: Path) -> train.Course:
+    """How to train. What the services install is kept beside the run."""
+    return train.Course(
+        seed,
+        max_steps,
+        partial(by_rollout, size=GROUP_SIZE, agent=agent.CHOICE, budgets=BUDGETS),
+        learned,
+        partial(Learner.update, passes=PASSES, highest=LEARNING_RATE),
+        tasks.TASKS,
+        PROMPTS,
+        agent.install,
+        {"sandbox": {"state_dir": str(run.parent / "cache" / "sandbox")}},
+    )
+
+
+def learn(seed: int, max_steps: int, run: Path, display: Display) -> list[Metrics]:
+    """One training run; answers its metrics. Everything that it makes is in `run`, or kept beside it."""
+    start, codec = time.perf_counter(), tasks.build_codec()
+    learner = train.warm_start_from(tasks.examples(codec), codec, seed, run, display)
+    return asyncio.run(train.train(learner, codec, course(seed, max_steps, run), run, start, display))
