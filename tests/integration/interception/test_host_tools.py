@@ -13,8 +13,8 @@ import grpc
 import pytest
 from google.protobuf import struct_pb2
 from tests.support.endpoints.mcp_agent import HEADERS, connected, post, tool_call
+from tests.support.endpoints.sdks import imported_when_used
 from tests.support.endpoints.upstream import vendor
-from tests.support.lazily import imported_when_used
 
 from penstock.chat.v1 import chat_pb2
 from penstock.interception.v1 import intercept_service_pb2 as pb

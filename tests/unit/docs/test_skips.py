@@ -15,6 +15,8 @@ ALLOWED = {
     "support/absent.py": 1,
     # An attack that this backend does not offer its agents; named in the test, and tried on another backend.
     "security/test_redteam.py": 1,
+    # Where there is a GPU, as for `make gpu`: on a CPU, as in continuous integration, it runs.
+    "integration/vllm/test_generation.py": 1,
     # Needs the environment of `make test-trl`, of several GB.
     "unit/codec/test_published_templates.py": 1,
     # In the text of a task's tests.

@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 from tests.support.endpoints.loopback import serving
-from tests.support.lazily import imported_when_used
+from tests.support.endpoints.sdks import imported_when_used
 from tests.support.waiting import eventually
 
 from penstock.chat.v1 import chat_pb2, completion_pb2

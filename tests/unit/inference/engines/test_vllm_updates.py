@@ -35,6 +35,7 @@ class Core:
     def __init__(self) -> None:
         self.version = 1
         self.unsaved = False
+        self.features = SimpleNamespace(platform="cpu")
         self.checkpoint: Any = SimpleNamespace(sources={}, updated=lambda files, kind: self.checkpoint)
         self.spool = SimpleNamespace(keep_only=lambda files: None)
         self.runtime = MagicMock()

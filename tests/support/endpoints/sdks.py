@@ -1,4 +1,4 @@
-"""Modules that a test imports by its first use: each process of the suite collects all tests and runs few of them."""
+"""SDKs that a test imports by its first use: each process of the suite collects all tests and runs few of them."""
 
 from __future__ import annotations
 
