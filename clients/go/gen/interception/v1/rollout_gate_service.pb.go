@@ -561,7 +561,7 @@ func (x *AskUserRequest) GetBody() []byte {
 // See AskUser.
 type AskUserResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The text of the answer, at most 256 KiB; without reasoning.
+	// The text of the answer without reasoning, its first 262,144 characters.
 	Text string `protobuf:"bytes,1,opt,name=text,proto3" json:"text,omitempty"`
 	// The call in Trajectory.user_calls.
 	CallId        string `protobuf:"bytes,2,opt,name=call_id,json=callId,proto3" json:"call_id,omitempty"`

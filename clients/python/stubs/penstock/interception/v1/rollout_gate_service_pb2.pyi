@@ -382,7 +382,7 @@ class AskUserResponse(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     CALL_ID_FIELD_NUMBER: _builtins.int
     text: _builtins.str
-    """The text of the answer, at most 256 KiB; without reasoning."""
+    """The text of the answer without reasoning, its first 262,144 characters."""
     call_id: _builtins.str
     """The call in Trajectory.user_calls."""
     def __init__(

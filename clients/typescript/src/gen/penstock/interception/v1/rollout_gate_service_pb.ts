@@ -330,7 +330,7 @@ export const AskUserRequestSchema: GenMessage<AskUserRequest> = /*@__PURE__*/
  */
 export type AskUserResponse = Message<"penstock.interception.v1.AskUserResponse"> & {
   /**
-   * The text of the answer, at most 256 KiB; without reasoning.
+   * The text of the answer without reasoning, its first 262,144 characters.
    *
    * @generated from field: string text = 1;
    */
