@@ -18,7 +18,7 @@ def test_only_the_sandboxes_own_two_tasks_and_dead_children_mean_empty(tmp_path:
         return Census(held)
 
     (tmp_path / "pids.current").touch()
-    held = os.open(tmp_path / "pids.current", os.O_RDONLY)
+    held, folder = os.open(tmp_path / "pids.current", os.O_RDONLY), os.open(tmp_path, os.O_RDONLY)
     try:
         with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as living, subprocess.Popen(["true"]) as dead:
             os.waitid(os.P_PID, dead.pid, os.WEXITED | os.WNOWAIT)
@@ -28,5 +28,8 @@ def test_only_the_sandboxes_own_two_tasks_and_dead_children_mean_empty(tmp_path:
             assert not counts(3).is_empty([living.pid])
             assert not counts(4).is_empty([dead.pid, living.pid])
             assert not Census(None).is_empty(())
+            # A file that cannot be read, as where the controller was taken away.
+            assert not Census(folder).is_empty(())
     finally:
         os.close(held)
+        os.close(folder)

@@ -88,16 +88,25 @@ class _Stream:
 
 
 class _Tree:
-    """The directory that a layer becomes; ``root`` is its descriptor."""
+    """The directory that a layer becomes; ``root`` is its descriptor. It has at most ``most`` entries: its members, and
+    the directories that no member is but a path leads through."""
 
-    def __init__(self, root: int) -> None:
+    def __init__(self, root: int, most: int) -> None:
         self._root = root
+        self._most = most
+        self.entries = 0
         self._folders: dict[tuple[str, ...], tuple[int, int]] = {}
         """Modes and times of directories: set at the end, when nothing more is written into them."""
         self._near: tuple[tuple[str, ...], int] = ((), os.dup(root))
 
     def close(self) -> None:
         os.close(self._near[1])
+
+    def count(self) -> None:
+        """Counts an entry before it is made. Raises Refused."""
+        self.entries += 1
+        if self.entries > self._most:
+            raise Refused(LARGE, f"a layer has more than {self._most} entries")
 
     def parent(self, parts: tuple[str, ...], *, make: bool = True) -> int:
         """Returns a descriptor, valid until the next call, of the directory ``parts``; with ``make`` it is created."""
@@ -122,6 +131,7 @@ class _Tree:
         except FileNotFoundError:
             if not make:
                 raise
+            self.count()
             os.mkdir(part, 0o755, dir_fd=here)
             return os.open(part, _FOLDER, dir_fd=here)
 
@@ -189,18 +199,16 @@ class _Tree:
 def unpack(blob: IO[bytes], root: int, most_bytes: int, most_entries: int) -> Unpacked:
     """Unpacks a layer (gzip, xz, zstd or not compressed) into the empty directory ``root``. Raises Refused, OSError."""
     stream = _Stream(_plain(blob), most_bytes)
-    tree = _Tree(root)
-    entries = size = 0
+    tree = _Tree(root, most_entries)
+    size = 0
     try:
         # The reader asks for no more than `read`.
         with tarfile.open(fileobj=stream, mode="r|", bufsize=_CHUNK, errorlevel=2) as archive:  # type: ignore[call-overload]
             for member in archive:
-                entries += 1
+                tree.count()
                 if member.size < 0:  # an extended header may say so
                     raise Refused(DAMAGED, f"{member.name!r} has a negative size")
                 size += member.size if member.isreg() else 0
-                if entries > most_entries:
-                    raise Refused(LARGE, f"a layer has more than {most_entries} entries")
                 if size > most_bytes:
                     raise Refused(LARGE, f"a layer unpacks to more than {most_bytes} bytes")
                 _place(tree, archive, member)
@@ -222,7 +230,7 @@ def unpack(blob: IO[bytes], root: int, most_bytes: int, most_entries: int) -> Un
         raise Refused(LARGE, "a layer's headers need too much memory") from error
     finally:
         tree.close()
-    return Unpacked(f"sha256:{stream.digest.hexdigest()}", size, entries)
+    return Unpacked(f"sha256:{stream.digest.hexdigest()}", size, tree.entries)
 
 
 def _plain(blob: IO[bytes]) -> IO[bytes] | gzip.GzipFile | lzma.LZMAFile | zstandard.ZstdDecompressionReader:

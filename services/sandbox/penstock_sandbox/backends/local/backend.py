@@ -526,8 +526,6 @@ class LocalBackend(Backend):
                         self._spawner_ended,
                         allocates=self._disk.kind is DiskLimit.HARD,
                         first_program=self._first_program,
-                        trees=[bind.source for bind in self._binds],
-                        group_parents=list(map(str, self._cgroups.parents)),
                     )
                 except (Refused, ChannelClosed, OSError) as error:
                     raise Unavailable(f"the spawner did not start: {error}", reason="SPAWNER_ENDED") from error

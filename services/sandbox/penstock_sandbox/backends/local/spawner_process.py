@@ -40,15 +40,11 @@ class SpawnerProcess:
         *,
         allocates: bool,
         first_program: bytes | None = None,
-        trees: Sequence[str] = (),
-        group_parents: Sequence[str] = (),
     ) -> SpawnerProcess:
         """Starts and configures a spawner. Raises channel.Refused when the stage cannot be set up.
 
         ``allocates``: whether sandboxes may allocate disk space without writing to it (fallocate);
-        ``first_program``: what bubblewrap's arguments put into sandboxes, from wire.FIRST_PROGRAM. With a stage the
-        spawner sees of the host's mounts only those of the stage's sources and of ``trees``, with what is mounted below
-        them; control groups below ``group_parents`` are joined by a descriptor.
+        ``first_program``: what bubblewrap's arguments put into sandboxes, from wire.FIRST_PROGRAM.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
@@ -75,8 +71,6 @@ class SpawnerProcess:
                     "first_program": first_program,
                     "stage": str(stage.root) if stage.root is not None else None,
                     "sources": {name: str(path) for name, path in stage.sources.items()},
-                    "trees": list(trees),
-                    "group_parents": list(group_parents),
                 }
             )
         except BaseException:

@@ -40,7 +40,6 @@ MS_REC = 0x4000
 MS_SLAVE = 0x80000
 MS_RELATIME = 0x200000
 
-_MNT_DETACH = 2
 _NS_GET_PARENT = 0xB702  # linux/nsfs.h
 _PR_SET_PDEATHSIG = 1
 _PR_SET_DUMPABLE = 4
@@ -100,11 +99,6 @@ def mount(source: str, target: str, kind: Optional[str], flags: int, data: Optio
         ),
         "mount %s" % target,
     )
-
-
-def detach(target: bytes) -> None:
-    """Unmounts what is mounted last on ``target``, with all below it; who uses it keeps it until then."""
-    checked(libc.umount2(target, _MNT_DETACH), "umount %s" % os.fsdecode(target))
 
 
 def signal_descriptor(number: int) -> int:

@@ -213,6 +213,15 @@ def test_entries_and_lengths_of_paths_are_bounded(tmp_path: Path) -> None:
     with pytest.raises(Refused) as refused:
         _unpack(tmp_path / "layer", layer([entry(f"f{number}", b"") for number in range(6)]), most_entries=5)
     assert refused.value.kind == unpack.LARGE
+    # Directories that are no members count before they are made.
+    with pytest.raises(Refused) as refused:
+        _unpack(
+            tmp_path / "deep",
+            layer([entry(f"{number}/" + "d/" * 4 + "f", b"") for number in range(3)]),
+            most_entries=16,
+        )
+    assert refused.value.kind == unpack.LARGE
+    assert _unpack(tmp_path / "all", layer([entry("a/b/f", b""), entry("a/c/f", b"")])).entries == 5
     assert _refused(tmp_path, entry("d/" * 3000, b"x")).kind == unpack.UNSAFE
 
 

@@ -7,8 +7,7 @@ enter. The helper is forked while bubblewrap works, because its own setup takes 
 Invariants
 - bubblewrap always runs as an ordinary user: the spawner, when it is root, becomes the sandbox's user first.
 - When it is root it works in a mount namespace of its own, where the directories of sandboxes appear under one
-  traversable stage: nothing is mounted on the host, and no 0700 parent blocks an ordinary user. It has only the mounts
-  of the host that sandboxes need (``host_mounts``).
+  traversable stage: nothing is mounted on the host, and no 0700 parent blocks an ordinary user.
 - When the service's end closes, everything is killed and the spawner exits.
 """
 
@@ -25,7 +24,6 @@ import socket
 import sys
 
 from penstock_sandbox.backends.local.spawner import helper, seccomp, wire
-from penstock_sandbox.backends.local.spawner.host_mounts import HostMounts
 from penstock_sandbox.guest.common import children, syscalls
 
 _STDERR_LIMIT = 4096
@@ -79,8 +77,6 @@ class Spawner:
         self._bwrap = ""
         self._calls: bytes | None = None
         self._first_program: bytes | None = None
-        self._host_mounts: HostMounts | None = None
-        self._group_parents: dict[str, int] = {}  # directories of control groups by path, if their mounts are detached
 
     def serve(self) -> None:
         """Runs until the service closes its end; then kills everything."""
@@ -105,8 +101,6 @@ class Spawner:
                         self._end()
                         return
                     self._answer(*received)
-                elif self._host_mounts is not None and descriptor == self._host_mounts.fileno():
-                    self._host_mounts.detach_others()
                 else:
                     watched = self._watched.get(descriptor)
                     if watched is not None:
@@ -141,20 +135,12 @@ class Spawner:
         syscalls.mount("none", "/", None, syscalls.MS_REC | syscalls.MS_SLAVE)
         # Opened before the stage hides paths below it, and after unshare because a bind stays within a namespace.
         sources = {name: os.open(path, os.O_PATH | os.O_CLOEXEC) for name, path in request["sources"].items()}
-        trees = map(os.path.realpath, (self._bwrap, *request["sources"].values(), *request["trees"]))
-        # Descriptors of these stay usable when the mount is detached.
-        self._group_parents = {path: os.open(path, os.O_PATH | os.O_CLOEXEC) for path in request["group_parents"]}
-        host_mounts = HostMounts([*trees, "/proc"], ["/dev", os.path.realpath(stage)])
-        host_mounts.detach_others()
         syscalls.mount("penstock", stage, "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, "mode=755,size=1m")
         for name, descriptor in sources.items():
             target = os.path.join(stage, name)
             os.mkdir(target, 0o755)
             syscalls.mount(f"/proc/self/fd/{descriptor}", target, None, syscalls.MS_BIND | syscalls.MS_REC)
             os.close(descriptor)
-        host_mounts.keep(os.path.realpath(stage))
-        self._host_mounts = host_mounts
-        self._poll.register(host_mounts, select.POLLPRI)
 
     def _create(self, request: wire.Message, descriptors: list[int]) -> None:
         life, payload = socket.socketpair()
@@ -307,8 +293,9 @@ class Spawner:
         owner = syscalls.parent_namespace(f"/proc/{sandbox.first_pid}/ns/user")
         entry = sandbox.entry
         assert entry is not None
-        given = [owner] if sandbox.tasks is None else [owner, self._open_in_group(sandbox.tasks, os.O_RDONLY)]
+        given = [owner]
         try:
+            given += _opened(sandbox.tasks)
             wire.send(entry, {"pid": sandbox.first_pid}, [sandbox.pidfd, *given])
         finally:
             for descriptor in given:
@@ -316,18 +303,12 @@ class Spawner:
         # While the helper enters, since the kernel may be slow to move processes between groups. Nothing of an agent's
         # runs yet; whatever it starts later inherits these groups from the first process or the helper.
         for group in sandbox.groups:
-            members = self._open_in_group(group, os.O_WRONLY)
+            members = os.open(group, os.O_WRONLY | os.O_CLOEXEC)
             try:
                 for member in (sandbox.first_pid, sandbox.helper_pid):
                     os.write(members, str(member).encode())
             finally:
                 os.close(members)
-
-    def _open_in_group(self, file: str, flags: int) -> int:
-        for parent, descriptor in self._group_parents.items():
-            if file.startswith(f"{parent}/"):
-                return os.open(file[len(parent) + 1 :], flags | os.O_CLOEXEC, dir_fd=descriptor)
-        return os.open(file, flags | os.O_CLOEXEC)
 
     def _destroy(self, request: wire.Message) -> None:
         sandbox = self._sandboxes.get(request["id"])
@@ -426,6 +407,14 @@ class Spawner:
                 os.waitpid(-1, 0)
             except ChildProcessError:
                 return
+
+
+def _opened(count: str | None) -> list[int]:
+    """Returns a descriptor of a control group's count; none where there is none: kills have other proofs."""
+    try:
+        return [] if count is None else [os.open(count, os.O_RDONLY | os.O_CLOEXEC)]
+    except OSError:
+        return []
 
 
 def _pipe_with(content: bytes) -> int:
