@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from tests.support import vision
 from tests.support.copy_script import COPY_SCRIPT
 
 from penstock.client import Command, Penstock, RewardFrom, SeedFile, Task, Verifier, connect
 from penstock.local.stack import LocalStack
+from penstock_codec import tiny_tokenizer
 from penstock_codec.codec import Codec
 from penstock_codec.tokenizer_files import TokenizerFiles
 
@@ -28,9 +28,9 @@ TASK = Task(
 
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer, a template and a rule of images, which is all that the scripted engine needs."""
+    """A tokenizer and a template, which is all that the scripted engine needs."""
     folder = tmp_path_factory.mktemp("model")
-    vision.tokenizer_files().write(folder)
+    tiny_tokenizer.build().write(folder)
     return folder
 
 
