@@ -7,7 +7,8 @@ import binascii
 from typing import Final
 
 from penstock_codec.chat import ImagePart
-from penstock_codec.images import MAX_BYTES, MAX_IMAGES, MAX_PIXELS, measure
+from penstock_codec.image_files import measure
+from penstock_codec.images import MAX_BYTES, MAX_IMAGES, MAX_PIXELS
 from penstock_interception.domain.requests import ChatRequest
 from penstock_interception.ingress.dialects.base import BadRequest
 
