@@ -33,6 +33,8 @@ def inline_image(data: str, media_type: str, path: str) -> ImagePart:
     """Reads an image in base64, standard or URL-safe, padded or not. Raises BadRequest."""
     if len(data) // 4 * 3 > MAX_BYTES + 2:
         raise _too_large(f"{path}: the image has more than {MAX_BYTES} bytes.", path)
+    if not data.isascii():  # which `translate` would go through letter by letter
+        raise BadRequest(f"{path}: not base64.", path, "invalid_value")
     text = data.rstrip("=").translate(_STANDARD)
     try:
         raw = base64.b64decode(text + "=" * (-len(text) % 4), validate=True)
