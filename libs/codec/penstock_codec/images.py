@@ -183,12 +183,15 @@ def expanded(ids: IntArray, images: Sequence[ImagePart], rule: ImageRule) -> tup
 
 
 def measured(image: ImagePart) -> Measured:
-    """Returns an inline image's kind and size. Raises CodecError IMAGE_REMOTE, IMAGE_INVALID, IMAGE_LIMIT."""
+    """Returns an inline image's kind and size, measured unless it was. Raises CodecError.
+
+    IMAGE_REMOTE, IMAGE_INVALID, IMAGE_LIMIT.
+    """
     if not image.data:
         raise CodecError("IMAGE_REMOTE", "images by address are not fetched: send the image's bytes, as a data URL")
     if len(image.data) > MAX_BYTES:
         raise CodecError("IMAGE_LIMIT", f"an image has {len(image.data)} bytes; {MAX_BYTES} are allowed")
-    found = measure(image.data)
+    found = measure(image.data) if image.size is None else Measured(image.media_type, *image.size)
     if found is None:
         raise CodecError("IMAGE_INVALID", "an image is no PNG, JPEG, GIF or WebP file, or its header is damaged")
     if found.width * found.height > MAX_PIXELS:

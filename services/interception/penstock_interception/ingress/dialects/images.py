@@ -49,7 +49,7 @@ def inline_image(data: str, media_type: str, path: str) -> ImagePart:
         return ImagePart.inline(raw, media_type.lower())
     if size.width * size.height > MAX_PIXELS:
         raise _too_large(f"{path}: the image has {size.width} x {size.height} pixels; {MAX_PIXELS} are allowed.", path)
-    return ImagePart.inline(raw, size.media_type)
+    return ImagePart.inline(raw, size.media_type, (size.width, size.height))
 
 
 def images_within_limit(request: ChatRequest) -> list[ImagePart]:
