@@ -48,17 +48,19 @@ class ReasoningPart:
 class ImagePart:
     """An image: inline, with its file's bytes, or by address alone, which only upstreams take.
 
-    `ref` identifies it: "sha256:" and the hex digest of an inline image's bytes, or the address.
+    `ref` identifies it: "sha256:" and the hex digest of an inline image's bytes, or the address. `size` is the width
+    and height in pixels, if its file was measured.
     """
 
     ref: str
     media_type: str = ""
     data: bytes = field(default=b"", repr=False)
+    size: tuple[int, int] | None = field(default=None, compare=False)
 
     @classmethod
-    def inline(cls, data: bytes, media_type: str) -> ImagePart:
+    def inline(cls, data: bytes, media_type: str, size: tuple[int, int] | None = None) -> ImagePart:
         """An image with its bytes, of an IANA media type."""
-        return cls(f"{_DIGEST}{hashlib.sha256(data).hexdigest()}", media_type, data)
+        return cls(f"{_DIGEST}{hashlib.sha256(data).hexdigest()}", media_type, data, size)
 
     @property
     def sha256(self) -> bytes:

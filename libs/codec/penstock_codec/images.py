@@ -1,8 +1,8 @@
-"""Images of prompts: their size from a file's header, and how many tokens of a model's prompt stand for one.
+"""Images of prompts: their bounds, and how many tokens of a model's prompt stand for one.
 
-No image is decoded here. A template writes one placeholder for an image; `expanded` repeats it for each position that
-takes an embedding, as the model's own preprocessor does. `ImageRule` knows two of these: the size decides (Qwen's
-vision models from 2 to 3), or all images have one size (LLaVA).
+A template writes one placeholder for an image; `expanded` repeats it for each position that takes an embedding, as the
+model's own preprocessor does. `ImageRule` knows two of these: the size decides (Qwen's vision models from 2 to 3), or
+all images have one size (LLaVA).
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Final
@@ -21,6 +20,7 @@ from numpy.typing import NDArray
 from penstock_codec.chat import ImagePart
 from penstock_codec.errors import CodecError
 from penstock_codec.fast_dataclass import quick
+from penstock_codec.image_files import Measured, measure
 
 IntArray = NDArray[np.int32]
 
@@ -40,19 +40,6 @@ _LONGEST_SIDES: Final = 200
 """The preprocessor refuses an image of which one side is more than this many times the other."""
 _GRID_MODELS: Final = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"})
 _FIXED_MODELS: Final = frozenset({"llava"})
-_PNG: Final = b"\x89PNG\r\n\x1a\n"
-# JPEG's markers of a frame; the others in this range are tables.
-_FRAMES: Final = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
-_ALONE: Final = frozenset({0x01, *range(0xD0, 0xD9)})
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """An image's kind, as an IANA media type, and its size in pixels."""
-
-    media_type: str
-    width: int
-    height: int
 
 
 @quick
@@ -196,59 +183,17 @@ def expanded(ids: IntArray, images: Sequence[ImagePart], rule: ImageRule) -> tup
 
 
 def measured(image: ImagePart) -> Measured:
-    """Returns an inline image's kind and size. Raises CodecError IMAGE_REMOTE, IMAGE_INVALID, IMAGE_LIMIT."""
+    """Returns an inline image's kind and size, measured unless it was. Raises CodecError.
+
+    IMAGE_REMOTE, IMAGE_INVALID, IMAGE_LIMIT.
+    """
     if not image.data:
         raise CodecError("IMAGE_REMOTE", "images by address are not fetched: send the image's bytes, as a data URL")
     if len(image.data) > MAX_BYTES:
         raise CodecError("IMAGE_LIMIT", f"an image has {len(image.data)} bytes; {MAX_BYTES} are allowed")
-    found = measure(image.data)
+    found = measure(image.data) if image.size is None else Measured(image.media_type, *image.size)
     if found is None:
-        raise CodecError("IMAGE_INVALID", "an image is no PNG, JPEG, GIF or WebP file")
+        raise CodecError("IMAGE_INVALID", "an image is no PNG, JPEG, GIF or WebP file, or its header is damaged")
     if found.width * found.height > MAX_PIXELS:
         raise CodecError("IMAGE_LIMIT", f"an image has {found.width} x {found.height} pixels; {MAX_PIXELS} are allowed")
     return found
-
-
-def measure(data: bytes) -> Measured | None:
-    """Reads an image file's header; None if it is none that is known, or is cut off there."""
-    size: tuple[int, int] | None = None
-    kind = ""
-    try:
-        if data.startswith(_PNG) and data[12:16] == b"IHDR":
-            kind, size = "image/png", struct.unpack_from(">II", data, 16)
-        elif data.startswith((b"GIF87a", b"GIF89a")):
-            kind, size = "image/gif", struct.unpack_from("<HH", data, 6)
-        elif data.startswith(b"\xff\xd8"):
-            kind, size = "image/jpeg", _of_jpeg(data)
-        elif data[:4] == b"RIFF" and data[8:12] == b"WEBP":
-            kind, size = "image/webp", _of_webp(data)
-    except (struct.error, IndexError):
-        return None
-    return Measured(kind, *size) if size is not None and min(size) > 0 else None
-
-
-def _of_jpeg(data: bytes) -> tuple[int, int] | None:
-    at = 2
-    while data[at] == 0xFF:
-        marker = data[at + 1]
-        if marker == 0xFF:  # filling
-            at += 1
-            continue
-        if marker in _FRAMES:
-            height, width = struct.unpack_from(">HH", data, at + 5)
-            return width, height
-        at += 2 if marker in _ALONE else 2 + struct.unpack_from(">H", data, at + 2)[0]
-    return None
-
-
-def _of_webp(data: bytes) -> tuple[int, int] | None:
-    kind = data[12:16]
-    if kind == b"VP8X":
-        return 1 + int.from_bytes(data[24:27], "little"), 1 + int.from_bytes(data[27:30], "little")
-    if kind == b"VP8L" and data[20] == 0x2F:
-        bits = struct.unpack_from("<I", data, 21)[0]
-        return 1 + (bits & 0x3FFF), 1 + (bits >> 14 & 0x3FFF)
-    if kind == b"VP8 " and data[23:26] == b"\x9d\x01\x2a":
-        width, height = struct.unpack_from("<HH", data, 26)
-        return width & 0x3FFF, height & 0x3FFF
-    return None

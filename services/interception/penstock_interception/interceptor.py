@@ -144,7 +144,8 @@ class Interceptor:
         """
         rollout.check_open()  # its id may be another rollout's by now
         conversation = self.conversations[rollout.id]
-        inline = conversation.new_bytes(parsed) <= INLINE_BYTES
+        # An image's cost is not in proportion to its bytes.
+        inline = request.folded is None and conversation.new_bytes(parsed) <= INLINE_BYTES
         call = self.gate.admit(rollout, request, journal=not inline)
         conversation.add_tools(parsed)
         if inline:

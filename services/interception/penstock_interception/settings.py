@@ -123,8 +123,8 @@ class InterceptionSettings(ServiceSettings):
     max_rollout_bytes: int = Field(
         1 << 30,
         ge=8 << 10,
-        description="most bytes that the journal keeps of one rollout's calls: bodies, 4 KiB per call, 32 bytes per "
-        "sampled token",
+        description="most bytes that the journal keeps of one rollout's calls: bodies, images, 4 KiB per call, "
+        "32 bytes per sampled token",
     )
     max_body_bytes: int = Field(32 << 20, ge=1 << 10, le=32 << 20, description="largest request body of an agent")
     header_timeout_s: float = Field(10.0, gt=0, description="time limit for a request's line and headers, in seconds")

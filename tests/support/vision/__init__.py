@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import base64
+import io
 import struct
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from typing import Final
+
+from PIL import Image
 
 from penstock_codec import tiny_tokenizer
 from penstock_codec.images import ImageRule
 from penstock_codec.tokenizer_files import TokenizerFiles
 
+_PNG: Final = b"\x89PNG\r\n\x1a\n"
 START, PLACEHOLDER, END, VIDEO = "<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"
 CONTROLS = (*tiny_tokenizer.CONTROL_TOKENS, START, PLACEHOLDER, END, VIDEO)
 PLACEHOLDER_ID = CONTROLS.index(PLACEHOLDER)
@@ -49,13 +54,38 @@ def tokenizer_files(texts: Iterable[str] = (), rule: ImageRule | None = RULE) ->
 def png(columns: int, rows: int, shade: int = 0) -> bytes:
     """An image of `columns` by `rows` tokens, grey."""
     width, height = columns * SIDE, rows * SIDE
-    lines = (b"\0" + bytes([shade]) * width) * height
+    return _PNG + _header(width, height) + _chunk(b"IDAT", _lines(width, height, shade)) + _chunk(b"IEND", b"")
 
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
-    header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(lines)) + chunk(b"IEND", b"")
+def png_with(chunks: bytes) -> bytes:
+    """An image of one token, with these chunks before its data."""
+    return _PNG + _header(SIDE, SIDE) + chunks + _chunk(b"IDAT", _lines(SIDE, SIDE, 0)) + _chunk(b"IEND", b"")
+
+
+def _chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def _header(width: int, height: int) -> bytes:
+    return _chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0))
+
+
+def _lines(width: int, height: int, shade: int) -> bytes:
+    return zlib.compress((b"\0" + bytes([shade]) * width) * height)
+
+
+def _gif_outside() -> bytes:
+    held = io.BytesIO()
+    Image.new("P", (90, 90)).save(held, "GIF")
+    data = held.getvalue()
+    return data[:6] + struct.pack("<HH", SIDE, SIDE) + data[10:]
+
+
+CONTRADICTORY: Final[Mapping[str, bytes]] = {
+    "PNG": png_with(_header(90, 90)),
+    "GIF": _gif_outside(),
+}
+"""Images of one token by their headers, which Pillow decodes to 90 x 90 pixels."""
 
 
 def data_url(data: bytes, media_type: str = "image/png") -> str:

@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from tests.support.vision import PLACEHOLDER_ID, RULE, png, tokenizer_files
+from tests.support.vision import CONTRADICTORY, PLACEHOLDER_ID, RULE, png, png_with, tokenizer_files
 
-from penstock_codec import Codec, CodecError
+from penstock_codec import Codec, CodecError, images
 from penstock_codec.chat import ImagePart, Message, Role, TextPart, Tool, ToolCallPart, ToolResultPart
-from penstock_codec.images import MAX_IMAGES, ImageRule, Measured, measure
+from penstock_codec.image_files import MOST_STEPS, Measured, measure
+from penstock_codec.images import MAX_IMAGES, ImageRule
 from penstock_codec.splice import Continuation
 
 CALL = ToolCallPart("call_1", "look", "{}")
@@ -49,6 +50,36 @@ def test_lossless_and_extended_webp_have_sizes_too() -> None:
         held = io.BytesIO()
         Image.new("RGBA", (33, 500), (9, 9, 9, 99)).save(held, "WEBP", **options)
         assert measure(held.getvalue()) == Measured("image/webp", 33, 500)
+
+
+@pytest.mark.requirement("R26", "R137")
+@pytest.mark.parametrize("kind", CONTRADICTORY)
+def test_an_image_that_decodes_to_another_size_than_its_header_has_none(kind: str) -> None:
+    """A small header would stand for much memory."""
+    assert measure(CONTRADICTORY[kind]) is None
+
+
+@pytest.mark.requirement("R32", "R137")
+def test_what_stands_before_an_image_is_read_up_to_a_bound() -> None:
+    """Chunks, blocks and filling: a file of 16 MiB has millions of them."""
+    held = io.BytesIO()
+    Image.new("RGB", (30, 20)).save(held, "JPEG")
+    for size in (MOST_STEPS // 2, MOST_STEPS):
+        jpeg = b"\xff\xd8" + b"\xff" * size + held.getvalue()[2:]
+        chunks = png_with(b"\0\0\0\0teXt\0\0\0\0" * size)
+        gif = b"GIF89a\x1e\0\x14\0\0\0\0!\xfe" + b"\1x" * size + b"\0,\0\0\0\0\x1e\0\x14\0"
+        found = [measure(data) for data in (jpeg, chunks, gif)]
+        assert [one is None for one in found] == [size == MOST_STEPS] * 3
+
+
+@pytest.mark.requirement("R32", "R137")
+def test_an_image_that_was_measured_is_not_measured_again(codec: Codec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A conversation is planned with each call, and has all its images."""
+    data = png(2, 3)
+    known = ImagePart.inline(data, "image/png", (56, 84))
+    assert known == ImagePart.inline(data, "image/png")
+    monkeypatch.setattr(images, "measure", lambda data: pytest.fail("it was measured again"))
+    assert [one.grid for one in codec.prompt([user(known)]).images] == [(1, 6, 4)]
 
 
 QWEN: Mapping[str, Any] = {"model_type": "qwen2_vl", "image_token_id": 7}

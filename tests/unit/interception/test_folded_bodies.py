@@ -40,6 +40,25 @@ def test_an_image_in_another_form_stays_in_the_body() -> None:
         assert folded.images == {image.sha256: ("image/png", image.data)}
 
 
+@pytest.mark.requirement("R32", "R137")
+def test_a_body_of_which_images_are_less_than_half_stays_whole() -> None:
+    """Its other text, of an agent's choice, is not searched; the image is kept apart all the same."""
+    image = base64.b64encode(ONE.data)
+    for others, cuts in ((len(image), 1), (len(image) + 1, 0)):
+        body = b" " * others + image
+        folded = fold(body, [ONE])
+        assert folded is not None and (len(folded.cuts), len(folded.images)) == (cuts, 1)
+        assert unfold(folded.body, folded.cuts, {ONE.sha256: ONE.data}) == body
+
+
+def test_an_image_is_found_beside_other_runs_of_its_alphabet() -> None:
+    """Short ones, long ones, and one that ends with padding just before it."""
+    image = base64.b64encode(ONE.data)
+    body = b"A" * 63 + b" " + b"B" * 64 + b"==" + image + b'"' + b"C" * 63
+    folded = fold(body, [ONE])
+    assert folded is not None and folded.body == body.replace(image, b"") and folded.cuts == ((130, ONE.sha256),)
+
+
 def test_a_body_without_images_is_not_folded() -> None:
     """Those by address have no bytes."""
     assert fold(b"{}", []) is None and fold(b"{}", [ImagePart("https://x/y.png")]) is None

@@ -12,7 +12,8 @@ from penstock.chat.v1 import chat_pb2
 from penstock_chassis.errors import Unsupported, Violation
 from penstock_chassis.validation import invalid
 from penstock_codec import Codec
-from penstock_codec.images import MAX_BYTES, MAX_IMAGES, MAX_PIXELS, MAX_TOTAL_PIXELS, Placed, measure
+from penstock_codec.image_files import measure
+from penstock_codec.images import MAX_BYTES, MAX_IMAGES, MAX_PIXELS, MAX_TOTAL_PIXELS, Placed
 from penstock_inference.engines.base import IMAGE, EngineInfo, Media, TokenIds
 
 MAX_TOTAL_BYTES: Final = 32 << 20
@@ -93,7 +94,7 @@ def _problem_of(message: chat_pb2.Media, prompt: TokenIds, after: int) -> tuple[
         return "sha256", "is not the SHA-256 of data"
     size = measure(message.data)
     if size is None:
-        return "data", "is no PNG, JPEG, GIF or WebP file"
+        return "data", "is no PNG, JPEG, GIF or WebP file, or its header is damaged"
     if size.width * size.height > MAX_PIXELS:
         return "data", f"{size.width} x {size.height} pixels; {MAX_PIXELS} are allowed"
     return None

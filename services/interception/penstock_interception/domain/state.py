@@ -420,6 +420,8 @@ class Rollout:
     calls: list[Call] = field(default_factory=list)
     # Digests of images that are known to be in the journal.
     images: set[bytes] = field(default_factory=set)
+    # Bytes of the images of all admitted calls, by digest.
+    image_bytes: dict[bytes, int] = field(default_factory=dict)
     by_retry_key: dict[str, Call] = field(default_factory=dict)
     queued: dict[str, Call] = field(default_factory=dict)
     queues: list[SelectorQueue] = field(default_factory=list)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from penstock_interception.domain.budgets import Spent
-from penstock_interception.domain.calls import MOST_FAILURE_KINDS, CallState, Failures, Mode, Totals
+from penstock_interception.domain.calls import MOST_FAILURE_KINDS, CallRequest, CallState, Failures, Mode, Totals
 from penstock_interception.domain.completions import Failure
 from penstock_interception.domain.state import Call, Rollout
 
@@ -67,9 +67,21 @@ def tokens_of(call: Call) -> tuple[int, int]:
     return call.prompt.count if call.prompt is not None else 0, completion.count
 
 
+def new_images(rollout: Rollout, request: CallRequest) -> dict[bytes, int]:
+    """Returns the bytes of a request's images, by digest, that no call of the rollout has had."""
+    if request.folded is None:
+        return {}
+    images = request.folded.images.items()
+    return {digest: len(data) for digest, (_, data) in images if digest not in rollout.image_bytes}
+
+
 def journal_bytes(rollout: Rollout, calls: int = 0, request_bytes: int = 0) -> int:
-    """Estimates the journal size of a rollout's calls, with so many more that have bodies of `request_bytes`."""
+    """Estimates the journal size of a rollout's calls and images.
+
+    With so many more calls, whose bodies and new images have `request_bytes`.
+    """
     spent = rollout.totals.spent
     bodies = 0 if rollout.spec.mode is Mode.BLACK_BOX else spent.request_bytes + request_bytes
     sampled = spent.completion_tokens * _TOKEN_BYTES + rollout.totals.top_bytes
-    return bodies + (spent.calls + calls) * _CALL_BYTES + sampled
+    images = sum(rollout.image_bytes.values())
+    return bodies + images + (spent.calls + calls) * _CALL_BYTES + sampled

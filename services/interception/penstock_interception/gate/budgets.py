@@ -16,7 +16,7 @@ from penstock_interception.domain.budgets import CallRate, RunBudgets, Spent, ex
 from penstock_interception.domain.calls import CallRequest, RolloutSpec, RolloutState
 from penstock_interception.domain.requests import with_max_tokens
 from penstock_interception.domain.state import Call, Rollout
-from penstock_interception.domain.totals import journal_bytes, tokens_of
+from penstock_interception.domain.totals import journal_bytes, new_images, tokens_of
 from penstock_interception.gate.context import GateContext
 from penstock_interception.metrics import BUDGET_STOPS
 from penstock_interception.store.runs import Run
@@ -141,8 +141,10 @@ class BudgetEnforcer:
 
     # Calls -----------------------------------------------------------------------------------------------------------
 
-    def admit(self, rollout: Rollout, request_bytes: int) -> None:
+    def admit(self, rollout: Rollout, request_bytes: int, image_bytes: int = 0) -> None:
         """Checks whether a rollout may make another call. Marks the rollout as exhausted when a budget is used up.
+
+        `image_bytes`: of images that are kept beside the body.
 
         Raises:
             ResourceExhausted: BUDGET_EXHAUSTED, permanent.
@@ -152,7 +154,7 @@ class BudgetEnforcer:
         budget = rollout.exhausted_budget or exhausted(budgets, rollout.totals.spent, age, request_bytes)
         if not budget and not _replays(rollout) and (running := self._running(rollout)) is not None:
             budget = self._run_budget(running, request_bytes)
-        if not budget and journal_bytes(rollout, 1, request_bytes) > self._most_bytes:
+        if not budget and journal_bytes(rollout, 1, request_bytes + image_bytes) > self._most_bytes:
             budget = JOURNAL
         if not budget:
             return
@@ -202,6 +204,7 @@ class BudgetEnforcer:
         used = Spent(calls=1, request_bytes=call.request.body_bytes)
         call.rollout.totals.calls += 1
         call.rollout.totals.request_bytes += used.request_bytes
+        call.rollout.image_bytes.update(new_images(call.rollout, call.request))
         running = self._running(call.rollout)
         call.is_charged = running is None or not _replays(call.rollout)
         if running is not None and call.is_charged:

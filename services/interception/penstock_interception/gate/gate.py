@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import cast
 
@@ -35,7 +35,7 @@ from penstock_interception.domain.completions import Failure
 from penstock_interception.domain.kept_captures import Discarded
 from penstock_interception.domain.results import Accepted, Answered, PreparedAnswer
 from penstock_interception.domain.state import Call, Rollout, Selector, Session
-from penstock_interception.domain.totals import count_ended
+from penstock_interception.domain.totals import count_ended, new_images
 from penstock_interception.gate import telemetry
 from penstock_interception.gate.budgets import BudgetEnforcer
 from penstock_interception.gate.call_timeouts import CallTimeouts
@@ -126,7 +126,7 @@ class Gate:
         if self._registry.draining:
             raise Unavailable("The service is stopping.", reason="DRAINING", retry_after_s=2.0)
         now = self._clock.wall()
-        self.budgets.admit(rollout, request.body_bytes)
+        self.budgets.admit(rollout, request.body_bytes, sum(new_images(rollout, request).values()))
         if rollout.totals.open >= self._limits.max_open_calls_per_rollout:
             raise ResourceExhausted("Too many calls wait in this rollout.", reason="CALL_LIMIT", retry_after_s=1.0)
         self.budgets.pace(rollout)
@@ -332,6 +332,8 @@ class Gate:
         written.add_done_callback(partial(self._call_written, call))
         if call.state.terminal:
             _shrink(call)
+        elif call.request.folded is not None:  # the write has it: a waiting call needs its body alone
+            call.request = replace(call.request, folded=None)
 
     def _call_written(self, call: Call, done: asyncio.Future[list[int]]) -> None:
         if not recorded(done):

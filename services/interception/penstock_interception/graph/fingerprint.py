@@ -2,7 +2,8 @@
 
 Two messages have the same key if they are the same turn of the conversation. For the agent's messages that means equal
 content. For the model's it means equal visible text, outer white space aside, and equal calls with their arguments
-compared as JSON values: clients re-serialise arguments, trim text and drop reasoning.
+compared as JSON values: clients re-serialise arguments, trim text and drop reasoning. Images are compared by their
+digests and their places among the texts, in messages of both.
 """
 
 from __future__ import annotations
@@ -50,11 +51,15 @@ class Fingerprints:
         written = ["ids" if self._with_call_ids else "", message.text]
         for call in calls:
             written += (call.id, call.name, call.arguments_json)
+        shown = _shown(message, self._with_call_ids) if message.images else []
+        if shown:
+            written[0] += " images"
+            written += shown
         raw = digest(*map(_utf8, written))
         key = cache.REPLY_KEYS.get(raw)
         if key is None:
             parts = [part for call in calls for part in _call_parts(call, self._with_call_ids)]
-            key = digest(b"assistant", _utf8(visible_text(message)), *parts)
+            key = digest(b"assistant", _utf8(visible_text(message)), *parts, *map(_utf8, shown))
             cache.REPLY_KEYS.keep({raw: key})
         return key
 
@@ -179,17 +184,29 @@ def _context_key(message: Message, with_call_ids: bool) -> bytes:
         if type(only) is ToolResultPart and not only.images:
             call_id = _utf8(only.call_id) if with_call_ids else b""
             return digest(_utf8(message.role.value), _utf8(message.name), b"", b"result", call_id, _utf8(only.text))
-    text: list[str] = []
+    text = "".join([part.text for part in parts if isinstance(part, TextPart)])
     others: list[str] = []
-    for part in parts:
+    if message.images:
+        others = _shown(message, with_call_ids)
+    else:
+        for result in message.tool_results:
+            others += ("result", result.call_id if with_call_ids else "", result.text)
+    return digest(*[_utf8(part) for part in (message.role.value, message.name, text, *others)])
+
+
+def _shown(message: Message, with_call_ids: bool) -> list[str]:
+    """Returns texts, results and images of a message in their order, each after what it is: a prompt shows them so."""
+    shown: list[str] = []
+    for part in message.parts:
         if isinstance(part, TextPart):
-            text.append(part.text)
+            shown += ("text", part.text)
         elif isinstance(part, ImagePart):
-            others.extend(("image", part.ref))
+            shown += ("image", part.ref)
         elif isinstance(part, ToolResultPart):
-            others.extend(("result", part.call_id if with_call_ids else "", part.text))
-            others.extend(image.ref for image in part.images)
-    return digest(*[_utf8(part) for part in (message.role.value, message.name, "".join(text), *others)])
+            shown += ("result", part.call_id if with_call_ids else "", part.text)
+            for image in part.images:
+                shown += ("image of result", image.ref)
+    return shown
 
 
 def _call_parts(call: ToolCallPart, with_call_ids: bool) -> tuple[bytes, bytes, bytes]:

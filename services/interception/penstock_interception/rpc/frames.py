@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from functools import partial
+from typing import Any, Final, TypeAlias
 
 import structlog
 from google.protobuf.internal.containers import RepeatedCompositeFieldContainer
@@ -24,7 +26,12 @@ _log = structlog.get_logger(__name__)
 FRAME_BYTES = 4 << 20
 ENVELOPE_BYTES = 16
 """At most what a frame adds to its only call, and to its size for each further one: tags and lengths."""
+INLINE_BODY_BYTES: Final = 64 << 10
+"""Bodies up to this size are parsed on the event loop: a thread handover would cost more (R32)."""
 _TOO_LARGE = Failure("CALL_TOO_LARGE", f"The call has more than {CALL_BYTES} bytes.", retriable=False)
+
+Requests: TypeAlias = Mapping[str, ChatRequest]
+"""Requests of calls by call id, parsed again from their bodies."""
 
 
 class CallWriter:
@@ -35,23 +42,42 @@ class CallWriter:
         self._parse = parse
         self._fail = fail
 
+    async def read_large(
+        self,
+        calls: Iterable[Call],
+        view: View,
+        in_thread: Callable[[Callable[[], dict[str, ChatRequest]]], Awaitable[dict[str, ChatRequest]]],
+    ) -> Requests:
+        """Parses in a thread the large bodies that a view of these calls needs, for `add`.
+
+        A body that cannot be parsed is left out: `add` tries it again, and its call fails alone.
+        """
+        limit = min(CALL_BYTES, view.max_message_bytes)
+        bodies = {
+            call.id: (call.request.dialect, call.request.body)
+            for call in calls
+            if INLINE_BODY_BYTES < len(call.request.body) <= limit and any(_needed(call, view))
+        }
+        return await in_thread(partial(self._read, bodies)) if bodies else {}
+
     def add(
         self,
         calls: RepeatedCompositeFieldContainer[pb.ModelCall],
         call: Call,
         view: View,
         sent_prompts: SentPrompts | None = None,
+        requests: Requests | None = None,
     ) -> int:
         """Appends a call to `calls`, built in place, since copying a long prompt is expensive.
 
-        `sent_prompts`: what its prompt leaves out; None = it is whole.
+        `sent_prompts`: what its prompt leaves out; None = it is whole. `requests`: those that are parsed already.
 
         Returns its size in a frame, in bytes; 0 if the call failed and was not written.
         """
         before, limit = len(calls), min(CALL_BYTES, view.max_message_bytes - ENVELOPE_BYTES)
         failure = _TOO_LARGE if limit == CALL_BYTES else _over_session_limit(view)
         try:
-            size = self._write(calls.add(**_fields(call, sent_prompts)), call, view, limit)
+            size = self._write(calls.add(**_fields(call, sent_prompts)), call, view, limit, requests or {})
         except Exception:  # noqa: BLE001 - logged, and the call fails
             _log.exception("a call could not be serialised", call_id=call.id, rollout_id=call.rollout.id)
             size, failure = 0, Failure("INTERNAL")
@@ -61,13 +87,24 @@ class CallWriter:
         self._fail(call, failure)
         return 0
 
-    def _write(self, message: pb.ModelCall, call: Call, view: View, limit: int) -> int:
+    def _read(self, bodies: Mapping[str, tuple[Dialect, bytes]]) -> dict[str, ChatRequest]:
+        requests: dict[str, ChatRequest] = {}
+        for call_id, (dialect, body) in bodies.items():
+            with suppress(Exception):
+                requests[call_id] = self._parse(dialect, body)
+        return requests
+
+    def _write(self, message: pb.ModelCall, call: Call, view: View, limit: int, requests: Requests) -> int:
         textual = call.plan is not None and not call.plan.exact
-        with_data = view.media and bool(message.media)
-        wanted = int(view.messages or textual or with_data) + int(view.body)
+        shown, with_data = _needed(call, view)
+        wanted = int(shown or with_data) + int(view.body)
         fits = message.ByteSize() + wanted * len(call.request.body) <= limit
         if wanted and fits:
-            self._add_view(message, call, view.messages or textual, view.body, with_data)
+            if view.body:
+                message.request_body = call.request.body
+            if shown or with_data:
+                request = requests.get(call.id) or self._parse(call.request.dialect, call.request.body)
+                _add_request(message, request, shown, with_data)
             fits = message.ByteSize() <= limit  # what the body's length could not show
         if wanted and not fits and not textual:  # without tokens the messages are the prompt
             for name in ("messages", "tools", "tool_choice", "request_body"):
@@ -77,22 +114,25 @@ class CallWriter:
             message.view_truncated = True
         return message.ByteSize() if fits or not textual else limit + 1
 
-    def _add_view(self, message: pb.ModelCall, call: Call, messages: bool, body: bool, media: bool) -> None:
-        if body:
-            message.request_body = call.request.body
-        if not messages and not media:
-            return
-        request = self._parse(call.request.dialect, call.request.body)
-        if media:
-            data = {image.sha256: image.data for image in request.images}
-            for one in message.media:
-                one.data = data[one.sha256]
-        if messages:
-            # Without tokens, no Media has the bytes of an image.
-            inline = not message.media
-            message.messages.extend(convert.message_to(item, image_data=inline) for item in request.messages)
-            message.tools.extend(convert.tool_to(tool) for tool in request.tools)
-            message.tool_choice.CopyFrom(convert.choice_to(request.tool_choice))
+
+def _needed(call: Call, view: View) -> tuple[bool, bool]:
+    """Whether a view of a call needs its messages, and the bytes of its images."""
+    if (plan := call.plan) is None:
+        return False, False
+    return view.messages or not plan.exact, view.media and bool(plan.media)
+
+
+def _add_request(message: pb.ModelCall, request: ChatRequest, messages: bool, media: bool) -> None:
+    if media:
+        data = {image.sha256: image.data for image in request.images}
+        for one in message.media:
+            one.data = data[one.sha256]
+    if messages:
+        # Without tokens, no Media has the bytes of an image.
+        inline = not message.media
+        message.messages.extend(convert.message_to(item, image_data=inline) for item in request.messages)
+        message.tools.extend(convert.tool_to(tool) for tool in request.tools)
+        message.tool_choice.CopyFrom(convert.choice_to(request.tool_choice))
 
 
 def _over_session_limit(view: View) -> Failure:
@@ -101,9 +141,16 @@ def _over_session_limit(view: View) -> Failure:
 
 
 def frames_of(
-    box: Outbox, writer: CallWriter, view: View, sent_prompts: SentPrompts | None = None
+    box: Outbox,
+    writer: CallWriter,
+    view: View,
+    sent_prompts: SentPrompts | None = None,
+    requests: Requests | None = None,
 ) -> Iterator[pb.InterceptResponse]:
-    """Yields the frames of an outbox, cancellations before calls. Prompts leave out what is in `sent_prompts`."""
+    """Yields the frames of an outbox, cancellations before calls. Prompts leave out what is in `sent_prompts`.
+
+    `requests`: those of `CallWriter.read_large`.
+    """
     for reason, ids in box.cancelled.items():
         yield pb.InterceptResponse(cancelled=pb.CallsCancelled(call_ids=ids, reason=reason))
     for reason, ids in box.tool_calls_cancelled.items():
@@ -112,7 +159,7 @@ def frames_of(
     if box.closed:
         yield pb.InterceptResponse(rollouts_closed=pb.RolloutsClosed(rollout_ids=box.closed))
     limit = min(FRAME_BYTES, view.max_message_bytes)
-    yield from _call_frames(box.calls, writer, view, limit, sent_prompts)
+    yield from _call_frames(box.calls, writer, view, limit, sent_prompts, requests)
     yield from tools.frames_of(box.tool_calls, limit)
     for open_calls in box.pauses:
         if open_calls is None:
@@ -122,20 +169,25 @@ def frames_of(
 
 
 def _call_frames(
-    calls: Iterable[Call], writer: CallWriter, view: View, limit: int, sent_prompts: SentPrompts | None
+    calls: Iterable[Call],
+    writer: CallWriter,
+    view: View,
+    limit: int,
+    sent_prompts: SentPrompts | None,
+    requests: Requests | None,
 ) -> Iterator[pb.InterceptResponse]:
     frame, size = pb.InterceptResponse(), 0
     for call in calls:
         if (plan := call.plan) is None:
             continue  # it ended while an earlier frame was sent
-        added = writer.add(frame.calls.calls, call, view, sent_prompts)
+        added = writer.add(frame.calls.calls, call, view, sent_prompts, requests)
         if not added:
             continue
         if size and size + added > limit:
             del frame.calls.calls[-1]
             yield frame
             frame, size = pb.InterceptResponse(), 0
-            writer.add(frame.calls.calls, call, view, sent_prompts)
+            writer.add(frame.calls.calls, call, view, sent_prompts, requests)
         size += added
         if sent_prompts is not None and call.rollout.state is not RolloutState.CLOSED:
             sent_prompts.add(call.id, plan)

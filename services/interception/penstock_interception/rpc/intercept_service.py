@@ -148,11 +148,12 @@ class InterceptServicer(pb_grpc.InterceptServiceServicer):
         )
         leased = await self._leases.lease(asked, wait_s=max(0.0, wait_s), request_id=request.request_id)
         await self._interceptor.store.settled()
+        requests = await self._writer.read_large((call for call, _ in leased), view, self._interceptor.in_thread)
         response, size, too_many = pb.LeaseCallsResponse(), 0, list[tuple[str, str]]()
         for call, lease in leased:
             if call.plan is None or call.lease_id != lease:  # it has ended meanwhile, or its lease has
                 continue
-            added = self._writer.add(response.calls, call, view, asked.sent_prompts)
+            added = self._writer.add(response.calls, call, view, asked.sent_prompts, requests)
             if size and size + added > view.max_message_bytes:
                 del response.calls[-1]
                 too_many.append((call.id, lease))

@@ -26,7 +26,7 @@ from penstock_interception.domain.state import (
 )
 from penstock_interception.interceptor import Interceptor
 from penstock_interception.rpc import results, tools
-from penstock_interception.rpc.frames import CallWriter, frames_of
+from penstock_interception.rpc.frames import CallWriter, Requests, frames_of
 from penstock_interception.rpc.models import announced_policy, policy_ids_from
 
 DEFAULT_PAUSE_S = 600.0
@@ -111,16 +111,18 @@ class InterceptStream:
         while True:
             ended = session.ended  # read first: acknowledgements that come while frames are sent have their turn
             box = session.drain()
+            requests: Requests = {}
             if box.calls or box.tool_calls:
                 # A call must survive a restart before a trainer sees it.
                 await self._interceptor.store.settled()
+                requests = await writer.read_large(box.calls, session.view, self._interceptor.in_thread)
                 # Meanwhile another stream may have taken the session over, with a view of its own. A tool has side
                 # effects: a call whose write failed is not sent.
                 box.calls = [call for call in box.calls if call.holder is session]
                 box.tool_calls = [call for call in box.tool_calls if call.holder is session]
             replies, self._replies = self._replies, []
             self._read.set()
-            for frame in (*frames_of(box, writer, session.view, session.sent_prompts), *replies):
+            for frame in (*frames_of(box, writer, session.view, session.sent_prompts, requests), *replies):
                 yield frame
             if ended:
                 return

@@ -39,6 +39,13 @@ class MediaStore:
             found.update((digest, bytes(row["data"])) for row in rows)
         return found
 
+    async def sizes(self, rollout_id: str) -> dict[bytes, int]:
+        """Returns how many bytes each of a rollout's images has, by digest."""
+        rows = await self._journal.query(
+            "SELECT sha256, length(data) AS size FROM media WHERE rollout_id = ?", (rollout_id,)
+        )
+        return {bytes(row["sha256"]): row["size"] for row in rows}
+
     async def unfolded(self, rollout_id: str, body: bytes, cuts: str | None) -> bytes:
         """Returns a stored body as it was received."""
         if not cuts:
@@ -48,7 +55,7 @@ class MediaStore:
 
     @staticmethod
     def adding(rollout: Rollout, folded: FoldedBody) -> list[Statement]:
-        """Inserts the images that are not known to be written. One that is there, after a restart, is written again."""
+        """Inserts the images that are not known to be written. One that two calls have at one time is written twice."""
         return [
             (
                 "INSERT INTO media VALUES (?, ?, ?, ?) ON CONFLICT DO UPDATE SET media_type = excluded.media_type",

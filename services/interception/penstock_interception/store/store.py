@@ -415,6 +415,8 @@ class CallStore:
             count = record.keep + int(record.suffix.size)
             call.prompt = Prompt(count, record.keep, record.call_class, record.branch_id, record.parent_call_id)
         rollout.totals = replace(reading.count(calls), refused=rollout.totals.refused)
+        rollout.image_bytes.update(await self.media.sizes(rollout.id))
+        rollout.images.update(rollout.image_bytes)
         rollout.recording = await self.recordings.load(rollout.id, is_open=rollout.state is not RolloutState.CLOSED)
         reading.use_recorded(rollout.recording, calls)
         leases = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,11 +18,13 @@ from penstock_interception import interceptor
 from penstock_interception.domain.budgets import Budgets
 from penstock_interception.domain.calls import CallState, Dialect, PolicyBounds, RolloutState
 from penstock_interception.domain.completions import Completion
+from penstock_interception.domain.folded_bodies import FoldedBody
 from penstock_interception.domain.requests import ChatRequest
 from penstock_interception.domain.results import Accepted, Rejection, RejectionReason
 from penstock_interception.domain.state import Call, Selector, View
-from penstock_interception.graph import LogprobsMode
+from penstock_interception.graph import LogprobsMode, Plan
 from penstock_interception.rollouts.answers import INLINE_TOKENS
+from penstock_interception.rollouts.conversations import Conversation
 from penstock_interception.rollouts.trajectory import Grade, capture
 from penstock_interception.rpc import frames
 from penstock_interception.rpc.frames import CallWriter, frames_of
@@ -361,6 +364,28 @@ async def test_a_long_prompt_without_its_conversation_fails_alone(tmp_path: Path
         await asyncio.wait_for(call.ended, 10.0)
         assert call.state is CallState.FAILED and call.end_reason == "INTERNAL"
         assert (await gate.open(rollout_id="r2", request_id="q2")).state is RolloutState.OPEN
+
+
+@pytest.mark.requirement("R32", "R137")
+async def test_a_prompt_with_images_is_made_in_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However short its new text is: small files can have long headers, and all of them are looked at."""
+    on_loop, made = threading.get_ident(), list[bool]()
+    plan = Conversation.plan
+
+    def noted(conversation: Conversation, *given: Any) -> Plan:
+        made.append(threading.get_ident() == on_loop)
+        return plan(conversation, *given)
+
+    monkeypatch.setattr(Conversation, "plan", noted)
+    async with inner_gate(tmp_path) as gate:
+        rollout, session = await gate.open(), gate.join()
+        call = await gate.ask(rollout, "a", folded=FoldedBody(b"{}", (), {}))
+        async with asyncio.timeout(10.0):
+            while call.state is not CallState.LEASED:
+                await session.wait()
+                session.drain()
+        await gate.ask(rollout, "b")
+    assert made == [False, True]
 
 
 @pytest.mark.requirement("R31", "R146")

@@ -12,7 +12,7 @@ from penstock_codec.chat import ImagePart, Message, Role
 from penstock_codec.images import MAX_BYTES, MAX_IMAGES
 from penstock_interception.domain.requests import ChatRequest
 from penstock_interception.ingress.dialects.base import BadRequest
-from penstock_interception.ingress.dialects.images import image_at, images_within_limit
+from penstock_interception.ingress.dialects.images import image_at, images_within_limit, inline_image
 
 WRONG: Mapping[str, tuple[str, str]] = {
     "bytes": ("data:image/png;base64," + base64.b64encode(bytes(MAX_BYTES + 1)).decode(), "image_limit"),
@@ -32,9 +32,25 @@ def test_what_is_too_large_or_no_base64_is_refused_by_its_field(what: str) -> No
     assert (refused.value.param, refused.value.code) == ("messages.content.image_url.url", code)
 
 
+class Untranslated(str):
+    """A text of which no letter is looked at."""
+
+    def rstrip(self, chars: str | None = None, /) -> str:
+        pytest.fail(f"{chars} was looked for")
+
+
+@pytest.mark.requirement("R32", "R137")
+def test_a_text_with_other_letters_than_ascii_is_refused_before_it_is_read() -> None:
+    """Letter by letter, 16 MiB would stall the gate."""
+    with pytest.raises(BadRequest) as refused:
+        inline_image(Untranslated("é" + "A" * 9), "image/png", "url")
+    assert (refused.value.param, refused.value.code) == ("url", "invalid_value")
+
+
 def test_an_images_kind_is_what_its_bytes_say() -> None:
-    """Not what the agent says. Addresses are left as they are."""
-    assert image_at(data_url(png(1, 1), "image/jpeg"), "url") == ImagePart.inline(png(1, 1), "image/png")
+    """Not what the agent says. Addresses are left as they are. Its size is kept, so that it is measured once."""
+    image = image_at(data_url(png(1, 1), "image/jpeg"), "url")
+    assert (image, image.size) == (ImagePart.inline(png(1, 1), "image/png"), (28, 28))
     assert image_at("https://x/y.png", "url", "image/png") == ImagePart("https://x/y.png", "image/png")
 
 

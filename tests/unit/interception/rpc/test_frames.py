@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -75,6 +77,34 @@ async def test_frames_stay_within_their_limit_and_lose_no_call() -> None:
     assert all(frame.ByteSize() <= FRAME_BYTES for frame in frames if len(frame.calls.calls) > 1)
     ids = np.frombuffer(frames[1].calls.calls[0].prompt_token_ids, "<i4")
     assert np.array_equal(ids, np.arange(700_000))
+
+
+@pytest.mark.requirement("R32")
+async def test_large_bodies_are_parsed_in_a_thread_if_a_view_needs_them() -> None:
+    """Once, before frames are made; one that cannot be parsed fails alone."""
+    on_loop = threading.get_ident()
+    parsed: list[tuple[bytes, bool]] = []
+
+    def read(_: Dialect, body: bytes) -> ChatRequest:
+        parsed.append((body[:1], threading.get_ident() == on_loop))
+        if body.startswith(b"c"):
+            raise ValueError("no such text")
+        return ChatRequest("m", (Message.user(body[:1].decode()),))
+
+    failures: dict[str, Failure] = {}
+    writer = CallWriter(read, lambda call, failure: failures.update({call.id: failure}))
+    calls = calls_of(10, 10, 10, 10)
+    for call, body in zip(calls, (b"a", b"b" * 100_000, b"c" * 100_000, b"d" * 600_000), strict=True):
+        call.request = replace(call.request, body=body)
+    assert await writer.read_large(calls, View(max_message_bytes=500_000), asyncio.to_thread) == {}
+    view = View(messages=True, max_message_bytes=500_000)
+    requests = await writer.read_large(calls, view, asyncio.to_thread)
+    assert parsed == [(b"b", False), (b"c", False)]
+    frames = list(frames_of(Outbox(calls=calls), writer, view, requests=requests))
+    assert parsed[2:] == [(b"a", True), (b"c", True)]
+    texts = [[part.text.text for message in call.messages for part in message.parts] for call in frames[0].calls.calls]
+    assert texts == [["a"], ["b"], []]
+    assert {name: failure.reason for name, failure in failures.items()} == {"call-2": "INTERNAL"}
 
 
 @pytest.mark.requirement("R32")

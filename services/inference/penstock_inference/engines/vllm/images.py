@@ -15,6 +15,7 @@ from PIL import Image
 
 from penstock_chassis.errors import FailedPrecondition, InvalidArgument, Violation
 from penstock_chassis.validation import invalid
+from penstock_codec.image_files import measure
 from penstock_inference.engines.base import Media, TokenIds
 
 
@@ -52,15 +53,19 @@ def _decoded(media: Media, index: int) -> Image.Image:
     """The image in RGB, its first frame, on white where it is transparent; its orientation tag is not applied."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of odd metadata; the number of pixels was checked
+            warnings.simplefilter("ignore")  # of odd metadata
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
             with Image.open(io.BytesIO(media.data), formats=("PNG", "JPEG", "GIF", "WEBP")) as image:
+                size = measure(media.data)
+                if size is None or image.size != (size.width, size.height):
+                    raise ValueError("its decoder finds another size than its header has")  # and took more memory
                 image.load()
                 if image.mode == "RGB":
                     return image.copy()
                 shown = image.convert("RGBA")
                 white = Image.new("RGBA", shown.size, "white")
                 return Image.alpha_composite(white, shown).convert("RGB")
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise _undecodable(index, error) from error
 
 

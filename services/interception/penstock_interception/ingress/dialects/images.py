@@ -7,7 +7,8 @@ import binascii
 from typing import Final
 
 from penstock_codec.chat import ImagePart
-from penstock_codec.images import MAX_BYTES, MAX_IMAGES, MAX_PIXELS, measure
+from penstock_codec.image_files import measure
+from penstock_codec.images import MAX_BYTES, MAX_IMAGES, MAX_PIXELS
 from penstock_interception.domain.requests import ChatRequest
 from penstock_interception.ingress.dialects.base import BadRequest
 
@@ -32,6 +33,8 @@ def inline_image(data: str, media_type: str, path: str) -> ImagePart:
     """Reads an image in base64, standard or URL-safe, padded or not. Raises BadRequest."""
     if len(data) // 4 * 3 > MAX_BYTES + 2:
         raise _too_large(f"{path}: the image has more than {MAX_BYTES} bytes.", path)
+    if not data.isascii():  # which `translate` would go through letter by letter
+        raise BadRequest(f"{path}: not base64.", path, "invalid_value")
     text = data.rstrip("=").translate(_STANDARD)
     try:
         raw = base64.b64decode(text + "=" * (-len(text) % 4), validate=True)
@@ -46,7 +49,7 @@ def inline_image(data: str, media_type: str, path: str) -> ImagePart:
         return ImagePart.inline(raw, media_type.lower())
     if size.width * size.height > MAX_PIXELS:
         raise _too_large(f"{path}: the image has {size.width} x {size.height} pixels; {MAX_PIXELS} are allowed.", path)
-    return ImagePart.inline(raw, size.media_type)
+    return ImagePart.inline(raw, size.media_type, (size.width, size.height))
 
 
 def images_within_limit(request: ChatRequest) -> list[ImagePart]:
