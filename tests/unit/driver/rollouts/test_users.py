@@ -13,10 +13,11 @@ from tests.unit.driver.world import bash, say
 
 from penstock.driver.v1 import rollout_pb2
 from penstock.interception.v1 import interception_pb2
-from penstock_chassis.errors import FailedPrecondition, InvalidArgument, Unavailable
-from penstock_driver.domain.ports import Command, GateClosing
+from penstock_chassis.errors import FailedPrecondition, InvalidArgument, PenstockError, ResourceExhausted, Unavailable
+from penstock_driver.domain.failures import classify_exit
+from penstock_driver.domain.ports import Command, Exit, ExitReason, GateClosing
 from penstock_driver.domain.records import Record, RequestKey, new_id
-from penstock_driver.domain.rollout import Limits, RolloutSpec, Verifier
+from penstock_driver.domain.rollout import Cause, Limits, Phase, RolloutSpec, Verifier
 from penstock_driver.domain.users import User, UserModel
 from penstock_driver.wire.specs import effective_spec, rollout_spec
 
@@ -138,6 +139,50 @@ async def test_an_agent_that_fails_gets_no_further_instruction(driver: Driver) -
     outcome = await driver.outcome(record)
     assert outcome.HasField("failure")
     assert turns(await driver.events(record.rollout_id)) == [(1, "", "", "AGENT_FAILED")]
+
+
+REFUSALS: list[PenstockError] = [
+    FailedPrecondition("a directory", reason="NOT_A_FILE"),
+    FailedPrecondition("a link", reason="SYMLINK_IN_PATH"),
+    ResourceExhausted("full", reason="DISK_FULL"),
+]
+
+
+@pytest.mark.requirement("R72")
+@pytest.mark.parametrize("takes_files", [False, True])
+@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda error: error.reason)
+async def test_an_agent_that_prevents_its_further_start_is_graded(
+    driver: Driver, refusal: PenstockError, takes_files: bool
+) -> None:
+    """Its key is revoked before the verifier runs, and the attempt is not repeated."""
+    driver.sandboxes.takes_files = takes_files
+
+    def script(messages: list[dict[str, Any]]) -> dict[str, Any]:
+        driver.sandboxes.fail["start" if takes_files else "write_files"] = [refusal]
+        return obeys(messages)
+
+    driver.gate.script = script
+    spec = with_user(driver, User(1, (B,)), max_attempts=3)
+    record = await driver.start(replace(spec, task=replace(spec.task, instruction="printf abc > out.txt")))
+    outcome = await driver.outcome(record)
+    failure = outcome.failure
+    assert (failure.cause, failure.reason) == (rollout_pb2.FAILURE_CAUSE_AGENT, "AGENT_START_FAILED")
+    assert not failure.retriable and refusal.reason in failure.message and outcome.reward.value == 1.0
+    assert (await driver.manager.get(record.rollout_id)).attempts == 1
+    assert driver.gate.closed == {record.rollout_id: "AGENT_EXITED"} and not driver.sandboxes.boxes
+
+
+@pytest.mark.requirement("R72")
+def test_only_a_further_start_that_fails_is_the_agents() -> None:
+    """Lost calls excuse nothing there; a replay that failed before it does."""
+    ended, closing = Exit(ExitReason.START_FAILED, message="no directory"), GateClosing(calls=2, unanswered=2, lost=1)
+    first = classify_exit(ended, closing, None, (0,), Phase.RUNNING)
+    further = classify_exit(ended, closing, None, (0,), Phase.RUNNING, gate_was_away=True, is_further=True)
+    replayed = classify_exit(ended, GateClosing(diverged="x"), None, (0,), Phase.RUNNING, is_further=True)
+    assert first is not None and further is not None and replayed is not None
+    assert (first.cause, first.reason) == (Cause.INFRASTRUCTURE, "AGENT_START_FAILED")
+    assert (further.cause, further.reason, further.retriable) == (Cause.AGENT, "AGENT_START_FAILED", False)
+    assert further.is_gradable and replayed.reason == "REPLAY_DIVERGED"
 
 
 def wanted() -> rollout_pb2.RolloutSpec:
@@ -271,6 +316,27 @@ async def test_a_decided_instruction_is_given_once_by_the_next_driver(driver: Dr
     assert [turn[0] for turn in turns(events)] == [1, 2]
     assert sum(event.HasField("agent_exited") for event in events) == 2
     assert driver.gate.requested == [record.rollout_id] * 2
+
+
+@pytest.mark.requirement("R127", "R72")
+async def test_an_agent_that_the_next_driver_cannot_start_is_graded(driver: Driver) -> None:
+    reached = Event()
+
+    def script(messages: list[dict[str, Any]]) -> dict[str, Any]:
+        if messages[-1]["role"] == "tool":
+            driver.sandboxes.holds = {"start": reached}
+        return obeys(messages)
+
+    driver.gate.script = script
+    wire = asks_twice()
+    wire.user.script.instructions.append("true")
+    record = await left(driver, wire, reached)
+    driver.sandboxes.holds, driver.sandboxes.fail = {}, {"write_files": [REFUSALS[0]]}
+    driver.manager = driver.make()
+    assert await driver.manager.recover() == 1
+    outcome = await driver.outcome(record)
+    assert (outcome.failure.reason, outcome.reward.value) == ("AGENT_START_FAILED", 0.0)
+    assert outcome.HasField("reward") and (await driver.manager.get(record.rollout_id)).attempts == 1
 
 
 @pytest.mark.requirement("R127")
