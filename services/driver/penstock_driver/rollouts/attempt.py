@@ -317,7 +317,7 @@ class Attempt:
                 run = refused
                 break
             limit_s = self._conversation.left_s
-        return await self._classified(run, interruptions, self._close_gate)
+        return await self._classified(run, interruptions, self._close_gate) or self._conversation.failure
 
     async def _close_gate(self, rollout_id: str) -> GateClosing:
         self._gate_closing = await self._gate.close(rollout_id, "AGENT_EXITED")

@@ -54,7 +54,8 @@ class Questions:
         finally:
             self._interceptor.detach(call)
         if (problem := errors.of_ended(call)) is not None:
-            if problem.retry or call.state is not CallState.FAILED:
+            is_of_the_request = call.failure is not None and call.failure.reason == "REQUEST_FAILS"
+            if call.state is not CallState.FAILED or (problem.retry and not is_of_the_request):
                 raise Unavailable(f"The user's model did not answer: {problem.message}", reason="USER_UNANSWERED")
             raise FailedPrecondition(f"The user's model refused: {problem.message}", reason="USER_REFUSED")
         self._interceptor.answer_sent(call)

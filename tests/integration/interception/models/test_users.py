@@ -79,6 +79,25 @@ async def test_a_user_is_there_while_the_agents_rollout_is_open(served: Any) -> 
         assert await refused(service.open("l", mode=PROXY, source=PERSON, user_of="late")) == "USER_TOO_LATE"
 
 
+@pytest.mark.requirement("R72")
+async def test_a_question_on_which_the_model_fails_is_refused_although_a_repeat_might_help(
+    served: Any, person: Vendor
+) -> None:
+    """Its largest part is the agent's message, which could be made so that the model fails."""
+
+    def says(body: bytes) -> str:
+        if b"glitch" in body:
+            raise RuntimeError
+        return "on"
+
+    person.says = says
+    async with served() as service:
+        await service.open("r")
+        await opened(service)
+        assert await refused(ask(service, "glitch")) == "USER_REFUSED"
+        assert await ask(service, "well") == "on"
+
+
 @pytest.mark.requirement("R34")
 async def test_a_repeated_question_has_its_answer_again_after_a_restart(served: Any, person: Vendor) -> None:
     """The calls are apart from the agent's, with their class."""

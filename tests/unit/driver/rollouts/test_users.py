@@ -15,10 +15,12 @@ from penstock.driver.v1 import rollout_pb2
 from penstock.interception.v1 import interception_pb2
 from penstock_chassis.errors import FailedPrecondition, InvalidArgument, PenstockError, ResourceExhausted, Unavailable
 from penstock_driver.domain.failures import classify_exit
-from penstock_driver.domain.ports import Command, Exit, ExitReason, GateClosing
+from penstock_driver.domain.ports import Command, Exit, ExitReason, GateClosing, UserRequest
 from penstock_driver.domain.records import Record, RequestKey, new_id
-from penstock_driver.domain.rollout import Cause, Limits, Phase, RolloutSpec, Verifier
+from penstock_driver.domain.rollout import Cause, Limits, Phase, RolloutFailed, RolloutSpec, Verifier
 from penstock_driver.domain.users import User, UserModel
+from penstock_driver.rollouts.conversation.conversation import Conversation
+from penstock_driver.rollouts.conversation.user import RolloutUser
 from penstock_driver.wire.specs import effective_spec, rollout_spec
 
 pytestmark = pytest.mark.requirement("R133")
@@ -38,6 +40,11 @@ def with_user(driver: Driver, user: User, **changes: Any) -> RolloutSpec:
     )
     task = replace(base.task, instruction="printf a >> out.txt", verifier=verifier)
     return replace(base, task=task, user=user, **changes)
+
+
+def at_once(spec: RolloutSpec) -> RolloutSpec:
+    """The spec, with all of the work in its first instruction."""
+    return replace(spec, task=replace(spec.task, instruction="printf abc > out.txt"))
 
 
 def turns(events: list[rollout_pb2.RolloutEvent]) -> list[tuple[int, str, str, str]]:
@@ -105,13 +112,53 @@ async def test_a_model_that_goes_on_or_falls_silent_ends(
     assert turns(await driver.events(record.rollout_id))[-1][3] == reason
 
 
-async def test_a_user_whose_budget_is_used_up_has_ended(driver: Driver) -> None:
+@pytest.mark.requirement("R72")
+@pytest.mark.parametrize(
+    ("refusal", "reason"),
+    [
+        (FailedPrecondition("used up", reason="BUDGET_EXHAUSTED"), "USER_BUDGET"),
+        (FailedPrecondition("20000 tokens", reason="USER_REFUSED"), "USER_REFUSED"),
+        (InvalidArgument("too many bytes", reason="FIELD_INVALID"), "USER_REFUSED"),
+    ],
+)
+async def test_a_user_who_cannot_be_asked_any_more_has_ended(
+    driver: Driver, refusal: PenstockError, reason: str
+) -> None:
+    """The work is graded: the agent's last message may be the cause."""
     driver.gate.script = obeys
-    driver.gate.fail["ask_user"] = [FailedPrecondition("used up", reason="BUDGET_EXHAUSTED")]
-    record = await driver.start(with_user(driver, User(2, model=UserModel("p", empty_terms()))))
+    driver.gate.fail["ask_user"] = [refusal]
+    record = await driver.start(at_once(with_user(driver, User(2, model=UserModel("p", empty_terms())))))
     outcome = await driver.outcome(record)
-    assert not outcome.HasField("failure") or outcome.failure.cause != rollout_pb2.FAILURE_CAUSE_MODEL
-    assert turns(await driver.events(record.rollout_id))[-1][3] == "USER_BUDGET"
+    assert outcome.reward.value == 1.0 and not outcome.HasField("failure")
+    assert [turn[2:] for turn in turns(await driver.events(record.rollout_id))] == [("", reason)]
+
+
+@pytest.mark.requirement("R72")
+async def test_an_agent_that_leaves_its_user_no_time_has_timed_out(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is graded, and the attempt is not repeated: the agent chooses when it ends."""
+
+    def script(messages: list[dict[str, Any]]) -> dict[str, Any]:
+        monkeypatch.setattr(Conversation, "left_s", property(lambda _: 0.05))
+        return obeys(messages)
+
+    driver.gate.script, driver.gate.user_reached = script, Event()
+    user = User(2, model=UserModel("p", empty_terms()))
+    record = await driver.start(at_once(with_user(driver, user, max_attempts=3)))
+    outcome = await driver.outcome(record)
+    assert (outcome.failure.cause, outcome.failure.reason) == (rollout_pb2.FAILURE_CAUSE_TIMEOUT, "AGENT_TIMED_OUT")
+    assert outcome.reward.value == 1.0 and (await driver.manager.get(record.rollout_id)).attempts == 1
+    assert turns(await driver.events(record.rollout_id))[-1][3] == "AGENT_TIMED_OUT"
+
+
+async def test_a_gate_that_is_away_for_the_rest_of_the_agents_time_is_not_blamed_on_it(driver: Driver) -> None:
+    user = User(2, model=UserModel("p", empty_terms()))
+    driver.gate.fail["open_user"] = [Unavailable("away", reason="X") for _ in range(9)]
+    request = UserRequest("r", "r/user/1", empty_terms(), "d", "t")
+    with pytest.raises(RolloutFailed) as failed:
+        await RolloutUser(user, driver.gate, request, "go").turn([], "done", 0.05)
+    assert (failed.value.failure.reason, failed.value.failure.retriable) == ("USER_UNANSWERED", True)
 
 
 async def test_a_model_that_does_not_answer_is_a_loss_of_the_model(driver: Driver) -> None:
@@ -162,8 +209,7 @@ async def test_an_agent_that_prevents_its_further_start_is_graded(
         return obeys(messages)
 
     driver.gate.script = script
-    spec = with_user(driver, User(1, (B,)), max_attempts=3)
-    record = await driver.start(replace(spec, task=replace(spec.task, instruction="printf abc > out.txt")))
+    record = await driver.start(at_once(with_user(driver, User(1, (B,)), max_attempts=3)))
     outcome = await driver.outcome(record)
     failure = outcome.failure
     assert (failure.cause, failure.reason) == (rollout_pb2.FAILURE_CAUSE_AGENT, "AGENT_START_FAILED")
