@@ -37,6 +37,7 @@ _OF_THE_REQUEST: Final = frozenset(
         "IMAGE_LIMIT",
         "IMAGE_REMOTE",
         "IMAGE_UNSUPPORTED",
+        "MEDIA_MISMATCH",
         "MESSAGES_EMPTY",
         "MODEL_NOT_ALLOWED",
         "REQUEST_FAILS",
