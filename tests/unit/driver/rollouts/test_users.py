@@ -101,7 +101,12 @@ async def test_a_model_sees_the_conversation_with_the_roles_exchanged(driver: Dr
 
 
 @pytest.mark.parametrize(
-    ("says", "reason"), [(lambda body: "echo on", "MAX_INSTRUCTIONS"), (lambda body: " \n", "USER_ENDED")]
+    ("says", "reason"),
+    [
+        (lambda body: "echo on", "MAX_INSTRUCTIONS"),
+        (lambda body: " \n", "USER_ENDED"),
+        (lambda body: "\0 \0", "USER_ENDED"),
+    ],
 )
 async def test_a_model_that_goes_on_or_falls_silent_ends(
     driver: Driver, says: Callable[[dict[str, Any]], str], reason: str

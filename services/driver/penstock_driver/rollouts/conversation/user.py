@@ -74,9 +74,10 @@ class RolloutUser:
             text = await self._said(user.model, before, agent_message, most_s)
         except _Ended as end:
             return UserTurn(index, agent_message, end_reason=end.reason)
-        if END in text or not text.strip():
+        instruction = cut(text.replace("\0", "").strip(), MAX_TEXT_BYTES)
+        if END in text or not instruction:
             return UserTurn(index, agent_message, end_reason=EndReason.USER_ENDED)
-        return UserTurn(index, agent_message, cut(text.replace("\0", "").strip(), MAX_TEXT_BYTES))
+        return UserTurn(index, agent_message, instruction)
 
     async def _said(self, model: UserModel, before: Sequence[UserTurn], agent_message: str, most_s: float) -> str:
         """What the model writes. Raises _Ended."""
