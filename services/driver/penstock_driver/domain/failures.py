@@ -145,7 +145,7 @@ def classify_exit(
         return Failure(Cause.TIMEOUT, "AGENT_TIMED_OUT", f"after {end.duration_s:.1f} s", False, phase)
     if end.reason is ExitReason.START_FAILED:
         message = f"the agent left its sandbox so that it could not be started again: {end.message}"
-        return Failure(Cause.AGENT, "AGENT_START_FAILED", message, False, phase)
+        return Failure(Cause.AGENT, "AGENT_RESTART_FAILED", message, False, phase)
     reported_failed = done is not None and done.data.get("failed") is True
     ended_well = end.reason is ExitReason.EXITED and end.code in success_codes and not reported_failed
     # If no call was ever answered, the policy has produced nothing: whatever failed is not its doing.

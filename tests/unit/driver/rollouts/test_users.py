@@ -217,7 +217,7 @@ async def test_an_agent_that_prevents_its_further_start_is_graded(
     record = await driver.start(at_once(with_user(driver, User(1, (B,)), max_attempts=3)))
     outcome = await driver.outcome(record)
     failure = outcome.failure
-    assert (failure.cause, failure.reason) == (rollout_pb2.FAILURE_CAUSE_AGENT, "AGENT_START_FAILED")
+    assert (failure.cause, failure.reason) == (rollout_pb2.FAILURE_CAUSE_AGENT, "AGENT_RESTART_FAILED")
     assert not failure.retriable and refusal.reason in failure.message and outcome.reward.value == 1.0
     assert (await driver.manager.get(record.rollout_id)).attempts == 1
     assert driver.gate.closed == {record.rollout_id: "AGENT_EXITED"} and not driver.sandboxes.boxes
@@ -232,7 +232,7 @@ def test_only_a_further_start_that_fails_is_the_agents() -> None:
     replayed = classify_exit(ended, GateClosing(diverged="x"), None, (0,), Phase.RUNNING, is_further=True)
     assert first is not None and further is not None and replayed is not None
     assert (first.cause, first.reason) == (Cause.INFRASTRUCTURE, "AGENT_START_FAILED")
-    assert (further.cause, further.reason, further.retriable) == (Cause.AGENT, "AGENT_START_FAILED", False)
+    assert (further.cause, further.reason, further.retriable) == (Cause.AGENT, "AGENT_RESTART_FAILED", False)
     assert further.is_gradable and replayed.reason == "REPLAY_DIVERGED"
 
 
@@ -386,7 +386,7 @@ async def test_an_agent_that_the_next_driver_cannot_start_is_graded(driver: Driv
     driver.manager = driver.make()
     assert await driver.manager.recover() == 1
     outcome = await driver.outcome(record)
-    assert (outcome.failure.reason, outcome.reward.value) == ("AGENT_START_FAILED", 0.0)
+    assert (outcome.failure.reason, outcome.reward.value) == ("AGENT_RESTART_FAILED", 0.0)
     assert outcome.HasField("reward") and (await driver.manager.get(record.rollout_id)).attempts == 1
 
 
