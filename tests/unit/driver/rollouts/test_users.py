@@ -406,3 +406,31 @@ async def test_a_question_that_is_not_answered_is_asked_again_as_it_was(driver: 
     reported = [event.agent_event.data for event in events if event.HasField("agent_event")]
     said = [data["text"] for data in reported if "text" in data]
     assert said == ["done: printf ki > out.txt", "done: printf wi >> out.txt"]
+
+
+@pytest.mark.requirement("R127", "R72")
+async def test_that_the_agents_time_was_over_is_known_to_the_next_driver(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reached = Event()
+
+    async def close(rollout_id: str, reason: str) -> GateClosing:
+        reached.set()
+        await Event().wait()
+        raise AssertionError
+
+    def script(messages: list[dict[str, Any]]) -> dict[str, Any]:
+        monkeypatch.setattr(Conversation, "left_s", property(lambda _: 0.05))
+        monkeypatch.setattr(driver.gate, "close", close)
+        return obeys(messages)
+
+    driver.gate.script, driver.gate.user_reached = script, Event()
+    wire = asks_twice()
+    wire.user.model.prompt = "You want kiwis."
+    record = await left(driver, wire, reached)
+    monkeypatch.undo()
+    driver.manager = driver.make()
+    assert await driver.manager.recover() == 1
+    outcome = await driver.outcome(record)
+    assert outcome.failure.reason == "AGENT_TIMED_OUT" and outcome.HasField("reward")
+    assert [turn[3] for turn in turns(await driver.events(record.rollout_id))] == ["AGENT_TIMED_OUT"]
