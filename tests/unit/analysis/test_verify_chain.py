@@ -181,6 +181,20 @@ def test_a_sample_without_the_tensors_of_its_calls_is_found() -> None:
     assert any("tensors are left out, which its calls have" in one for one in said)
 
 
+@pytest.mark.requirement("R84")
+@pytest.mark.parametrize("column", ["images", "tensors"])
+@pytest.mark.parametrize("parents", [(2, 1), (None, 2)], ids=["of each other", "of itself"])
+def test_calls_that_are_their_own_parents_are_found(column: str, parents: tuple[int | None, int]) -> None:
+    """An export may come from anybody: its verification ends."""
+    turns, sequences = recorded()
+    for row, parent in zip(turns[1:], parents, strict=True):
+        row["prompt_shared_count"], row["prompt_images"] = 3, [{"sha256": "00", "token_start": 0, "token_count": 1}]
+        row["parent_call_id"] = row["call_id"] if parent is None else turns[parent]["call_id"]
+    sequences[0][column] = []
+    said = [problem.message for problem in verify(turns, sequences).problems]
+    assert any("among its own parents" in one for one in said)
+
+
 @pytest.mark.requirement("R84", "R133")
 @pytest.mark.parametrize("why", ["MODEL_UNTRAINED", "PARENT", "PARTIAL"])
 def test_a_part_of_a_call_is_context_for_whatever_reason(why: str) -> None:

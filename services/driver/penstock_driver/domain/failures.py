@@ -37,6 +37,7 @@ _OF_THE_REQUEST: Final = frozenset(
         "IMAGE_LIMIT",
         "IMAGE_REMOTE",
         "IMAGE_UNSUPPORTED",
+        "MEDIA_MISMATCH",
         "MESSAGES_EMPTY",
         "MODEL_NOT_ALLOWED",
         "REQUEST_FAILS",
@@ -56,6 +57,7 @@ _LEFT_BY_AN_AGENT: Final = frozenset(
         "FILE_PERMISSION",
         "FILE_REPLACED",
         "NOT_A_DIRECTORY",
+        "NOT_A_FILE",
         "PATH_NOT_TEXT",
         "PATH_TOO_LONG",
         "SYMLINK_IN_PATH",
@@ -63,6 +65,8 @@ _LEFT_BY_AN_AGENT: Final = frozenset(
         "TREE_TOO_LARGE",
     }
 )
+_AGAINST_A_FURTHER_START: Final = _LEFT_BY_AN_AGENT | {"DISK_FULL", "FILE_NOT_FOUND"}
+"""In the same sandbox, the first start went well."""
 
 
 def is_of_the_request(reason: str, retriable: bool) -> bool:
@@ -90,6 +94,13 @@ def of_the_agent() -> Iterator[None]:
         raise
 
 
+def end_of_a_refused_start(error: PenstockError) -> Exit | None:
+    """How an agent has ended whose further start fails for `error`, if the state of its files is the cause."""
+    if error.reason not in _AGAINST_A_FURTHER_START:
+        return None
+    return Exit(ExitReason.START_FAILED, message=f"{error.reason}: {error.message}")
+
+
 def classify_exit(
     end: Exit,
     closing: GateClosing,
@@ -98,8 +109,9 @@ def classify_exit(
     phase: Phase,
     *,
     gate_was_away: bool = False,
+    is_further: bool = False,
 ) -> Failure | None:
-    """Classify the agent's exit: None for a success (R59).
+    """Classify the agent's exit: None for a success (R59). `is_further`: it was started before, in the same sandbox.
 
     The order of the causes matters. What happened after the gate had closed the rollout, or lost it, is not the
     policy's doing. Neither is an exact replay that fails, whatever the agent does then. An exhausted budget comes
@@ -107,6 +119,7 @@ def classify_exit(
     ran, explain a bad exit. An agent that reports its own failure failed, whatever its exit code. An agent whose last
     call was lost is incomplete, even with a success code. A call that failed because of its own request, or since which
     the source has answered the agent, excuses nothing: a policy could send one to avoid being graded (decision 032).
+    Neither does a further start that fails: what the first one needed, the agent itself has removed since.
     """
     if closing.lease_ended:
         message = "the gate closed the rollout: this driver was away for longer than the gate's driver_lease_s"
@@ -117,7 +130,7 @@ def classify_exit(
     if end.reason is ExitReason.SANDBOX_LOST:
         message = end.message or "the sandbox was lost"
         return Failure(Cause.INFRASTRUCTURE, "SANDBOX_LOST", message, True, phase, component=Component.SANDBOX)
-    if end.reason is ExitReason.START_FAILED:
+    if end.reason is ExitReason.START_FAILED and not is_further:
         message = f"the agent could not be started: {end.message}"
         return Failure(Cause.INFRASTRUCTURE, "AGENT_START_FAILED", message, False, phase, component=Component.AGENT)
     if end.reason is ExitReason.KILLED:
@@ -130,6 +143,9 @@ def classify_exit(
         return Failure(Cause.BUDGET, "BUDGET_EXHAUSTED", f"used up: {closing.exhausted_budget}", False, phase)
     if end.reason is ExitReason.TIMED_OUT:
         return Failure(Cause.TIMEOUT, "AGENT_TIMED_OUT", f"after {end.duration_s:.1f} s", False, phase)
+    if end.reason is ExitReason.START_FAILED:
+        message = f"the agent left its sandbox so that it could not be started again: {end.message}"
+        return Failure(Cause.AGENT, "AGENT_RESTART_FAILED", message, False, phase)
     reported_failed = done is not None and done.data.get("failed") is True
     ended_well = end.reason is ExitReason.EXITED and end.code in success_codes and not reported_failed
     # If no call was ever answered, the policy has produced nothing: whatever failed is not its doing.

@@ -57,7 +57,10 @@ class EndReason:
     USER_ENDED: Final = "USER_ENDED"
     MAX_INSTRUCTIONS: Final = "MAX_INSTRUCTIONS"
     USER_BUDGET: Final = "USER_BUDGET"
+    USER_REFUSED: Final = "USER_REFUSED"
     AGENT_FAILED: Final = "AGENT_FAILED"
+    AGENT_TIMED_OUT: Final = "AGENT_TIMED_OUT"
+    """The agent's time was over before a model had decided."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from penstock_chassis.telemetry.tracing import working_for
 from penstock_driver.agents.launch import Launch, check_host_tools
 from penstock_driver.domain.failures import (
     classify_exit,
+    end_of_a_refused_start,
     ended_by_its_agent,
     failure_of,
     internal_failure,
@@ -42,6 +43,7 @@ from penstock_driver.domain.ports import (
 )
 from penstock_driver.domain.rollout import (
     CARRY_S,
+    AgentExit,
     ArtifactCollected,
     Cause,
     Component,
@@ -196,10 +198,28 @@ class Attempt:
         self._conversation.begin()
         await start_agent(self._sandboxes, sandbox, self._spec, launch, self._conversation)
 
-    async def _start_again(self, sandbox: SandboxFacts, prepared: PreparedEnvironment) -> None:
-        """Start the agent, which has ended, with its user's further instruction."""
-        launch = await self._planned(sandbox, prepared, self._opening or await self._open_gate())
-        await start_agent(self._sandboxes, sandbox, self._spec, launch, self._conversation)
+    async def _start_again(self, sandbox: SandboxFacts, prepared: PreparedEnvironment) -> AgentRun | None:
+        """Start the agent, which has ended, with its user's further instruction; return its end if the state of its
+        files prevents that.
+        """
+
+        async def start() -> None:
+            launch = await self._planned(sandbox, prepared, self._opening or await self._open_gate())
+            await start_agent(self._sandboxes, sandbox, self._spec, launch, self._conversation)
+
+        try:
+            await self._attempt.pausing.start(start)
+        except PenstockError as error:
+            end = end_of_a_refused_start(error)
+            if end is None:
+                raise
+            return self._ended(AgentRun(AgentExit(end, b""), None, ""))
+        return None
+
+    def _ended(self, run: AgentRun) -> AgentRun:
+        self._outcome = replace(self._outcome, agent_exit=run.exit)
+        self._recorder.append(run.exit)
+        return run
 
     async def _judge(self, failure: Failure | None, sandbox: SandboxFacts, prepared: PreparedEnvironment) -> None:
         """Grade and collect after the agent's end, unless its failure says nothing of the policy."""
@@ -277,7 +297,7 @@ class Attempt:
                 self._begin_to_fork(prepared)
 
         while True:
-            run = await watch_agent(
+            watching = watch_agent(
                 self._sandboxes,
                 sandbox.sandbox_id,
                 self._spec,
@@ -289,14 +309,15 @@ class Attempt:
                 held_s=self._attempt.pausing.held_s,
                 recorded=self._recorder.agent_events,
             )
-            self._outcome = replace(self._outcome, agent_exit=run.exit)
-            self._recorder.append(run.exit)
-            classified = partial(self._classified, run, interruptions)
-            if not await self._conversation.goes_on(run.said, partial(classified, self._gate.answered)):
+            run = self._ended(await watching)
+            classified = partial(self._classified, run, interruptions, self._gate.answered)
+            if not await self._conversation.goes_on(run.said, classified):
                 break
-            await self._attempt.pausing.start(partial(self._start_again, sandbox, prepared))
+            if refused := await self._start_again(sandbox, prepared):
+                run = refused
+                break
             limit_s = self._conversation.left_s
-        return await classified(self._close_gate)
+        return await self._classified(run, interruptions, self._close_gate) or self._conversation.failure
 
     async def _close_gate(self, rollout_id: str) -> GateClosing:
         self._gate_closing = await self._gate.close(rollout_id, "AGENT_EXITED")
@@ -315,6 +336,7 @@ class Attempt:
             self._spec.agent.spec.success_exit_codes,
             self._phase,
             gate_was_away=self._gate.interruptions != interruptions,
+            is_further=self._conversation.is_further,
         )
 
     # After the agent --------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from penstock_interception.domain.calls import CallRequest, CallState, Dialect
 from penstock_interception.domain.requests import ChatRequest, merged_sampling
 from penstock_interception.domain.state import Call, Rollout
 from penstock_interception.ingress import errors
-from penstock_interception.ingress.dialects.base import Ask, BadRequest, DialectCodec, Route
+from penstock_interception.ingress.dialects.base import Ask, BadRequest, DialectCodec, Problem, Route
 from penstock_interception.ingress.retries import identify, same_call
 from penstock_interception.interceptor import Interceptor
 
@@ -54,7 +54,7 @@ class Questions:
         finally:
             self._interceptor.detach(call)
         if (problem := errors.of_ended(call)) is not None:
-            if problem.retry or call.state is not CallState.FAILED:
+            if not _is_of_the_question(call, problem):
                 raise Unavailable(f"The user's model did not answer: {problem.message}", reason="USER_UNANSWERED")
             raise FailedPrecondition(f"The user's model refused: {problem.message}", reason="USER_REFUSED")
         self._interceptor.answer_sent(call)
@@ -94,3 +94,10 @@ class Questions:
             body_bytes=len(body),
         )
         return await self._interceptor.begin(rollout, asked, parsed)
+
+
+def _is_of_the_question(call: Call, problem: Problem) -> bool:
+    """Whether the model refuses the question, or fails on it alone, so that another one could have an answer."""
+    if call.state is not CallState.FAILED or call.failure is None or call.failure.reason == "UPSTREAM_KEY_REFUSED":
+        return False
+    return not problem.retry or call.failure.reason == "REQUEST_FAILS"

@@ -55,7 +55,7 @@ default_timeout_s: 300
 
 
 @pytest.mark.requirement("R85", "R137")
-async def test_a_trainer_gets_images_with_calls_samples_and_exports(seeing: Penstock, tmp_path: Path) -> None:
+async def test_a_trainer_gets_images_with_calls_samples_and_exports(ps: Penstock, tmp_path: Path) -> None:
     """By digest, and as bytes where it asks; verify finds another digest, and the tokens of images are not trained."""
     file = tmp_path / "looker.yaml"
     file.write_text(AGENT)

@@ -11,6 +11,7 @@ from typing import Any
 
 import grpc
 import pytest
+from aiohttp import web
 from tests.integration.interception.conftest import Service
 from tests.support.endpoints.upstream import Vendor, vendor
 from tests.support.waiting import eventually
@@ -77,6 +78,29 @@ async def test_a_user_is_there_while_the_agents_rollout_is_open(served: Any) -> 
         await service.open("late")
         await service.close("late")
         assert await refused(service.open("l", mode=PROXY, source=PERSON, user_of="late")) == "USER_TOO_LATE"
+
+
+@pytest.mark.requirement("R72")
+async def test_a_question_is_refused_where_it_is_the_cause(served: Any, person: Vendor) -> None:
+    """Its largest part is the agent's message, which could be made so that the model fails."""
+
+    def says(body: bytes) -> str:
+        if b"glitch" in body:
+            raise RuntimeError
+        if b"long" in body:
+            raise web.HTTPBadRequest
+        if b"key" in body:
+            raise web.HTTPUnauthorized
+        return "on"
+
+    person.says = says
+    async with served() as service:
+        await service.open("r")
+        await opened(service)
+        assert await refused(ask(service, "glitch")) == "USER_REFUSED"
+        assert await refused(ask(service, "long")) == "USER_REFUSED"
+        assert await refused(ask(service, "key")) == "USER_UNANSWERED"
+        assert await ask(service, "well") == "on"
 
 
 @pytest.mark.requirement("R34")

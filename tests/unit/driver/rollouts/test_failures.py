@@ -216,6 +216,7 @@ def test_a_policy_that_fills_its_context_until_its_agent_crashes_is_graded(reaso
         ([("MODEL_NOT_ALLOWED", False)], True),
         ([("UPSTREAM_REFUSED", False), ("TEMPLATE_REFUSED", False)], True),
         ([("FIELD_INVALID", False), ("CONTEXT_EXCEEDED", False)], True),
+        ([("MEDIA_MISMATCH", False)], True),
         ([("REQUEST_FAILS", True)], True),
         ([("REQUEST_FAILS", False), ("REQUEST_FAILS", True)], True),
         ([("REQUEST_FAILS", True), ("UPSTREAM_REFUSED", True)], False),

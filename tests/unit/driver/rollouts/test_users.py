@@ -13,11 +13,14 @@ from tests.unit.driver.world import bash, say
 
 from penstock.driver.v1 import rollout_pb2
 from penstock.interception.v1 import interception_pb2
-from penstock_chassis.errors import FailedPrecondition, InvalidArgument, Unavailable
-from penstock_driver.domain.ports import Command, GateClosing
+from penstock_chassis.errors import FailedPrecondition, InvalidArgument, PenstockError, ResourceExhausted, Unavailable
+from penstock_driver.domain.failures import classify_exit
+from penstock_driver.domain.ports import Command, Exit, ExitReason, GateClosing, UserRequest
 from penstock_driver.domain.records import Record, RequestKey, new_id
-from penstock_driver.domain.rollout import Limits, RolloutSpec, Verifier
+from penstock_driver.domain.rollout import Cause, Limits, Phase, RolloutFailed, RolloutSpec, Verifier
 from penstock_driver.domain.users import User, UserModel
+from penstock_driver.rollouts.conversation.conversation import Conversation
+from penstock_driver.rollouts.conversation.user import RolloutUser
 from penstock_driver.wire.specs import effective_spec, rollout_spec
 
 pytestmark = pytest.mark.requirement("R133")
@@ -37,6 +40,11 @@ def with_user(driver: Driver, user: User, **changes: Any) -> RolloutSpec:
     )
     task = replace(base.task, instruction="printf a >> out.txt", verifier=verifier)
     return replace(base, task=task, user=user, **changes)
+
+
+def at_once(spec: RolloutSpec) -> RolloutSpec:
+    """The spec, with all of the work in its first instruction."""
+    return replace(spec, task=replace(spec.task, instruction="printf abc > out.txt"))
 
 
 def turns(events: list[rollout_pb2.RolloutEvent]) -> list[tuple[int, str, str, str]]:
@@ -93,7 +101,12 @@ async def test_a_model_sees_the_conversation_with_the_roles_exchanged(driver: Dr
 
 
 @pytest.mark.parametrize(
-    ("says", "reason"), [(lambda body: "echo on", "MAX_INSTRUCTIONS"), (lambda body: " \n", "USER_ENDED")]
+    ("says", "reason"),
+    [
+        (lambda body: "echo on", "MAX_INSTRUCTIONS"),
+        (lambda body: " \n", "USER_ENDED"),
+        (lambda body: "\0 \0", "USER_ENDED"),
+    ],
 )
 async def test_a_model_that_goes_on_or_falls_silent_ends(
     driver: Driver, says: Callable[[dict[str, Any]], str], reason: str
@@ -104,13 +117,53 @@ async def test_a_model_that_goes_on_or_falls_silent_ends(
     assert turns(await driver.events(record.rollout_id))[-1][3] == reason
 
 
-async def test_a_user_whose_budget_is_used_up_has_ended(driver: Driver) -> None:
+@pytest.mark.requirement("R72")
+@pytest.mark.parametrize(
+    ("refusal", "reason"),
+    [
+        (FailedPrecondition("used up", reason="BUDGET_EXHAUSTED"), "USER_BUDGET"),
+        (FailedPrecondition("20000 tokens", reason="USER_REFUSED"), "USER_REFUSED"),
+        (InvalidArgument("too many bytes", reason="FIELD_INVALID"), "USER_REFUSED"),
+    ],
+)
+async def test_a_user_who_cannot_be_asked_any_more_has_ended(
+    driver: Driver, refusal: PenstockError, reason: str
+) -> None:
+    """The work is graded: the agent's last message may be the cause."""
     driver.gate.script = obeys
-    driver.gate.fail["ask_user"] = [FailedPrecondition("used up", reason="BUDGET_EXHAUSTED")]
-    record = await driver.start(with_user(driver, User(2, model=UserModel("p", empty_terms()))))
+    driver.gate.fail["ask_user"] = [refusal]
+    record = await driver.start(at_once(with_user(driver, User(2, model=UserModel("p", empty_terms())))))
     outcome = await driver.outcome(record)
-    assert not outcome.HasField("failure") or outcome.failure.cause != rollout_pb2.FAILURE_CAUSE_MODEL
-    assert turns(await driver.events(record.rollout_id))[-1][3] == "USER_BUDGET"
+    assert outcome.reward.value == 1.0 and not outcome.HasField("failure")
+    assert [turn[2:] for turn in turns(await driver.events(record.rollout_id))] == [("", reason)]
+
+
+@pytest.mark.requirement("R72")
+async def test_an_agent_that_leaves_its_user_no_time_has_timed_out(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is graded, and the attempt is not repeated: the agent chooses when it ends."""
+
+    def script(messages: list[dict[str, Any]]) -> dict[str, Any]:
+        monkeypatch.setattr(Conversation, "left_s", property(lambda _: 0.05))
+        return obeys(messages)
+
+    driver.gate.script, driver.gate.user_reached = script, Event()
+    user = User(2, model=UserModel("p", empty_terms()))
+    record = await driver.start(at_once(with_user(driver, user, max_attempts=3)))
+    outcome = await driver.outcome(record)
+    assert (outcome.failure.cause, outcome.failure.reason) == (rollout_pb2.FAILURE_CAUSE_TIMEOUT, "AGENT_TIMED_OUT")
+    assert outcome.reward.value == 1.0 and (await driver.manager.get(record.rollout_id)).attempts == 1
+    assert turns(await driver.events(record.rollout_id))[-1][3] == "AGENT_TIMED_OUT"
+
+
+async def test_a_gate_that_is_away_for_the_rest_of_the_agents_time_is_not_blamed_on_it(driver: Driver) -> None:
+    user = User(2, model=UserModel("p", empty_terms()))
+    driver.gate.fail["open_user"] = [Unavailable("away", reason="X") for _ in range(9)]
+    request = UserRequest("r", "r/user/1", empty_terms(), "d", "t")
+    with pytest.raises(RolloutFailed) as failed:
+        await RolloutUser(user, driver.gate, request, "go").turn([], "done", 0.05)
+    assert (failed.value.failure.reason, failed.value.failure.retriable) == ("USER_UNANSWERED", True)
 
 
 async def test_a_model_that_does_not_answer_is_a_loss_of_the_model(driver: Driver) -> None:
@@ -138,6 +191,49 @@ async def test_an_agent_that_fails_gets_no_further_instruction(driver: Driver) -
     outcome = await driver.outcome(record)
     assert outcome.HasField("failure")
     assert turns(await driver.events(record.rollout_id)) == [(1, "", "", "AGENT_FAILED")]
+
+
+REFUSALS: list[PenstockError] = [
+    FailedPrecondition("a directory", reason="NOT_A_FILE"),
+    FailedPrecondition("a link", reason="SYMLINK_IN_PATH"),
+    ResourceExhausted("full", reason="DISK_FULL"),
+]
+
+
+@pytest.mark.requirement("R72")
+@pytest.mark.parametrize("takes_files", [False, True])
+@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda error: error.reason)
+async def test_an_agent_that_prevents_its_further_start_is_graded(
+    driver: Driver, refusal: PenstockError, takes_files: bool
+) -> None:
+    """Its key is revoked before the verifier runs, and the attempt is not repeated."""
+    driver.sandboxes.takes_files = takes_files
+
+    def script(messages: list[dict[str, Any]]) -> dict[str, Any]:
+        driver.sandboxes.fail["start" if takes_files else "write_files"] = [refusal]
+        return obeys(messages)
+
+    driver.gate.script = script
+    record = await driver.start(at_once(with_user(driver, User(1, (B,)), max_attempts=3)))
+    outcome = await driver.outcome(record)
+    failure = outcome.failure
+    assert (failure.cause, failure.reason) == (rollout_pb2.FAILURE_CAUSE_AGENT, "AGENT_RESTART_FAILED")
+    assert not failure.retriable and refusal.reason in failure.message and outcome.reward.value == 1.0
+    assert (await driver.manager.get(record.rollout_id)).attempts == 1
+    assert driver.gate.closed == {record.rollout_id: "AGENT_EXITED"} and not driver.sandboxes.boxes
+
+
+@pytest.mark.requirement("R72")
+def test_only_a_further_start_that_fails_is_the_agents() -> None:
+    """Lost calls excuse nothing there; a replay that failed before it does."""
+    ended, closing = Exit(ExitReason.START_FAILED, message="no directory"), GateClosing(calls=2, unanswered=2, lost=1)
+    first = classify_exit(ended, closing, None, (0,), Phase.RUNNING)
+    further = classify_exit(ended, closing, None, (0,), Phase.RUNNING, gate_was_away=True, is_further=True)
+    replayed = classify_exit(ended, GateClosing(diverged="x"), None, (0,), Phase.RUNNING, is_further=True)
+    assert first is not None and further is not None and replayed is not None
+    assert (first.cause, first.reason) == (Cause.INFRASTRUCTURE, "AGENT_START_FAILED")
+    assert (further.cause, further.reason, further.retriable) == (Cause.AGENT, "AGENT_RESTART_FAILED", False)
+    assert further.is_gradable and replayed.reason == "REPLAY_DIVERGED"
 
 
 def wanted() -> rollout_pb2.RolloutSpec:
@@ -273,6 +369,27 @@ async def test_a_decided_instruction_is_given_once_by_the_next_driver(driver: Dr
     assert driver.gate.requested == [record.rollout_id] * 2
 
 
+@pytest.mark.requirement("R127", "R72")
+async def test_an_agent_that_the_next_driver_cannot_start_is_graded(driver: Driver) -> None:
+    reached = Event()
+
+    def script(messages: list[dict[str, Any]]) -> dict[str, Any]:
+        if messages[-1]["role"] == "tool":
+            driver.sandboxes.holds = {"start": reached}
+        return obeys(messages)
+
+    driver.gate.script = script
+    wire = asks_twice()
+    wire.user.script.instructions.append("true")
+    record = await left(driver, wire, reached)
+    driver.sandboxes.holds, driver.sandboxes.fail = {}, {"write_files": [REFUSALS[0]]}
+    driver.manager = driver.make()
+    assert await driver.manager.recover() == 1
+    outcome = await driver.outcome(record)
+    assert (outcome.failure.reason, outcome.reward.value) == ("AGENT_RESTART_FAILED", 0.0)
+    assert outcome.HasField("reward") and (await driver.manager.get(record.rollout_id)).attempts == 1
+
+
 @pytest.mark.requirement("R127")
 async def test_a_question_that_is_not_answered_is_asked_again_as_it_was(driver: Driver) -> None:
     """So the gate knows it. What the agent has printed before is recorded once."""
@@ -289,3 +406,31 @@ async def test_a_question_that_is_not_answered_is_asked_again_as_it_was(driver: 
     reported = [event.agent_event.data for event in events if event.HasField("agent_event")]
     said = [data["text"] for data in reported if "text" in data]
     assert said == ["done: printf ki > out.txt", "done: printf wi >> out.txt"]
+
+
+@pytest.mark.requirement("R127", "R72")
+async def test_that_the_agents_time_was_over_is_known_to_the_next_driver(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reached = Event()
+
+    async def close(rollout_id: str, reason: str) -> GateClosing:
+        reached.set()
+        await Event().wait()
+        raise AssertionError
+
+    def script(messages: list[dict[str, Any]]) -> dict[str, Any]:
+        monkeypatch.setattr(Conversation, "left_s", property(lambda _: 0.05))
+        monkeypatch.setattr(driver.gate, "close", close)
+        return obeys(messages)
+
+    driver.gate.script, driver.gate.user_reached = script, Event()
+    wire = asks_twice()
+    wire.user.model.prompt = "You want kiwis."
+    record = await left(driver, wire, reached)
+    monkeypatch.undo()
+    driver.manager = driver.make()
+    assert await driver.manager.recover() == 1
+    outcome = await driver.outcome(record)
+    assert outcome.failure.reason == "AGENT_TIMED_OUT" and outcome.HasField("reward")
+    assert [turn[3] for turn in turns(await driver.events(record.rollout_id))] == ["AGENT_TIMED_OUT"]

@@ -1795,7 +1795,8 @@ func (x *UserScript) GetInstructions() []string {
 // task's instruction are the system message, what the agent wrote last before each end (its last 32 KiB) is a user's message,
 // and what the user sent an assistant's. Its answer is the next instruction; one that is empty or contains [END] ends the
 // conversation. Its calls are Trajectory.user_calls, of class USER: never trained, and asked once whatever is killed. Where it
-// does not answer, the attempt fails for USER_UNANSWERED, of cause MODEL.
+// does not answer, the attempt fails for USER_UNANSWERED, of cause MODEL; where it refuses the conversation, which the agent may
+// have made too long, or the agent's time is over, the work is graded (UserTurn.end_reason).
 type UserModel struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Unset = the default inference service. A tokenizer and an endpoint of the caller's are refused (FIELD_INVALID).
@@ -3593,7 +3594,9 @@ type UserTurn struct {
 	// What the agent is given next. Empty = the conversation is over.
 	Instruction string `protobuf:"bytes,3,opt,name=instruction,proto3" json:"instruction,omitempty"`
 	// Why it is over: "SCRIPT_ENDED", "USER_ENDED" (its model wrote [END], or nothing), "MAX_INSTRUCTIONS", "USER_BUDGET"
-	// (UserModel.budgets), "AGENT_FAILED" (then the user is not asked). Empty = it goes on.
+	// (UserModel.budgets), "USER_REFUSED" (its model cannot take the conversation, which may be too long for it), "AGENT_FAILED"
+	// (then the user is not asked), "AGENT_TIMED_OUT" (the agent's limit was over before its model had answered; the rollout has
+	// that failure). Empty = it goes on.
 	EndReason     string `protobuf:"bytes,4,opt,name=end_reason,json=endReason,proto3" json:"end_reason,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache

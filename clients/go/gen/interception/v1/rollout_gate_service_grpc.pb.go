@@ -76,7 +76,7 @@ type RolloutGateServiceClient interface {
 	// AskUser asks the model that plays the user of another rollout's agent (OpenRolloutRequest.user_of), and returns what it
 	// wrote. A request with the body of an earlier call, other than a failed one, gets that call's answer, or waits for it.
 	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (NOT_A_USER: it was opened without user_of; ROLLOUT_CLOSED;
-	// USER_REFUSED: the model's source refused the request), INVALID_ARGUMENT (FIELD_INVALID), UNAVAILABLE (USER_UNANSWERED: a
+	// USER_REFUSED: the model's source refused the request, or fails on it alone), INVALID_ARGUMENT (FIELD_INVALID), UNAVAILABLE (USER_UNANSWERED: a
 	// repeat may succeed), RESOURCE_EXHAUSTED (BUDGET_EXHAUSTED; RATE_LIMIT, with RetryInfo).
 	AskUser(ctx context.Context, in *AskUserRequest, opts ...grpc.CallOption) (*AskUserResponse, error)
 	// HoldCalls holds an open rollout's calls, or lets them go. While they are held, none is leased or dispatched, agents get
@@ -378,7 +378,7 @@ type RolloutGateServiceServer interface {
 	// AskUser asks the model that plays the user of another rollout's agent (OpenRolloutRequest.user_of), and returns what it
 	// wrote. A request with the body of an earlier call, other than a failed one, gets that call's answer, or waits for it.
 	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (NOT_A_USER: it was opened without user_of; ROLLOUT_CLOSED;
-	// USER_REFUSED: the model's source refused the request), INVALID_ARGUMENT (FIELD_INVALID), UNAVAILABLE (USER_UNANSWERED: a
+	// USER_REFUSED: the model's source refused the request, or fails on it alone), INVALID_ARGUMENT (FIELD_INVALID), UNAVAILABLE (USER_UNANSWERED: a
 	// repeat may succeed), RESOURCE_EXHAUSTED (BUDGET_EXHAUSTED; RATE_LIMIT, with RetryInfo).
 	AskUser(context.Context, *AskUserRequest) (*AskUserResponse, error)
 	// HoldCalls holds an open rollout's calls, or lets them go. While they are held, none is leased or dispatched, agents get

@@ -142,15 +142,18 @@ def _check_whole(row: Row, calls: Mapping[str, Row], whole: int) -> Iterator[str
         expected["logprobs_mode"] = modes.pop()
     if row.get("top_token_ids") is not None:
         expected |= _top(row, own)
+    line, is_endless = _line(row, calls)
+    if is_endless:
+        yield "its last call is among its own parents"
     if row.get("tensors") is not None:
-        expected |= _tensors(row, calls)
+        expected |= _tensors(row, line)
     elif "tensors" in row and any(
         call.get("completion_tensors") and span.get("untrained_reason") != "PARTIAL"
         for span, call in zip(*_own(row, turns, own), strict=True)
     ):
         yield "tensors are left out, which its calls have"
     if "images" in row:
-        expected["images"] = _images(row, calls)
+        expected["images"] = _images(row, line)
     for name, value in expected.items():
         if name in row and not _same(row[name], value):
             yield f"{name} does not match its calls"
@@ -173,32 +176,41 @@ def _top(row: Row, calls: Sequence[Row]) -> dict[str, list[list[Any]]]:
     return found
 
 
-def _images(row: Row, calls: Mapping[str, Row]) -> list[Row] | None:
+def _line(row: Row, calls: Mapping[str, Row]) -> tuple[list[Row], bool]:
+    """Returns the sample's last call and the parents of which it shares tokens, and whether they lead back to one of
+    them, where the list ends.
+    """
+    line: dict[str, Row] = {}
+    call_id = row["turn_spans"][-1]["call_id"] if row["turn_spans"] else ""
+    while (call := calls.get(call_id)) is not None:
+        if call_id in line:
+            return list(line.values()), True
+        line[call_id] = call
+        call_id = (call.get("parent_call_id") or "") if call.get("prompt_shared_count") else ""
+    return list(line.values()), False
+
+
+def _images(row: Row, line: Sequence[Row]) -> list[Row] | None:
     """Returns the images of the sample's prompts: each call has those that its parent's prompt lacks."""
-    call: Row | None = calls.get(row["turn_spans"][-1]["call_id"]) if row["turn_spans"] else None
     found: list[Row] = []
     limit = len(row["input_ids"])
-    while call is not None:
+    for call in line:
         own = call.get("prompt_images") or []
         found[:0] = [one for one in own if one["token_start"] + one["token_count"] <= limit]
         limit = min(limit, call.get("prompt_shared_count") or 0)
-        call = calls.get(call.get("parent_call_id") or "") if limit else None
     return found or None
 
 
-def _tensors(row: Row, calls: Mapping[str, Row]) -> dict[str, list[Row]]:
+def _tensors(row: Row, line: Sequence[Row]) -> dict[str, list[Row]]:
     """Returns the tensors of the sample's calls of its policy, joined; nothing if `turns` has no rows of them."""
     policy_id = row.get("policy_id") or ""
-    call: Row | None = calls.get(row["turn_spans"][-1]["call_id"]) if row["turn_spans"] else None
     parts: list[Part] = []
-    while call is not None:
+    for call in line:
         of = call.get("policy_id") or ""
         given = call.get("completion_tensors") or [] if of == policy_id else []
         if any(one.get("data") is None for one in given):
             return {}
-        shared = call.get("prompt_shared_count") or 0
-        parts.append(Part(shared, [_tensor(one) for one in given], of))
-        call = calls.get(call.get("parent_call_id") or "") if shared else None
+        parts.append(Part(call.get("prompt_shared_count") or 0, [_tensor(one) for one in given], of))
     with_data = all(one.get("data") is not None for one in row["tensors"])
     found = [tensor_row(one.digested(), with_data=with_data) for one in joined(reversed(parts), policy_id)]
     return {"tensors": found}

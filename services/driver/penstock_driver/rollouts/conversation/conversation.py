@@ -13,7 +13,7 @@ from typing import Final
 
 from penstock_driver.agents.launch import Start
 from penstock_driver.domain.ports import Gate, UserRequest
-from penstock_driver.domain.rollout import Failure
+from penstock_driver.domain.rollout import Cause, Failure, Phase
 from penstock_driver.domain.users import EndReason, UserTurn
 from penstock_driver.environments.cleanup import DRIVER_LABEL
 from penstock_driver.rollouts.context import AttemptSpec
@@ -53,6 +53,15 @@ class Conversation:
         """Whether the user has decided that there is no further instruction."""
         turns = self._recorder.user_turns
         return bool(turns) and bool(turns[-1].end_reason)
+
+    @property
+    def failure(self) -> Failure | None:
+        """Why the conversation failed, where its agent's last end is no failure."""
+        turns = self._recorder.user_turns
+        if not turns or turns[-1].end_reason != EndReason.AGENT_TIMED_OUT:
+            return None
+        message = f"the agent's {self._limit_s:g} s were over before its user had answered"
+        return Failure(Cause.TIMEOUT, "AGENT_TIMED_OUT", message, False, Phase.RUNNING)
 
     @property
     def instruction(self) -> str:

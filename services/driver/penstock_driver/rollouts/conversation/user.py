@@ -22,11 +22,21 @@ from penstock_driver.grading.judge import NAMELESS_MODEL
 _TRIES: Final = 3
 """How often a model is asked that does not answer; a gate that is away is waited for until the time is over."""
 _DELAYS: Final = Delays(0.2, 10.0)
+_REFUSED: Final = frozenset({"USER_REFUSED", "FIELD_INVALID", "CALL_TOO_LARGE"})
+"""Reasons of the gate that concern the question, whose largest part the agent writes."""
 _SILENT: Final = "(The agent wrote no message.)"
 _RULES: Final = (
     "The agent was given the task below. Write your next message to it, and nothing else. "
     f"When you want nothing more of it, write {END}."
 )
+
+
+class _Ended(Exception):
+    """The conversation is over, for an EndReason."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
 
 
 class RolloutUser:
@@ -45,11 +55,13 @@ class RolloutUser:
         self._request = request
         self._instruction = cut(instruction, MAX_TEXT_BYTES)
         self._opening: GateOpening | None = None
+        self._is_kept_waiting = False
 
     async def turn(self, before: Sequence[UserTurn], agent_message: str, most_s: float) -> UserTurn:
-        """Return what the user decides, given its turns before, within `most_s` seconds.
+        """Return what the user decides, given its turns before, within `most_s` seconds: what is left to the agent.
 
-        RolloutFailed (USER_UNANSWERED, GATE_LOST).
+        A failure is none that the agent can cause, by what it writes or when it ends. RolloutFailed (USER_UNANSWERED,
+        GATE_LOST).
         """
         index, user = len(before) + 1, self._user
         if user.model is None and len(before) >= len(user.script):
@@ -58,17 +70,18 @@ class RolloutUser:
             return UserTurn(index, agent_message, end_reason=EndReason.MAX_INSTRUCTIONS)
         if user.model is None:
             return UserTurn(index, agent_message, user.script[len(before)])
-        text = await self._said(user.model, before, agent_message, min(most_s, user.model.timeout_s))
-        if text is None:
-            return UserTurn(index, agent_message, end_reason=EndReason.USER_BUDGET)
-        if END in text or not text.strip():
+        try:
+            text = await self._said(user.model, before, agent_message, most_s)
+        except _Ended as end:
+            return UserTurn(index, agent_message, end_reason=end.reason)
+        instruction = cut(text.replace("\0", "").strip(), MAX_TEXT_BYTES)
+        if END in text or not instruction:
             return UserTurn(index, agent_message, end_reason=EndReason.USER_ENDED)
-        return UserTurn(index, agent_message, cut(text.replace("\0", "").strip(), MAX_TEXT_BYTES))
+        return UserTurn(index, agent_message, instruction)
 
-    async def _said(
-        self, model: UserModel, before: Sequence[UserTurn], agent_message: str, limit_s: float
-    ) -> str | None:
-        """What the model writes; None if its budget is used up."""
+    async def _said(self, model: UserModel, before: Sequence[UserTurn], agent_message: str, most_s: float) -> str:
+        """What the model writes. Raises _Ended."""
+        limit_s, self._is_kept_waiting = min(most_s, model.timeout_s), False
         try:
             async with asyncio.timeout(limit_s):
                 opening = self._opening or await self._open()
@@ -76,6 +89,8 @@ class RolloutUser:
                 body = request_body(model, name, self._instruction, before, agent_message)
                 return await self._asked(body, limit_s)
         except TimeoutError:
+            if most_s < model.timeout_s and not self._is_kept_waiting:
+                raise _Ended(EndReason.AGENT_TIMED_OUT) from None
             message = f"it took longer than {limit_s:.1f} s, its timeout or what is left of limits.agent"
             raise _unanswered(message, is_passing=True) from None
 
@@ -87,6 +102,7 @@ class RolloutUser:
                 self._opening = await self._gate.open_user(self._request)
                 break
             except (Unavailable, ResourceExhausted, DeadlineExceeded):
+                self._is_kept_waiting = True
                 await backoff.wait()
             except NotFound as error:
                 raise _lost("the gate does not know the rollout any more") from error
@@ -98,7 +114,7 @@ class RolloutUser:
             raise _lost("the gate has closed the user's part of the rollout")
         return self._opening
 
-    async def _asked(self, body: bytes, timeout_s: float) -> str | None:
+    async def _asked(self, body: bytes, timeout_s: float) -> str:
         assert self._request is not None
         rollout_id, backoff, tries = self._request.user_of, Backoff(_DELAYS), 0
         while True:
@@ -106,13 +122,17 @@ class RolloutUser:
                 return await self._gate.ask_user(rollout_id, body, timeout_s)
             except PenstockError as error:
                 if error.reason == "BUDGET_EXHAUSTED":
-                    return None
+                    raise _Ended(EndReason.USER_BUDGET) from error
+                if error.reason in _REFUSED:
+                    raise _Ended(EndReason.USER_REFUSED) from error
                 is_passing = isinstance(error, Unavailable | DeadlineExceeded) or error.reason == "RATE_LIMIT"
                 tries += error.reason == "USER_UNANSWERED"
                 if not is_passing or tries >= _TRIES:
                     if await self._is_used_up(rollout_id):
-                        return None
+                        raise _Ended(EndReason.USER_BUDGET) from error
                     raise _unanswered(error.message, is_passing=is_passing) from error
+                # Its own deadline is that of the question.
+                self._is_kept_waiting = self._is_kept_waiting or not isinstance(error, DeadlineExceeded)
                 await backoff.wait()
 
     async def _is_used_up(self, rollout_id: str) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 
 from penstock_chassis.errors import AlreadyExists, FailedPrecondition, NotFound, PenstockError
 from penstock_chassis.telemetry.tracing import working_for
@@ -27,7 +26,7 @@ from penstock_driver.domain.rollout import (
 from penstock_driver.domain.unended import AttemptPlace, Stage
 from penstock_driver.environments.prepare import PreparedEnvironment
 from penstock_driver.environments.throttle import patiently
-from penstock_driver.rollouts.agent_process import rejoin_agent
+from penstock_driver.rollouts.agent_process import AgentRun, rejoin_agent
 from penstock_driver.rollouts.attempt import Attempt
 from penstock_driver.rollouts.attempt_resources import CLEAN_UP_S
 from penstock_driver.rollouts.context import TakenUp
@@ -68,15 +67,20 @@ class ContinuedAttempt(Attempt):
         try:
             async with self._attempt.pausing.holding(self._held(sandbox)):
                 self._conversation.begin(place.deadline)
+                refused: AgentRun | None = None
                 if self._conversation.is_further and not self._conversation.is_over:
                     with suppress(AlreadyExists):  # it was started before the driver died
-                        await self._attempt.pausing.start(partial(self._start_again, sandbox, prepared))
-                async with self._attempt.pausing.undisturbed():
-                    await rejoin_agent(self._sandboxes, sandbox.sandbox_id, self._spec, self._conversation)
+                        refused = await self._start_again(sandbox, prepared)
+                if refused is None:
+                    async with self._attempt.pausing.undisturbed():
+                        await rejoin_agent(self._sandboxes, sandbox.sandbox_id, self._spec, self._conversation)
                 await self._restore_baselines(prepared, before=True)
                 await self._record_missed_calls()
-                # The sandbox service ends the agent in time, by a clock that does not jump.
-                failure = await self._run_agent(sandbox, prepared, limits.agent_s)
+                if refused is None:
+                    # The sandbox service ends the agent in time, by a clock that does not jump.
+                    failure = await self._run_agent(sandbox, prepared, limits.agent_s)
+                else:
+                    failure = await self._classified(refused, self._gate.interruptions, self._close_gate)
         except (NotFound, FailedPrecondition) as error:
             if error.reason in OF_THE_SANDBOX:
                 raise _sandbox_lost(error, self._phase) from error

@@ -364,7 +364,8 @@ class RolloutResumed:
 @dataclass(frozen=True, slots=True)
 class UserTurn:
     """What the user decided after an end of the agent, counted from 1 within an attempt: the next `instruction`, or an
-    `end_reason`, such as SCRIPT_ENDED, USER_ENDED, MAX_INSTRUCTIONS. `agent_message` is what it saw.
+    `end_reason`: SCRIPT_ENDED, USER_ENDED, MAX_INSTRUCTIONS, USER_BUDGET, USER_REFUSED, AGENT_FAILED, AGENT_TIMED_OUT.
+    `agent_message` is what it saw.
     """
 
     index: int

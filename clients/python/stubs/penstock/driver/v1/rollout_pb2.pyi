@@ -1158,7 +1158,8 @@ class UserModel(_message.Message):
     task's instruction are the system message, what the agent wrote last before each end (its last 32 KiB) is a user's message,
     and what the user sent an assistant's. Its answer is the next instruction; one that is empty or contains [END] ends the
     conversation. Its calls are Trajectory.user_calls, of class USER: never trained, and asked once whatever is killed. Where it
-    does not answer, the attempt fails for USER_UNANSWERED, of cause MODEL.
+    does not answer, the attempt fails for USER_UNANSWERED, of cause MODEL; where it refuses the conversation, which the agent may
+    have made too long, or the agent's time is over, the work is graded (UserTurn.end_reason).
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -2187,7 +2188,9 @@ class UserTurn(_message.Message):
     """What the agent is given next. Empty = the conversation is over."""
     end_reason: _builtins.str
     """Why it is over: "SCRIPT_ENDED", "USER_ENDED" (its model wrote [END], or nothing), "MAX_INSTRUCTIONS", "USER_BUDGET"
-    (UserModel.budgets), "AGENT_FAILED" (then the user is not asked). Empty = it goes on.
+    (UserModel.budgets), "USER_REFUSED" (its model cannot take the conversation, which may be too long for it), "AGENT_FAILED"
+    (then the user is not asked), "AGENT_TIMED_OUT" (the agent's limit was over before its model had answered; the rollout has
+    that failure). Empty = it goes on.
     """
     def __init__(
         self,

@@ -80,7 +80,7 @@ class RolloutGateServiceStub:
     """AskUser asks the model that plays the user of another rollout's agent (OpenRolloutRequest.user_of), and returns what it
     wrote. A request with the body of an earlier call, other than a failed one, gets that call's answer, or waits for it.
     Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (NOT_A_USER: it was opened without user_of; ROLLOUT_CLOSED;
-    USER_REFUSED: the model's source refused the request), INVALID_ARGUMENT (FIELD_INVALID), UNAVAILABLE (USER_UNANSWERED: a
+    USER_REFUSED: the model's source refused the request, or fails on it alone), INVALID_ARGUMENT (FIELD_INVALID), UNAVAILABLE (USER_UNANSWERED: a
     repeat may succeed), RESOURCE_EXHAUSTED (BUDGET_EXHAUSTED; RATE_LIMIT, with RetryInfo).
     """
     HoldCalls: _grpc.UnaryUnaryMultiCallable[_rollout_gate_service_pb2.HoldCallsRequest, _rollout_gate_service_pb2.HoldCallsResponse]
@@ -183,7 +183,7 @@ class RolloutGateServiceAsyncStub(RolloutGateServiceStub):
     """AskUser asks the model that plays the user of another rollout's agent (OpenRolloutRequest.user_of), and returns what it
     wrote. A request with the body of an earlier call, other than a failed one, gets that call's answer, or waits for it.
     Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (NOT_A_USER: it was opened without user_of; ROLLOUT_CLOSED;
-    USER_REFUSED: the model's source refused the request), INVALID_ARGUMENT (FIELD_INVALID), UNAVAILABLE (USER_UNANSWERED: a
+    USER_REFUSED: the model's source refused the request, or fails on it alone), INVALID_ARGUMENT (FIELD_INVALID), UNAVAILABLE (USER_UNANSWERED: a
     repeat may succeed), RESOURCE_EXHAUSTED (BUDGET_EXHAUSTED; RATE_LIMIT, with RetryInfo).
     """
     HoldCalls: _aio.UnaryUnaryMultiCallable[_rollout_gate_service_pb2.HoldCallsRequest, _rollout_gate_service_pb2.HoldCallsResponse]  # type: ignore[assignment]
@@ -307,7 +307,7 @@ class RolloutGateServiceServicer(metaclass=_abc_1.ABCMeta):
         """AskUser asks the model that plays the user of another rollout's agent (OpenRolloutRequest.user_of), and returns what it
         wrote. A request with the body of an earlier call, other than a failed one, gets that call's answer, or waits for it.
         Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (NOT_A_USER: it was opened without user_of; ROLLOUT_CLOSED;
-        USER_REFUSED: the model's source refused the request), INVALID_ARGUMENT (FIELD_INVALID), UNAVAILABLE (USER_UNANSWERED: a
+        USER_REFUSED: the model's source refused the request, or fails on it alone), INVALID_ARGUMENT (FIELD_INVALID), UNAVAILABLE (USER_UNANSWERED: a
         repeat may succeed), RESOURCE_EXHAUSTED (BUDGET_EXHAUSTED; RATE_LIMIT, with RetryInfo).
         """
 

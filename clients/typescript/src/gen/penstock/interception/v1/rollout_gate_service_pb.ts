@@ -1771,7 +1771,7 @@ export const RolloutGateService: GenService<{
    * AskUser asks the model that plays the user of another rollout's agent (OpenRolloutRequest.user_of), and returns what it
    * wrote. A request with the body of an earlier call, other than a failed one, gets that call's answer, or waits for it.
    * Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (NOT_A_USER: it was opened without user_of; ROLLOUT_CLOSED;
-   * USER_REFUSED: the model's source refused the request), INVALID_ARGUMENT (FIELD_INVALID), UNAVAILABLE (USER_UNANSWERED: a
+   * USER_REFUSED: the model's source refused the request, or fails on it alone), INVALID_ARGUMENT (FIELD_INVALID), UNAVAILABLE (USER_UNANSWERED: a
    * repeat may succeed), RESOURCE_EXHAUSTED (BUDGET_EXHAUSTED; RATE_LIMIT, with RetryInfo).
    *
    * @generated from rpc penstock.interception.v1.RolloutGateService.AskUser
