@@ -152,12 +152,6 @@ class Group:
         """Files to which a process writes its id to join."""
         return [str(folder / "cgroup.procs") for folder in self._folders]
 
-    @property
-    def tasks_file(self) -> str | None:
-        """File with the number of its tasks, of which a dead one is none when it is reaped; None if none has it."""
-        folder = self._by_controller.get("pids")
-        return str(folder / "pids.current") if folder is not None else None
-
     def oom_kills(self) -> int:
         """Returns how often the kernel killed for memory in this group."""
         folder = self._by_controller.get("memory")

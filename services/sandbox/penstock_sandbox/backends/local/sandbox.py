@@ -123,7 +123,6 @@ class LocalSandbox(SandboxHandle):
                 theirs,
                 uid=self.uid,
                 groups=self.group.members_files if self.group is not None else [],
-                tasks=self.group.tasks_file if self.group is not None else None,
                 read_only=read_only,
                 writable=self.base.writable if self.base is not None else (),
                 first=first,

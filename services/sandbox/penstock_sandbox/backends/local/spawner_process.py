@@ -94,14 +94,12 @@ class SpawnerProcess:
         read_only: Sequence[str],
         tmp_inodes: int,
         fixed_clocks: bool,
-        tasks: str | None = None,
         writable: Sequence[str] = (),
         first: Sequence[str] = (),
     ) -> tuple[int, int]:
         """Makes a sandbox whose helper serves ``helper``; returns the host's ids of its first process and its helper.
 
-        ``groups`` are the files of its control groups that both join, ``tasks`` the file that has the number of their
-        tasks, if there is one, ``read_only`` the names at the top level of its
+        ``groups`` are the files of its control groups that both join, ``read_only`` the names at the top level of its
         root that become read-only mounts; with ``writable`` all but these directories does. ``first`` is the command of
         its first process (empty: a shell of the host's); ``tmp_inodes`` limits the files of /tmp and of /dev/shm.
         ``fixed_clocks``: its processes' monotonic and boot clocks begin at a fixed time.
@@ -112,7 +110,6 @@ class SpawnerProcess:
                 "id": sandbox_id,
                 "uid": uid,
                 "groups": list(groups),
-                "tasks": tasks,
                 "argv": list(arguments),
                 "read_only": list(read_only),
                 "writable": list(writable),

@@ -48,11 +48,8 @@ Reply = tuple[wire.Message, list[int]]
 class SandboxHelper:
     """Serves one sandbox's channel until it closes."""
 
-    def __init__(
-        self, channel: socket.socket, host_proc: int, oom_score: int, first_pid: int, tasks: int | None
-    ) -> None:
+    def __init__(self, channel: socket.socket, host_proc: int, oom_score: int, first_pid: int) -> None:
         self._channel = channel
-        self._census = killing.Census(tasks)
         self._first_pid = first_pid
         self._host_proc = host_proc
         self._proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -240,17 +237,12 @@ class SandboxHelper:
         descriptor = self._tags.get(request["pid"])
         if descriptor is None:
             raise files.Refused(errno.ESRCH, "no such process")
-        killing.kill_tree(
-            self._proc, f"uts:[{os.fstat(descriptor).st_ino}]", self._jobs_inside(), request["within"], self._is_empty
-        )
+        killing.kill_tree(self._proc, f"uts:[{os.fstat(descriptor).st_ino}]", self._jobs_inside(), request["within"])
         return {}, []
 
     def _kill_all(self, request: wire.Message, _: list[int]) -> Reply:
-        killing.kill_everything(self._proc, request["within"], self._is_empty)
+        killing.kill_everything(self._proc, request["within"])
         return {}, []
-
-    def _is_empty(self) -> bool:
-        return self._census.is_empty(self._running | self._jobs)
 
     def _jobs_inside(self) -> set[int]:
         """Returns the jobs' process ids in the sandbox's process namespace."""
@@ -341,11 +333,12 @@ def enter(
     """Becomes the helper: never returns. Imports are forbidden by then.
 
     ``entry`` receives one message when the sandbox's root is complete: its first process's id on the host, a pidfd of
-    that process, the user namespace of its mounts, and the count of its control group, if it has one. ``uid`` is the
-    host user to become (None: stay), ``read_only`` are the names at the top level that become read-only (with
-    ``writable``: all but those directories), ``tmp_inodes`` limits the files of each place in memory, ``calls`` is the
-    seccomp filter (None: there is none for this machine), ``fixed_clocks`` whether its clocks begin at a fixed time.
-    The spawner moves it into the sandbox's control groups meanwhile.
+    that process, and the user namespace of its mounts. ``uid`` is the host user to become (None: stay), ``read_only``
+    are the names at the top level that become read-only (with ``writable``: all but those directories), ``tmp_inodes``
+    limits the files of each place in memory,
+    ``calls`` is the seccomp filter (None: there is none for this machine), ``fixed_clocks`` whether its clocks begin at
+    a fixed time. The spawner moves it into the sandbox's
+    control groups meanwhile.
     """
     code = 71
     try:
@@ -367,7 +360,7 @@ def enter(
         received = wire.receive(entry)
         if received is None:
             raise OSError(errno.ECHILD, "the sandbox ended before it was complete")
-        first, (sandbox_pidfd, owner, *counted) = received
+        first, (sandbox_pidfd, owner) = received
         entry.close()
         # The mounts belong to the user namespace in which bubblewrap made them; the sandbox's own is below that.
         syscalls.setns(owner, syscalls.CLONE_NEWUSER, "outer user")
@@ -397,7 +390,7 @@ def enter(
             syscalls.filter_calls(calls)
         syscalls.set_dumpable(False)
         wire.send(channel, {"event": "ready"})
-        SandboxHelper(channel, host_proc, oom_score, first["pid"], counted[0] if counted else None).serve()
+        SandboxHelper(channel, host_proc, oom_score, first["pid"]).serve()
         code = 0
     except OSError as error:
         wire.send(channel, {"event": "failed", "errno": error.errno or errno.EIO, "what": str(error)})

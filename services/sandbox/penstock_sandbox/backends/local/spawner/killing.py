@@ -1,13 +1,10 @@
 """Kills in a sandbox without missing any process: the tree of one process, or all but the first process.
 
 Purpose: a chain of processes, each of which starts the next and ends, can escape every listing. So an empty listing
-proves nothing by itself. Three things do: the kernel's count of the sandbox's control group, a listing during which the
-sandbox made no process, and one kill of everything, during which the kernel makes none.
+proves nothing by itself. Two things do: a listing during which the sandbox made no process, and one kill of everything,
+during which the kernel makes none.
 
 Invariants
-- Where the control group is counted, and has no more tasks than the first process, the helper and those children of it
-  that are dead and not reaped, there is nothing else: each process of the sandbox descends from these two, and none can
-  leave their group.
 - The helper, which no process in the sandbox can signal, kills what it sees. A process of the sandbox also has an id in
   the helper's own process namespace. So if that made no process meanwhile, which is usual where little runs on the
   machine, the helper's two listings prove the end.
@@ -27,10 +24,6 @@ from collections.abc import Callable, Collection
 
 from penstock_sandbox.guest.common import files
 
-# The first process and the helper, which have one thread each.
-_OWN_TASKS = 2
-# Looks at the count while what was killed dies, which is often sooner than a scout can be forked.
-_COUNTS = 8
 # How long to search for a tree while processes are constantly made, before everything in the sandbox is killed.
 _PATIENCE_S = 0.5
 # The helper's own listings before it sends a scout, while the machine makes processes: some cost less than a scout.
@@ -48,35 +41,12 @@ _DEAD = (b"Z", b"X")
 Wanted = Callable[[int], bool]
 
 
-class Census:
-    """The kernel's count of a sandbox's tasks: ``tasks`` is its group's ``pids.current``, None where there is none."""
-
-    def __init__(self, tasks: int | None) -> None:
-        self._tasks = tasks
-
-    def is_empty(self, children: Collection[int]) -> bool:
-        """Whether certainly nothing lives there beside the first process and the caller, the helper.
-
-        ``children`` are the helper's that it has not reaped.
-        """
-        if self._tasks is None:
-            return False
-        look = os.WEXITED | os.WNOHANG | os.WNOWAIT
-        dead = sum(os.waitid(os.P_PID, child, look) is not None for child in children)
-        try:
-            return int(os.pread(self._tasks, 32, 0)) == _OWN_TASKS + dead
-        except OSError:
-            return False  # the controller was taken away; other proofs are left
-
-
-def kill_tree(proc: int, tag: str, spared: Collection[int], within: float, is_empty: Callable[[], bool]) -> None:
+def kill_tree(proc: int, tag: str, spared: Collection[int], within: float) -> None:
     """Kills all that carry ``tag`` (what ns/uts of a process reads); on return none is left and none can appear.
 
     ``proc`` is the sandbox's own /proc, ``spared`` the jobs in it. If processes are constantly made, everything is
-    killed. ``is_empty`` is the census. Raises files.Refused (ETIMEDOUT) if that takes longer than ``within`` seconds.
+    killed. Raises files.Refused (ETIMEDOUT) if that takes longer than ``within`` seconds.
     """
-    if is_empty():
-        return
     now = time.monotonic()
     deadline, patience = now + within, now + _PATIENCE_S
 
@@ -96,25 +66,11 @@ def kill_tree(proc: int, tag: str, spared: Collection[int], within: float, is_em
     _until_done(lambda: _proved(proc, wanted, spared, now + _FIRST_LOOK_S), scout, deadline)
 
 
-def kill_everything(proc: int, within: float, is_empty: Callable[[], bool]) -> None:
+def kill_everything(proc: int, within: float) -> None:
     """Kills all but the first process, jobs too; on return nothing else is left. Raises as ``kill_tree`` does."""
-    if is_empty():
-        return
     now = time.monotonic()
     deadline = now + within
-
-    def proved() -> bool:
-        return _proved(proc, _lives, (), now + _FIRST_LOOK_S) or _dies_out(is_empty)
-
-    _until_done(proved, lambda: _kill_all(proc, deadline), deadline)
-
-
-def _dies_out(is_empty: Callable[[], bool]) -> bool:
-    for _ in range(_COUNTS):
-        if is_empty():
-            return True
-        time.sleep(_PAUSE_S)
-    return False
+    _until_done(lambda: _proved(proc, _lives, (), now + _FIRST_LOOK_S), lambda: _kill_all(proc, deadline), deadline)
 
 
 def _until_done(proved: Callable[[], bool], scout: Callable[[], bool], deadline: float) -> None:

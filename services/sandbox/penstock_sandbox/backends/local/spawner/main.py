@@ -43,7 +43,6 @@ class _Sandbox:
         self.id: str = request["id"]
         self.uid: int | None = request["uid"]
         self.groups: list[str] = request["groups"]
-        self.tasks: str | None = request["tasks"]
         self.read_only: list[str] = request["read_only"]
         self.writable: list[str] = request["writable"]
         self.tmp_inodes: int = request["tmp_inodes"]
@@ -293,13 +292,10 @@ class Spawner:
         owner = syscalls.parent_namespace(f"/proc/{sandbox.first_pid}/ns/user")
         entry = sandbox.entry
         assert entry is not None
-        given = [owner]
         try:
-            given += _opened(sandbox.tasks)
-            wire.send(entry, {"pid": sandbox.first_pid}, [sandbox.pidfd, *given])
+            wire.send(entry, {"pid": sandbox.first_pid}, [sandbox.pidfd, owner])
         finally:
-            for descriptor in given:
-                os.close(descriptor)
+            os.close(owner)
         # While the helper enters, since the kernel may be slow to move processes between groups. Nothing of an agent's
         # runs yet; whatever it starts later inherits these groups from the first process or the helper.
         for group in sandbox.groups:
@@ -407,14 +403,6 @@ class Spawner:
                 os.waitpid(-1, 0)
             except ChildProcessError:
                 return
-
-
-def _opened(count: str | None) -> list[int]:
-    """Returns a descriptor of a control group's count; none where there is none: kills have other proofs."""
-    try:
-        return [] if count is None else [os.open(count, os.O_RDONLY | os.O_CLOEXEC)]
-    except OSError:
-        return []
 
 
 def _pipe_with(content: bytes) -> int:
