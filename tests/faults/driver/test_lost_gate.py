@@ -160,7 +160,7 @@ async def test_a_gate_that_comes_back_too_late_is_not_waited_for(fleet: Fleet) -
         assert finished.reward == 1.0, finished.agent_said()
         assert failures(finished) == [(1, "GATE_LOST")], finished.agent_said()
         (why,) = not_replayed(finished)
-        assert why == f"GATE_LOST: gate {lost[0]}, which has this trajectory, does not answer"
+        assert why == f"GATE_LOST: gate {lost[0]}, which has the calls of {handle.rollout_id}, does not answer"
         assert [call.index for call in trainer.calls] == [0, 1, 2, 0, 1, 2]
         assert sampled_anew(trajectory)
 

@@ -23,6 +23,7 @@ from penstock_driver.agents.launch import FileToWrite
 from penstock_driver.agents.specs import Toolbox
 from penstock_driver.domain.ports import (
     BackendFacts,
+    Captures,
     Command,
     CommandResult,
     Exit,
@@ -255,48 +256,33 @@ class AllGates:
         self, rollout_id: str, *, gate: str, include_bodies: bool, include_top: bool
     ) -> AsyncIterator[trajectory_pb2.Trajectory]:
         """See ports.Captures. Raises Unavailable (GATE_LOST) while the rollout's gate does not answer."""
-        for member in self._gates.all():
-            if member.peer.own_name == gate or not gate:
-                if member.peer.is_lost:
-                    message = f"gate {member.name}, which has this trajectory, does not answer"
-                    raise Unavailable(message, reason="GATE_LOST", retry_after_s=1.0)
-                async for fragment in member.services.gate.capture(
-                    rollout_id, gate=gate, include_bodies=include_bodies, include_top=include_top
-                ):
-                    yield fragment
-                return
-        raise NotFound(f"no gate among the members has {rollout_id}", reason="ROLLOUT_UNKNOWN")
+        fragments = self._that_has(rollout_id, gate).capture(
+            rollout_id, gate=gate, include_bodies=include_bodies, include_top=include_top
+        )
+        async for fragment in fragments:
+            yield fragment
 
     async def tensors(self, rollout_id: str, call_id: str, *, gate: str) -> Sequence[completion_pb2.TokenTensor]:
         """See ports.Captures. Raises Unavailable (GATE_LOST) while the rollout's gate does not answer."""
-        for member in self._gates.all():
-            if member.peer.own_name == gate or not gate:
-                if member.peer.is_lost:
-                    message = f"gate {member.name}, which has these tensors, does not answer"
-                    raise Unavailable(message, reason="GATE_LOST", retry_after_s=1.0)
-                return await member.services.gate.tensors(rollout_id, call_id, gate=gate)
-        raise NotFound(f"no gate among the members has {rollout_id}", reason="ROLLOUT_UNKNOWN")
+        return await self._that_has(rollout_id, gate).tensors(rollout_id, call_id, gate=gate)
 
     async def media(self, rollout_id: str, call_id: str, *, gate: str) -> Sequence[chat_pb2.Media]:
         """See ports.Captures. Raises Unavailable (GATE_LOST) while the rollout's gate does not answer."""
-        for member in self._gates.all():
-            if member.peer.own_name == gate or not gate:
-                if member.peer.is_lost:
-                    message = f"gate {member.name}, which has these images, does not answer"
-                    raise Unavailable(message, reason="GATE_LOST", retry_after_s=1.0)
-                return await member.services.gate.media(rollout_id, call_id, gate=gate)
-        raise NotFound(f"no gate among the members has {rollout_id}", reason="ROLLOUT_UNKNOWN")
+        return await self._that_has(rollout_id, gate).media(rollout_id, call_id, gate=gate)
 
     async def tool_results(self, rollout_id: str, *, gate: str) -> AsyncIterator[trajectory_pb2.HostToolCall]:
         """See ports.Captures. Raises Unavailable (GATE_LOST) while the rollout's gate does not answer."""
+        async for call in self._that_has(rollout_id, gate).tool_results(rollout_id, gate=gate):
+            yield call
+
+    def _that_has(self, rollout_id: str, gate: str) -> Captures:
+        """Returns the gate of this name ("": the only one). Raises Unavailable (GATE_LOST), NotFound."""
         for member in self._gates.all():
             if member.peer.own_name == gate or not gate:
                 if member.peer.is_lost:
-                    message = f"gate {member.name}, which has these results, does not answer"
+                    message = f"gate {member.name}, which has the calls of {rollout_id}, does not answer"
                     raise Unavailable(message, reason="GATE_LOST", retry_after_s=1.0)
-                async for call in member.services.gate.tool_results(rollout_id, gate=gate):
-                    yield call
-                return
+                return member.services.gate
         raise NotFound(f"no gate among the members has {rollout_id}", reason="ROLLOUT_UNKNOWN")
 
     async def delete(self, rollout_id: str) -> None:

@@ -1,3 +1,5 @@
+"""Services whose model takes images; the other tests of the client have one of text."""
+
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
