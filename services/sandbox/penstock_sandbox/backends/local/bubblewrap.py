@@ -13,18 +13,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from penstock_sandbox.backends.host.trial import RIGHTS
 from penstock_sandbox.domain.backend import SandboxHandle
 from penstock_sandbox.processes.output import Collected
 
 # Each line printed is a violated claim.
-_LOOK = r"""
-cd /
-status() { while read -r key value; do [ "$key" = "$1:" ] && echo "$value"; done < /proc/self/status; }
-for set in CapInh CapPrm CapEff CapBnd CapAmb; do
-  case "$(status $set)" in *[!0]*) echo "capabilities remain: $set";; esac
-done
-[ "$(status NoNewPrivs)" = 1 ] || echo "privileges can be gained"
-[ "$(echo /proc/[0-9]* | wc -w)" -lt 10 ] || echo "processes of the host are visible"
+_LOOK = (
+    f"cd /{RIGHTS}"
+    + r"""[ "$(echo /proc/[0-9]* | wc -w)" -lt 10 ] || echo "processes of the host are visible"
 [ "$(grep -c : /proc/net/dev)" = 1 ] || echo "network interfaces beside loopback"
 echo trial > /workspace/trial && echo trial > "$HOME/trial" || echo "files cannot be written"
 : 2>/dev/null > /usr/trial && echo "the host's programs can be written"
@@ -32,6 +28,7 @@ echo trial > /workspace/trial && echo trial > "$HOME/trial" || echo "files canno
 [ -e /proc/1/root/usr ] && echo "the first process can be traced"
 exit 0
 """
+)
 
 # 0.10 brought --overlay.
 _LEAST = (0, 10)
