@@ -34,7 +34,7 @@ from penstock_driver.domain.ports import (
     ExitReason,
     GateClosing,
     GateOpening,
-    JudgeRequest,
+    ModelRequest,
     OpenRequest,
     Output,
     PathKind,
@@ -44,7 +44,6 @@ from penstock_driver.domain.ports import (
     SandboxTerms,
     SnapshotSpec,
     SnapshotStep,
-    UserRequest,
 )
 from penstock_driver.rollouts.manager import RolloutManager
 from penstock_driver.rpc.agent_service import AgentServicer
@@ -263,13 +262,13 @@ class Places:
         self.captured.add(spec.rollout_id)
         return GateOpening("127.0.0.1:1", {Dialect.CHAT_COMPLETIONS: "/v1"}, "sk", "tiny")
 
-    async def open_judge(self, opening: JudgeRequest) -> GateOpening | None:
+    async def open_judge(self, opening: ModelRequest) -> GateOpening | None:
         raise NotImplementedError  # of verifiers with a judge
 
     async def answered(self, rollout_id: str) -> GateClosing:
         raise NotImplementedError  # of verifiers with a judge
 
-    async def open_user(self, opening: UserRequest) -> GateOpening | None:
+    async def open_user(self, opening: ModelRequest) -> GateOpening | None:
         raise NotImplementedError  # of rollouts with a user
 
     async def ask_user(self, rollout_id: str, body: bytes, timeout_s: float) -> str:

@@ -39,7 +39,7 @@ from penstock_driver.domain.ports import (
     ExitReason,
     GateClosing,
     GateOpening,
-    JudgeRequest,
+    ModelRequest,
     OpenRequest,
     Output,
     PathKind,
@@ -50,7 +50,6 @@ from penstock_driver.domain.ports import (
     SandboxTerms,
     SnapshotSpec,
     SnapshotStep,
-    UserRequest,
 )
 
 
@@ -548,12 +547,12 @@ class HttpGate:
         self.hold: asyncio.Event | None = None
         self.holds: Callable[[dict[str, Any]], bool] = lambda body: True
         self.closing = GateClosing()
-        self.judges: list[tuple[JudgeRequest, dict[str, str]]] = []
+        self.judges: list[tuple[ModelRequest, dict[str, str]]] = []
         """Those that were opened, with what was closed by then."""
         self.judge_closed = False
         self.judging = GateClosing()
         """What became of a judge's calls."""
-        self.users: list[UserRequest] = []
+        self.users: list[ModelRequest] = []
         self.asked: list[dict[str, Any]] = []
         """What the user's model was asked, a repeat once."""
         self.user_reached: asyncio.Event | None = None
@@ -623,7 +622,7 @@ class HttpGate:
             f"127.0.0.1:{self.port}", paths, "sk-test '$(leak)", "tiny", self.host_tools, "/rollout/x/mcp"
         )
 
-    async def open_judge(self, opening: JudgeRequest) -> GateOpening | None:
+    async def open_judge(self, opening: ModelRequest) -> GateOpening | None:
         self._failing("open_judge")
         self.judges.append((opening, dict(self.closed)))
         if self.judge_closed:
@@ -631,7 +630,7 @@ class HttpGate:
         paths = {Dialect.CHAT_COMPLETIONS: "/rollout/judge/v1"}
         return GateOpening(f"127.0.0.1:{self.port}", paths, "sk-judge", "wise")
 
-    async def open_user(self, opening: UserRequest) -> GateOpening | None:
+    async def open_user(self, opening: ModelRequest) -> GateOpening | None:
         self._failing("open_user")
         self.users.append(opening)
         return GateOpening("", {}, "sk-user", "person")

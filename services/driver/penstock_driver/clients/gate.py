@@ -27,10 +27,9 @@ from penstock_driver.domain.ports import (
     CallSpent,
     GateClosing,
     GateOpening,
-    JudgeRequest,
     Load,
+    ModelRequest,
     OpenRequest,
-    UserRequest,
 )
 from penstock_driver.domain.rollout import judge_id
 from penstock_driver.domain.users import user_id
@@ -134,22 +133,22 @@ class GrpcGate:
         with typed_errors():
             return _opened(await self._gate.OpenRollout(request, timeout=CALL_S))
 
-    async def open_judge(self, opening: JudgeRequest) -> GateOpening | None:
+    async def open_judge(self, opening: ModelRequest) -> GateOpening | None:
         """See ports.Gate."""
         request = rollout_gate_service_pb2.OpenRolloutRequest(
-            rollout_id=judge_id(opening.judge_of), judge_of=opening.judge_of
+            rollout_id=judge_id(opening.rollout_id), judge_of=opening.rollout_id
         )
         return await self._open_beside(request, opening)
 
-    async def open_user(self, opening: UserRequest) -> GateOpening | None:
+    async def open_user(self, opening: ModelRequest) -> GateOpening | None:
         """See ports.Gate."""
         request = rollout_gate_service_pb2.OpenRolloutRequest(
-            rollout_id=user_id(opening.user_of), user_of=opening.user_of
+            rollout_id=user_id(opening.rollout_id), user_of=opening.rollout_id
         )
         return await self._open_beside(request, opening)
 
     async def _open_beside(
-        self, request: rollout_gate_service_pb2.OpenRolloutRequest, opening: JudgeRequest | UserRequest
+        self, request: rollout_gate_service_pb2.OpenRolloutRequest, opening: ModelRequest
     ) -> GateOpening | None:
         """Open what belongs to another rollout; None if it is closed."""
         request.request_id, request.driver_id = opening.request_id, opening.driver_id

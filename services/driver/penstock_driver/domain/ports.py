@@ -402,21 +402,11 @@ class OpenRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class JudgeRequest:
-    """The judge of a rollout's verifier, to be opened at the gate that had the rollout. `driver_id` leases it."""
+class ModelRequest:
+    """The model of a rollout's judge, to be opened at the gate that had the rollout, or of its user, at the gate that
+    has it. `driver_id` leases it."""
 
-    judge_of: str
-    request_id: str
-    terms: rollout_gate_service_pb2.OpenRolloutRequest = field(repr=False)
-    driver_id: str = ""
-    task_id: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class UserRequest:
-    """The user of a rollout's agent, to be opened at the gate that has the rollout. `driver_id` leases it."""
-
-    user_of: str
+    rollout_id: str
     request_id: str
     terms: rollout_gate_service_pb2.OpenRolloutRequest = field(repr=False)
     driver_id: str = ""
@@ -530,12 +520,12 @@ class Gate(GateCheck, Protocol):
     async def open(self, spec: OpenRequest) -> GateOpening:
         """Open a rollout; from now on its agent may call."""
 
-    async def open_judge(self, opening: JudgeRequest) -> GateOpening | None:
+    async def open_judge(self, opening: ModelRequest) -> GateOpening | None:
         """Let the verifier of a closed rollout ask its judge from now on, once per `request_id`; None if it was opened
         before, and closed since. NotFound: there is no such rollout.
         """
 
-    async def open_user(self, opening: UserRequest) -> GateOpening | None:
+    async def open_user(self, opening: ModelRequest) -> GateOpening | None:
         """Let a model play the user of an open rollout's agent, once per `request_id`; None if it was opened before,
         and closed since. NotFound: there is no such rollout. FailedPrecondition (USER_TOO_LATE): it is closed.
         """

@@ -15,7 +15,7 @@ import structlog
 from penstock_chassis.errors import NotFound, PenstockError
 from penstock_driver.agents.specs import Dialect
 from penstock_driver.domain.failures import failure_of
-from penstock_driver.domain.ports import Command, Gate, GateOpening, JudgeRequest
+from penstock_driver.domain.ports import Command, Gate, GateOpening, ModelRequest
 from penstock_driver.domain.rollout import Cause, Component, Failure, Phase, RolloutFailed, judge_id
 
 NAMELESS_MODEL: Final = "model"
@@ -52,7 +52,7 @@ class Judge:
         port: of 127.0.0.1 in the verifier's sandbox, where the gate is.
     """
 
-    def __init__(self, gate: Gate, request: JudgeRequest, port: int) -> None:
+    def __init__(self, gate: Gate, request: ModelRequest, port: int) -> None:
         self._gate = gate
         self._request = request
         self._port = port
@@ -92,9 +92,9 @@ class Judge:
         if not self.is_open or failure.cause is not Cause.VERIFIER:
             return failure
         try:
-            answered = await self._gate.answered(judge_id(self._request.judge_of))
+            answered = await self._gate.answered(judge_id(self._request.rollout_id))
         except PenstockError as error:
-            _log.warning("the judge's calls cannot be counted", rollout_id=self._request.judge_of, error=repr(error))
+            _log.warning("the judge's calls cannot be counted", rollout_id=self._request.rollout_id, error=repr(error))
             return failure
         if not answered.lost:  # a question that is refused as such is the verifier's own
             return failure

@@ -38,7 +38,7 @@ from penstock_driver.domain.ports import (
     ExitReason,
     GateClosing,
     GateOpening,
-    JudgeRequest,
+    ModelRequest,
     SandboxFacts,
 )
 from penstock_driver.domain.rollout import (
@@ -452,8 +452,8 @@ class Attempt:
     def _judge_of(self, verifier: Verifier) -> Judge | None:
         if verifier.judge is None:
             return None
-        request = JudgeRequest(
-            judge_of=self._id,
+        request = ModelRequest(
+            rollout_id=self._id,
             request_id=f"{self._id}/judge/{self._attempt.number}",
             terms=verifier.judge,
             driver_id=self._attempt.labels.get(DRIVER_LABEL, ""),

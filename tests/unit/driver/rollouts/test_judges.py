@@ -72,7 +72,7 @@ async def test_the_last_command_alone_can_ask_and_after_the_agents_end(
     assert first == ""
     assert re.fullmatch(r"http://127\.0\.0\.1:\d+/rollout/judge/v1 sk-judge wise", last)
     ((request, closed),) = driver.gate.judges
-    assert request.judge_of == record.rollout_id and closed == {record.rollout_id: "AGENT_EXITED"}
+    assert request.rollout_id == record.rollout_id and closed == {record.rollout_id: "AGENT_EXITED"}
     assert request.terms.mode == interception_pb2.MODE_TRANSPARENT_PROXY
     assert (request.terms.source.upstream.name, request.terms.budgets.max_calls) == ("judge", 100)
     assert list(request.terms.token_terms.scopes) == [

@@ -15,7 +15,7 @@ from penstock.driver.v1 import rollout_pb2
 from penstock.interception.v1 import interception_pb2
 from penstock_chassis.errors import FailedPrecondition, InvalidArgument, PenstockError, ResourceExhausted, Unavailable
 from penstock_driver.domain.failures import classify_exit
-from penstock_driver.domain.ports import Command, Exit, ExitReason, GateClosing, UserRequest
+from penstock_driver.domain.ports import Command, Exit, ExitReason, GateClosing, ModelRequest
 from penstock_driver.domain.records import Record, RequestKey, new_id
 from penstock_driver.domain.rollout import Cause, Limits, Phase, RolloutFailed, RolloutSpec, Verifier
 from penstock_driver.domain.users import User, UserModel
@@ -96,7 +96,7 @@ async def test_a_model_sees_the_conversation_with_the_roles_exchanged(driver: Dr
         ("user", f"done: {C}"),
     ]
     (opened,) = driver.gate.users
-    assert (opened.user_of, opened.request_id) == (record.rollout_id, f"{record.rollout_id}/user/1")
+    assert (opened.rollout_id, opened.request_id) == (record.rollout_id, f"{record.rollout_id}/user/1")
     assert turns(await driver.events(record.rollout_id))[-1] == (3, f"done: {C}", "", "USER_ENDED")
 
 
@@ -160,7 +160,7 @@ async def test_an_agent_that_leaves_its_user_no_time_has_timed_out(
 async def test_a_gate_that_is_away_for_the_rest_of_the_agents_time_is_not_blamed_on_it(driver: Driver) -> None:
     user = User(2, model=UserModel("p", empty_terms()))
     driver.gate.fail["open_user"] = [Unavailable("away", reason="X") for _ in range(9)]
-    request = UserRequest("r", "r/user/1", empty_terms(), "d", "t")
+    request = ModelRequest("r", "r/user/1", empty_terms(), "d", "t")
     with pytest.raises(RolloutFailed) as failed:
         await RolloutUser(user, driver.gate, request, "go").turn([], "done", 0.05)
     assert (failed.value.failure.reason, failed.value.failure.retriable) == ("USER_UNANSWERED", True)

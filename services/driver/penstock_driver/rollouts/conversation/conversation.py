@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from typing import Final
 
 from penstock_driver.agents.launch import Start
-from penstock_driver.domain.ports import Gate, UserRequest
+from penstock_driver.domain.ports import Gate, ModelRequest
 from penstock_driver.domain.rollout import Cause, Failure, Phase
 from penstock_driver.domain.users import EndReason, UserTurn
 from penstock_driver.environments.cleanup import DRIVER_LABEL
@@ -115,8 +115,8 @@ def _user_of(attempt: AttemptSpec, gate: Gate) -> RolloutUser | None:
         return None
     request = None
     if user.model is not None:
-        request = UserRequest(
-            user_of=rollout_id,
+        request = ModelRequest(
+            rollout_id=rollout_id,
             request_id=f"{rollout_id}/user/{attempt.number}",
             terms=user.model.terms,
             driver_id=attempt.labels.get(DRIVER_LABEL, ""),

@@ -14,7 +14,7 @@ from typing import Final
 from penstock_chassis.aio.retry import Backoff, Delays
 from penstock_chassis.errors import DeadlineExceeded, NotFound, PenstockError, ResourceExhausted, Unavailable
 from penstock_driver.domain.failures import failure_of
-from penstock_driver.domain.ports import Gate, GateOpening, UserRequest
+from penstock_driver.domain.ports import Gate, GateOpening, ModelRequest
 from penstock_driver.domain.rollout import Cause, Component, Failure, Phase, RolloutFailed
 from penstock_driver.domain.users import END, MAX_TEXT_BYTES, EndReason, User, UserModel, UserTurn, user_id
 from penstock_driver.grading.judge import NAMELESS_MODEL
@@ -49,7 +49,7 @@ class RolloutUser:
         instruction: the task's.
     """
 
-    def __init__(self, user: User, gate: Gate, request: UserRequest | None, instruction: str) -> None:
+    def __init__(self, user: User, gate: Gate, request: ModelRequest | None, instruction: str) -> None:
         self._user = user
         self._gate = gate
         self._request = request
@@ -116,7 +116,7 @@ class RolloutUser:
 
     async def _asked(self, body: bytes, timeout_s: float) -> str:
         assert self._request is not None
-        rollout_id, backoff, tries = self._request.user_of, Backoff(_DELAYS), 0
+        rollout_id, backoff, tries = self._request.rollout_id, Backoff(_DELAYS), 0
         while True:
             try:
                 return await self._gate.ask_user(rollout_id, body, timeout_s)
