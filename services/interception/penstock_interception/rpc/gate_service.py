@@ -43,7 +43,7 @@ from penstock_interception.domain.state import Rollout
 from penstock_interception.gate.events import CallChange, Change
 from penstock_interception.ingress.dialects.base import DialectCodec
 from penstock_interception.ingress.mcp import server
-from penstock_interception.ingress.questions import Questions
+from penstock_interception.ingress.user_calls import UserCalls
 from penstock_interception.interceptor import Interceptor
 from penstock_interception.rollouts.trajectory import capture
 from penstock_interception.rpc import budgets_and_keys, tools, trajectory
@@ -88,7 +88,7 @@ class RolloutGateServicer(pb_grpc.RolloutGateServiceServicer):
         self._registry = interceptor.registry
         self._keys = interceptor.agent_keys
         self._dialects = {dialect.dialect: dialect for dialect in dialects}
-        self._questions = Questions(interceptor, self._dialects)
+        self._user_calls = UserCalls(interceptor, self._dialects)
         self._ingress_address = ingress_address
         self._stopping = stopping
 
@@ -154,7 +154,7 @@ class RolloutGateServicer(pb_grpc.RolloutGateServiceServicer):
         self, request: pb.AskUserRequest, context: grpc.aio.ServicerContext[ProtoMessage, ProtoMessage]
     ) -> pb.AskUserResponse:
         rollout = self._registry.rollout(request.rollout_id)
-        call_id, text = await self._questions.ask(rollout, request.body)
+        call_id, text = await self._user_calls.ask(rollout, request.body)
         return pb.AskUserResponse(text=text, call_id=call_id)
 
     async def HoldCalls(  # noqa: N802

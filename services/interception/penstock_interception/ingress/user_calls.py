@@ -1,7 +1,7 @@
-"""Questions to a model that plays a user: from the driver, not from a sandbox, and one answer for each body.
+"""Calls of a model that plays a user: from the driver, not from a sandbox, and one answer for each body.
 
-Invariant: a question is a call like an agent's: budgets, journal, source and record are the same. One whose asker is
-gone stays open, and its repeat joins it.
+Invariant: such a call has the same budgets, journal, source and record as an agent's. One whose caller is gone stays
+open, and its repeat joins it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAX_TEXT: Final = 256 << 10
 """Characters of an answer that are returned."""
 
 
-class Questions:
+class UserCalls:
     """Asks the models that play users, in the dialect of Chat Completions."""
 
     def __init__(self, interceptor: Interceptor, dialects: Mapping[Dialect, DialectCodec]) -> None:
@@ -54,7 +54,7 @@ class Questions:
         finally:
             self._interceptor.detach(call)
         if (problem := errors.of_ended(call)) is not None:
-            if not _is_of_the_question(call, problem):
+            if not _is_of_the_request(call, problem):
                 raise Unavailable(f"The user's model did not answer: {problem.message}", reason="USER_UNANSWERED")
             raise FailedPrecondition(f"The user's model refused: {problem.message}", reason="USER_REFUSED")
         self._interceptor.answer_sent(call)
@@ -96,8 +96,8 @@ class Questions:
         return await self._interceptor.begin(rollout, asked, parsed)
 
 
-def _is_of_the_question(call: Call, problem: Problem) -> bool:
-    """Whether the model refuses the question, or fails on it alone, so that another one could have an answer."""
+def _is_of_the_request(call: Call, problem: Problem) -> bool:
+    """Whether the model refuses the request, or fails on it alone, so that another one could have an answer."""
     if call.state is not CallState.FAILED or call.failure is None or call.failure.reason == "UPSTREAM_KEY_REFUSED":
         return False
     return not problem.retry or call.failure.reason == "REQUEST_FAILS"
