@@ -62,7 +62,7 @@ def test_only_the_very_task_that_passed_may_start(tmp_path: Path) -> None:
     ):
         with pytest.raises(FailedPrecondition) as caught:
             spec(task, "shell", {"require_assay": assays})
-        assert caught.value.reason == "ASSAY_REQUIRED"
+        assert caught.value.reason == "ASSAY_REQUIRED" and str(caught.value).count(words) == 1
         assert [item.field for item in caught.value.violations] == ["task"]
         assert words in str(caught.value)
 

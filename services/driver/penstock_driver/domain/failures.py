@@ -22,6 +22,8 @@ _OF_THE_SOURCE: Final = ("INFERENCE_", "UPSTREAM_", "TOKENIZER_", "TEMPLATE_", "
 
 OF_THE_SANDBOX: Final = frozenset({"SANDBOX_LOST", "SANDBOX_NOT_READY", "SANDBOX_UNKNOWN"})
 """Reasons of errors that concern a whole sandbox, not a file in it."""
+_LINE_CHARS: Final = 200
+"""Of a command's output in a failure's message."""
 _GONE: Final = frozenset({"SANDBOX_LOST", "SANDBOX_UNKNOWN"})
 """No agent causes the second: somebody deleted the sandbox, its lease is over, or its host lost its disk."""
 _OF_THE_TASK: Final = frozenset(
@@ -225,6 +227,14 @@ def internal_failure(phase: Phase) -> Failure:
     """The failure of a rollout ended by an internal error of the driver."""
     message = "an internal error of the driver; its log has the details"
     return Failure(Cause.INFRASTRUCTURE, "INTERNAL", message, False, phase, component=Component.DRIVER)
+
+
+def setup_failure(result: CommandResult, index: int, count: int) -> str:
+    """Describe how the setup command `index` of `count` failed, with the last line that it wrote."""
+    written = (result.stderr or result.stdout).decode("utf-8", "replace").split("\n")
+    last = next((line.strip() for line in reversed(written) if line.strip()), "")
+    shown = "".join(character for character in last if character.isprintable())[:_LINE_CHARS]
+    return f"setup command {index + 1} of {count} failed: {describe(result.exit)}{': ' if shown else ''}{shown}"
 
 
 def describe(end: Exit) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from penstock_driver.domain.failures import check_failure, describe
+from penstock_driver.domain.failures import check_failure, setup_failure
 from penstock_driver.domain.ports import CommandReport
 from penstock_driver.domain.rollout import (
     Cause,
@@ -80,6 +80,7 @@ class AttemptEnvironments:
         if self._recorder.progress.phase < Phase.SETTING_UP:  # else the verifier's state had to be made again
             self._recorder.enter(Phase.SETTING_UP)
             self._record_setup(error.reports)
-        ended = describe(error.reports[-1].result.exit) if error.reports else "unknown"
-        message = f"setup command {len(error.reports)} of {len(self._spec.task.setup)} failed: {ended}"
+        message, count = str(error), len(self._spec.task.setup)
+        if error.reports:
+            message = setup_failure(error.reports[-1].result, len(error.reports) - 1, count)
         return failed(Cause.TASK, "SETUP_FAILED", message, self._recorder.progress.phase)

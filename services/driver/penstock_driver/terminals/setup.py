@@ -10,7 +10,7 @@ from typing import Final
 from penstock_chassis.aio.single_flight import SingleFlight
 from penstock_chassis.errors import DeadlineExceeded, FailedPrecondition, Internal, NotFound
 from penstock_driver.agents.launch import FileToWrite
-from penstock_driver.domain.failures import describe
+from penstock_driver.domain.failures import describe, setup_failure
 from penstock_driver.domain.ports import CommandReport, PreparedSnapshot, Sandboxes, SnapshotSpec
 from penstock_driver.domain.rollout import CommandFinished, Phase
 from penstock_driver.domain.terminal_episode import TerminalSpec
@@ -127,7 +127,7 @@ def _setup_failed(report: CommandReport, count: int) -> FailedPrecondition:
     ended, result = describe(report.result.exit), report.result
     output = (result.stderr or result.stdout)[-_OUTPUT_BYTES:].decode("utf-8", "replace")
     return FailedPrecondition(
-        f"setup command {report.index + 1} of {count} failed: {ended}",
+        setup_failure(result, report.index, count),
         reason="SETUP_FAILED",
         metadata={"index": str(report.index), "exit": ended, "output": output},
     )

@@ -140,6 +140,7 @@ async def test_a_failed_setup_ends_the_rollout_before_agent_verifier_and_reward(
     record = await driver.start(with_task(driver, setup=setup))
     outcome = await driver.outcome(record)
     assert failure(outcome) == ("TASK", "SETUP_FAILED")
+    assert outcome.failure.message == "setup command 2 of 3 failed: exit code 7: why"
     assert not outcome.HasField("reward")
     events = await driver.events(record.rollout_id)
     finished = [event.command_finished for event in events if event.HasField("command_finished")]

@@ -53,7 +53,13 @@ from penstock_driver.app import MIGRATIONS, build
 from penstock_driver.clients import sandboxes
 from penstock_driver.clients.gate import GrpcGate
 from penstock_driver.clients.sandboxes import GrpcSandboxes
-from penstock_driver.domain.failures import check_failure, classify_exit, failure_of, is_of_the_request
+from penstock_driver.domain.failures import (
+    check_failure,
+    classify_exit,
+    failure_of,
+    is_of_the_request,
+    setup_failure,
+)
 from penstock_driver.domain.ports import (
     CallEnded,
     CallSpent,
@@ -1190,3 +1196,19 @@ async def test_endless_directory_is_read_up_to_the_bound() -> None:
 def test_a_killed_check_command_is_tried_again_and_a_failed_one_is_not(end: Exit, reason: str) -> None:
     failure = check_failure(CommandResult(end, b"", b"no such option"), Phase.PREPARING)
     assert (failure.reason, failure.retriable) == (reason, reason == "AGENT_KILLED")
+
+
+@pytest.mark.requirement("R58")
+@pytest.mark.parametrize(
+    ("stdout", "stderr", "ending"),
+    [
+        (b"", b"", "exit code 3"),
+        (b"in vain\n", b"", "exit code 3: in vain"),
+        (b"not this", b"first\nE: \x1b[31mlast\x1b[0m\r\n \n", "exit code 3: E: [31mlast[0m"),
+        (b"", b"\xff" + b"x" * 300, "exit code 3: \ufffd" + "x" * 199),
+    ],
+)
+def test_a_failed_setup_is_described_by_its_last_line(stdout: bytes, stderr: bytes, ending: str) -> None:
+    """One bounded line, without control characters."""
+    result = CommandResult(Exit(ExitReason.EXITED, code=3), stdout, stderr)
+    assert setup_failure(result, 0, 2) == f"setup command 1 of 2 failed: {ending}"

@@ -59,7 +59,11 @@ class PenstockError(Exception):
         self.retry_after = retry_after
 
     def __str__(self) -> str:
-        fields = "; ".join(f"{item.field}: {item.description}" for item in self.violations)
+        fields = "; ".join(
+            f"{item.field}: {item.description}"
+            for item in self.violations
+            if f"{item.field} {item.description}" not in self.message
+        )
         return f"{self.message} ({fields})" if fields and fields not in self.message else self.message
 
     def __repr__(self) -> str:
