@@ -22,16 +22,22 @@ from skyrl.train.trainer import RayPPOTrainer  # noqa: E402
 from tests.trainers.driven import EXAMPLES, PER_TASK, TASK_IDS, Driven, Learned  # noqa: E402
 from transformers import AutoTokenizer  # noqa: E402
 
+MOST_TOKENS = 500
+"""Of an answer, by the trainer's configuration."""
+
 
 class Engines:
     """In the place of SkyRL's inference engines, with its input and output."""
 
     def __init__(self, driven: Driven) -> None:
         self.driven = driven
+        self.limits = set[int]()
+        """Tokens that it was asked for at most."""
 
     async def generate(self, input_batch: Any, model: str | None = None) -> InferenceEngineOutput:
         """See SkyRL's InferenceEngineInterface."""
         (prompt,), (session,) = input_batch["prompt_token_ids"], input_batch["session_ids"]
+        self.limits.add(input_batch["sampling_params"]["max_tokens"])
         ids, logprobs = self.driven.engine.answer(prompt, session)
         return InferenceEngineOutput(
             responses=[""],
@@ -54,7 +60,8 @@ async def run(driven: Driven, folder: Path) -> tuple[list[str], list[str]]:
     # Its constructor starts Ray; what is called below is the trainer's own.
     sys.path.insert(0, str(EXAMPLES))
     experiment = importlib.import_module("skyrl_experiment").Experiment
-    generator = experiment.get_generator(None, config, tokenizer, Engines(driven))
+    engines = Engines(driven)
+    generator = experiment.get_generator(None, config, tokenizer, engines)
     trainer = RayPPOTrainer.__new__(RayPPOTrainer)
     trainer.cfg, trainer.tokenizer, trainer.generator, trainer.all_metrics = config, tokenizer, generator, {}
     trainer.dispatch = SimpleNamespace(get_lcm_dp_size=lambda: 1)
@@ -63,7 +70,7 @@ async def run(driven: Driven, folder: Path) -> tuple[list[str], list[str]]:
             prompts=[[{"role": "user", "content": "see the task"}] for _ in rows],
             env_classes=["penstock" for _ in rows],
             env_extras=[{"task_id": task_id} for task_id in uids],
-            sampling_params={"temperature": 1.0, "top_p": 1.0, "logprobs": 0},
+            sampling_params={"temperature": 1.0, "top_p": 1.0, "logprobs": 0, "max_tokens": MOST_TOKENS},
             trajectory_ids=[TrajectoryID(task_id, number) for task_id, number in rows],
             batch_metadata=None,
         )
@@ -73,6 +80,8 @@ async def run(driven: Driven, folder: Path) -> tuple[list[str], list[str]]:
     lines, wrong = await driven.faults([learned(batch, row) for row in range(len(rows))])
     if [(one.instance_id, one.repetition_id) for one in output["trajectory_ids"]] != rows:
         wrong.append("the trajectory ids are not those of the input")
+    if engines.limits != {MOST_TOKENS}:
+        wrong.append(f"an answer may have {engines.limits} tokens, and the trainer says {MOST_TOKENS}")
     there = sorted(key for key in batch if batch[key] is not None)
     lines.append(f"TrainingInputBatch of {batch.batch_size} rows: {', '.join(there)}")
     return lines, wrong

@@ -31,6 +31,8 @@ class Servers(LLMServerClient):  # type: ignore[misc]
     ) -> TokenOutput:
         """See verl."""
         assert sampling_params["logprobs"]
+        # What the prompt leaves of the two lengths, where verl has no limit of its own.
+        assert 0 < sampling_params["max_tokens"] <= PROMPT + RESPONSE - len(prompt_ids)
         ids, logprobs = self.driven.engine.answer(prompt_ids, request_id)
         return TokenOutput(
             token_ids=ids, log_probs=logprobs, stop_reason="completed", extra_fields={"global_steps": VERSION}

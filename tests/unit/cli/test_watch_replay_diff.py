@@ -341,6 +341,30 @@ def test_error_stays_shown_until_the_state_is_known_anew() -> None:
     assert standing.apply(RolloutChanges((), ("r-3", "r-9")))[1] == ["r-3"]
 
 
+async def test_a_watch_names_the_drivers_that_do_not_answer(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Once, or as long as it runs: what is listed is a part of the run."""
+    part = RolloutChanges((summary(1),), (), True, ("d1", "d2"))
+
+    async def once(_: Chosen) -> RolloutChanges:
+        return part
+
+    async def follow(_: Chosen, *, waits: bool) -> AsyncGenerator[RolloutChanges, None]:
+        for change in (part, part, RolloutChanges((), (), True), replace(part, away=("d1",))):
+            yield change
+
+    monkeypatch.setattr(watch, "once", once)
+    monkeypatch.setattr(watch, "follow", follow)
+    assert await watch._once(Chosen(), None, False) == 0
+    assert capsys.readouterr().err == "d1, d2 do not answer: the rollouts there are missing here, or as they were\n"
+    await watch._lines(Chosen(), False)
+    assert capsys.readouterr().err.splitlines() == [
+        "d1, d2 do not answer: the rollouts there are missing here, or as they were",
+        "d1 does not answer: the rollouts there are missing here, or as they were",
+    ]
+
+
 def test_groups_have_their_mean_and_spread_and_the_curve_runs_through_them() -> None:
     """What a trainer looks for: the newest group first in the table, the oldest first on the curve."""
     items = [summary(n, group_id=f"g{n // 2}", reward=Reward(float(n % 2) if n < 2 else 1.0)) for n in range(4)]

@@ -179,3 +179,31 @@ async def test_push_cancelled_while_it_is_applied_may_be_repeated(tmp_path: Path
             assert (await again).policy_version == 1
     finally:
         await engine.aclose()
+
+
+@pytest.mark.requirement("R29")
+@pytest.mark.parametrize("announced", [False, True])
+async def test_a_repeated_push_is_refused_once_other_weights_are_in_force(tmp_path: Path, announced: bool) -> None:
+    """Those of a transfer, which is no push: the repetition was a success, and the newer weights sampled."""
+    model = write_model(tmp_path / "model", CONFIG, random_tensors(CONFIG))
+    engine = await NumpyEngine.open(EngineOptions(model, "tiny"))
+    data = save(random_tensors(CONFIG, 5))
+    digest = hashlib.sha256(data).digest()
+    updates = WeightUpdates(engine, Uploads(len(data)))
+
+    async def frames() -> AsyncIterator[UpdateFrame]:
+        yield UpdateBegin(1, UpdateFormat.FULL, sha256=digest if announced else None)
+        yield data
+        yield Commit(digest)
+
+    try:
+        for _ in range(2):
+            assert (await updates.receive(frames())).policy_version == 1
+        await engine.begin_update(2, "", UpdateFormat.FULL)
+        await engine.push_tensors(random_tensors(CONFIG, 6))
+        await engine.commit_update()
+        with pytest.raises(FailedPrecondition) as caught:
+            await updates.receive(frames())
+        assert caught.value.reason == "POLICY_VERSION_NOT_NEWER" and engine.info().policy_version == 2
+    finally:
+        await engine.aclose()

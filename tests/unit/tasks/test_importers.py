@@ -304,6 +304,16 @@ def test_unsupported_wishes_of_a_terminal_bench_task_are_refused_by_name(
     assert named in refusal("terminal-bench", tmp_path / "sum", tmp_path / "out")
 
 
+@pytest.mark.parametrize("form", ["harbor", "terminal-bench"])
+def test_only_the_chosen_tasks_of_a_directory_are_imported(tmp_path: Path, form: str) -> None:
+    """The others are neither written nor refused."""
+    make = {"harbor": foreign_tasks.harbor, "terminal-bench": foreign_tasks.terminal_bench}[form]
+    for name in ("sum", "total"):
+        make(tmp_path / "tasks" / name)
+    (found,) = import_tasks(form, tmp_path / "tasks", tmp_path / "out", Choices(only=["su*"]))
+    assert found.name == "sum" and [path.name for path in (tmp_path / "out").iterdir()] == ["sum"]
+
+
 @pytest.mark.requirement("R75")
 def test_neither_tests_nor_solution_come_into_a_terminal_bench_task_s_image(tmp_path: Path) -> None:
     """The form keeps its build context beside them."""

@@ -14,6 +14,7 @@ from typing import Any, Self
 
 import structlog
 
+from penstock_chassis.aio.tasks import TaskOwner
 from penstock_chassis.errors import FailedPrecondition, Unavailable
 from penstock_inference.engines.base import Done, EngineInfo, EngineStats, GenerateEvent, GenerateRequest
 from penstock_inference.replicas import wire
@@ -106,9 +107,8 @@ class ReplicaProcess:
                     f"replica {name} ended before its engine was open", reason="ENGINE_NOT_STARTED"
                 )
         except BaseException:
-            _kill(process)
-            await process.wait()
             ours.close()
+            await _ended(process)
             raise
         return cls(name, process, reader, writer, first.info, silence_s)
 
@@ -138,10 +138,9 @@ class ReplicaProcess:
         except TimeoutError:
             _log.warning("a replica did not end and is killed", replica=self.name)
         finally:
-            _kill(self._process)
-            await self._process.wait()
             self._listener.cancel()
             self._watch.cancel()
+            await _ended(self._process)
             await asyncio.wait((self._listener, self._watch))
 
     async def ask(self, method: str, *arguments: Any) -> Any:
@@ -214,6 +213,16 @@ class ReplicaProcess:
                 self._last_message_at = time.monotonic()
         _log.error("a replica hangs and is killed", replica=self.name, silent_s=self._silence_s)
         _kill(self._process)
+
+
+async def _ended(process: Process) -> None:
+    """Kills it if it runs, and returns when it is no more, even if this call is cancelled meanwhile, once."""
+    _kill(process)
+    await TaskOwner().finish(_reaped(process), "replica-reaped")
+
+
+async def _reaped(process: Process) -> None:
+    await process.wait()
 
 
 def _kill(process: Process) -> None:

@@ -76,7 +76,8 @@ class WeightUpdates:
         self._uploads = uploads
         self._weights_dir = weights_dir
         self._spool_dir = spool_dir
-        self._in_force: tuple[int, bytes] | None = None
+        self._last: tuple[int, bytes] | None = None
+        """The version and identity of the last push that came in force."""
         self._committing: dict[int, asyncio.Event] = {}
         """By version; set when it is in force or refused."""
         self._finishing = TaskOwner()
@@ -103,14 +104,14 @@ class WeightUpdates:
             await over.wait()
         path = under(self._weights_dir, begin.path, "weights_dir", "begin.path") if begin.path else None
         known = begin.path.encode() if path is not None else begin.sha256
-        if known is not None and self._in_force == (begin.policy_version, known):
+        if known is not None and self._in_force() == (begin.policy_version, known):
             return UpdateResult(begin.policy_version)
         if begin.size_bytes is not None:
             self._uploads.check_size(begin.size_bytes)
-        if path is None and self._in_force is not None and self._in_force[0] == begin.policy_version:
+        if path is None and (last := self._in_force()) is not None and last[0] == begin.policy_version:
             # Only the digest at the end shows whether this push is a repetition.
             _, digest = await self._uploads.read(frames)
-            if self._in_force == (begin.policy_version, digest):
+            if self._in_force() == (begin.policy_version, digest):
                 return UpdateResult(begin.policy_version, time.monotonic() - began)
         await self._engine.begin_update(begin.policy_version, begin.label, begin.update_format)
         staged: Path | None = None
@@ -133,6 +134,11 @@ class WeightUpdates:
             UPDATE_SECONDS.labels(phase).observe(took)
         return result
 
+    def _in_force(self) -> tuple[int, bytes] | None:
+        """The last push, unless weights that came by a transfer replaced its own."""
+        last = self._last
+        return last if last is not None and self._engine.info().policy_version == last[0] else None
+
     async def aclose(self) -> None:
         """Wait for a commit in progress."""
         await self._finishing.wait()
@@ -142,7 +148,7 @@ class WeightUpdates:
         base = self._engine.info().policy_version
         try:
             phases = await self._engine.commit_update(begin.mode)
-            self._in_force = (begin.policy_version, identity)
+            self._last = (begin.policy_version, identity)
             if self._kept is not None:
                 digest = b"" if begin.path else identity
                 await self._kept.add(

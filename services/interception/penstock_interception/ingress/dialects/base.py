@@ -25,6 +25,9 @@ class BadRequest(Exception):
         self.code = code
 
 
+CONTEXT_EXCEEDED: Final = "context_length_exceeded"
+
+
 @dataclass(frozen=True, slots=True)
 class Problem:
     """An error answer. `code` is stable; `retry` means that the same request may succeed later."""
@@ -35,6 +38,11 @@ class Problem:
     param: str | None = None
     retry: bool = False
     retry_after_s: float | None = None
+
+    def beginning(self, words: str) -> str:
+        """Returns the message. One of an exceeded context begins with `words`, those of the dialect's vendor: clients
+        look for them and not for the code, and repeat for minutes what they take for any other refusal."""
+        return f"{words} {self.message}" if self.code == CONTEXT_EXCEEDED else self.message
 
 
 class Ask(Enum):

@@ -35,7 +35,12 @@ def model(name: str) -> bytes:
 def error(problem: Problem) -> dict[str, Any]:
     kind = _TYPES.get(problem.status, "server_error" if problem.status >= 500 else "invalid_request_error")
     kind = "insufficient_quota" if problem.code == "budget_exhausted" else kind
-    return {"message": problem.message, "type": kind, "param": problem.param, "code": problem.code}
+    return {"message": message_of(problem), "type": kind, "param": problem.param, "code": problem.code}
+
+
+def message_of(problem: Problem) -> str:
+    """Returns the message; LiteLLM looks for these words of OpenAI's API, and pi for those before."""
+    return problem.beginning("Your input exceeds the context window: this model's maximum context length is exceeded.")
 
 
 def _model(name: str) -> dict[str, Any]:

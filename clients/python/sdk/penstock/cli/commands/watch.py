@@ -89,6 +89,8 @@ async def _once(chosen: Chosen, by: By | None, as_json: bool) -> int:
         parts += [Text(), rows.rollouts(standing.rollouts(), width, rows.utc_now(), fill=False)]
         out.print(Group(*parts), width=width)
     _show_omissions(standing)
+    if absent := _absent(standing):
+        err.print(Text(clean(absent)), soft_wrap=True)
     if not len(standing):
         err.print(Text(clean(f"no rollout: {chosen}")))
     return OK if len(standing) else FAILED
@@ -98,6 +100,15 @@ def _show_omissions(standing: Standing) -> None:
     """Prints to standard error, for programs and logs, what is left out."""
     if left_out := _left_out(standing):
         err.print(Text(f"{left_out}: --ended N sets how many ended rollouts are shown"), soft_wrap=True)
+
+
+def _absent(standing: Standing) -> str:
+    """Names the drivers that do not answer; empty if all do."""
+    if not standing.away:
+        return ""
+    names = ", ".join(standing.away)
+    several = len(standing.away) > 1
+    return f"{names} {'do' if several else 'does'} not answer: the rollouts there are missing here, or as they were"
 
 
 def _left_out(standing: Standing) -> str:
@@ -115,6 +126,7 @@ async def _lines(chosen: Chosen, as_json: bool) -> int:
     standing = Standing(chosen.ended_limit)
     shown: dict[str, str] = {}
     first = True
+    absent = ""
     async with aclosing(follow(chosen, waits=False)) as changes:
         async for change in changes:
             if isinstance(change, Connected):
@@ -124,6 +136,8 @@ async def _lines(chosen: Chosen, as_json: bool) -> int:
                 err.print(Text(clean(f"{change.message}; it is retried")))
                 continue
             new, gone = standing.apply(change)
+            if absent != (absent := _absent(standing)) and absent:
+                err.print(Text(clean(absent)), soft_wrap=True)
             if not standing.complete:
                 continue  # which ones are shown is known only once all have arrived
             if first:
@@ -229,8 +243,8 @@ class View:
         width, height = out.size.width, out.size.height
         parts: list[RenderableType] = [_one_line(self._head()), _one_line(_summary(self.standing))]
         room = height - 3
-        if self._trouble is not None:
-            parts.append(_one_line(Text(clean(self._trouble), style="bold yellow")))
+        if trouble := self._trouble or _absent(self.standing):
+            parts.append(_one_line(Text(clean(trouble), style="bold yellow")))
             room -= 1
         lines = _HIGH if height >= 32 else _LOW
         if height >= 20 and (curve := _curve(self.standing, self._by, lines)):

@@ -107,12 +107,14 @@ async def once(chosen: Chosen) -> RolloutChanges:
         PenstockError: any error.
     """
     found: list[RolloutSummary] = []
+    away: tuple[str, ...] = ()
     async with connect(running(chosen.state_dir)) as ps, aclosing(_changes(ps, chosen)) as changes:
         async for change in changes:
             found += change.rollouts
+            away = change.away
             if change.complete:
                 break
-    return RolloutChanges(tuple(found), complete=True)
+    return RolloutChanges(tuple(found), complete=True, away=away)
 
 
 def _changes(ps: Penstock, chosen: Chosen) -> AsyncGenerator[RolloutChanges, None]:

@@ -82,6 +82,8 @@ class Standing:
         """Whether the full state has arrived once."""
         self.older = False
         """Whether older ended rollouts may exist beyond those held: the limit was reached."""
+        self.away: tuple[str, ...] = ()
+        """Drivers that do not answer now: their rollouts are missing, or as they were."""
 
     def __len__(self) -> int:
         return len(self._rollouts)
@@ -98,6 +100,7 @@ class Standing:
     def apply(self, change: RolloutChanges) -> tuple[list[RolloutSummary], list[str]]:
         """Applies a change; returns the actual updates: rollouts, and ids of deleted ones."""
         changed, gone = list(change.rollouts), list(change.gone)
+        self.away = change.away
         if self._fresh is not None:
             self._fresh.update((item.rollout_id, item) for item in changed)
             for name in gone:

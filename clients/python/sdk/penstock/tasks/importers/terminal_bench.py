@@ -32,10 +32,11 @@ _OF_THE_FORM: Final = frozenset(
 
 
 def import_all(source: Path, destination: Path, choices: Choices) -> Iterator[Imported]:
-    """Imports every task directory of a source."""
+    """Imports the chosen task directories of a source."""
     for path in directories(source, "task.yaml"):
-        folder = Folder(destination, path.name)
-        yield folder.filled(partial(_fill, folder, path, choices))
+        if choices.selects(path.name):
+            folder = Folder(destination, path.name)
+            yield folder.filled(partial(_fill, folder, path, choices))
 
 
 def _fill(folder: Folder, source: Path, choices: Choices) -> None:

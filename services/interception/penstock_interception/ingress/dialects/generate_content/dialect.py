@@ -201,7 +201,8 @@ def _error(problem: Problem) -> dict[str, Any]:
         delay = f"{max(0.001, problem.retry_after_s):.3f}".rstrip("0").rstrip(".")
         details.append({"@type": f"{_TYPE}RetryInfo", "retryDelay": f"{delay}s"})
     status = _STATUSES.get(problem.status, "INTERNAL")
-    return {"error": {"code": problem.status, "message": problem.message, "status": status, "details": details}}
+    message = problem.beginning("The input token count exceeds the maximum number of tokens allowed.")
+    return {"error": {"code": problem.status, "message": message, "status": status, "details": details}}
 
 
 def _model(name: str) -> dict[str, Any]:

@@ -220,7 +220,10 @@ def _error(problem: Problem) -> dict[str, Any]:
     kind = "api_error" if problem.status >= 500 else "invalid_request_error"
     kind = "billing_error" if problem.code == "budget_exhausted" else _TYPES.get(problem.status, kind)
     details = {"error_code": problem.code, **({"param": problem.param} if problem.param is not None else {})}
-    return {"type": "error", "error": {"type": kind, "message": problem.message, "details": details}}
+    return {
+        "type": "error",
+        "error": {"type": kind, "message": problem.beginning("prompt is too long:"), "details": details},
+    }
 
 
 def _event(value: dict[str, Any]) -> bytes:

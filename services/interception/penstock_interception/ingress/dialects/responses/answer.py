@@ -13,7 +13,8 @@ import orjson
 from penstock_codec.chat import FinishReason, Sampling, ToolChoiceMode, Usage
 from penstock_interception.domain.requests import ChatRequest
 from penstock_interception.domain.state import Call
-from penstock_interception.ingress.dialects.base import Problem
+from penstock_interception.ingress.dialects.base import CONTEXT_EXCEEDED, Problem
+from penstock_interception.ingress.dialects.openai_common import message_of
 from penstock_interception.ingress.dialects.responses.items import sealed
 from penstock_interception.ingress.dialects.responses.tools import call_item
 
@@ -66,12 +67,12 @@ def failed(response: dict[str, Any], problem: Problem) -> dict[str, Any]:
 
     Codex gives up on `insufficient_quota`, `context_length_exceeded` and `invalid_prompt`, and retries all others.
     """
-    return {**response, "status": "failed", "error": {"code": failure_code(problem), "message": problem.message}}
+    return {**response, "status": "failed", "error": {"code": failure_code(problem), "message": message_of(problem)}}
 
 
 def failure_code(problem: Problem) -> str:
     """Returns the code of a failure within a stream."""
-    if problem.code == "context_length_exceeded":
+    if problem.code == CONTEXT_EXCEEDED:
         return problem.code
     if problem.status == 403:
         return "insufficient_quota"

@@ -3,7 +3,7 @@
 `--train.agent_func_path agent.py`, where agent.py is
 
     from penstock.adapters.trainers.plugins.openrlhf import PenstockExecutor
-    from penstock.adapters.trainers.plugins.rollouts import AgentRollouts
+    from penstock.adapters.trainers.plugins.rollouts import AgentRollouts, CannotAnswer
 
     class AgentExecutor(PenstockExecutor):
         rollouts = AgentRollouts.load("tasks", "shell")
@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from openrlhf.utils.agent import AgentExecutorBase
 
 from penstock.adapters.trainers import openrlhf
-from penstock.adapters.trainers.plugins.rollouts import AgentRollouts
+from penstock.adapters.trainers.plugins.rollouts import AgentRollouts, CannotAnswer
 from penstock.adapters.trainers.selection import Place, Selection
 from penstock.client.errors import InvalidArgument
 from penstock.client.intercept.calls import ModelCall
@@ -67,7 +67,9 @@ class PenstockExecutor(AgentExecutorBase):  # type: ignore[misc]
 async def _sample(call: ModelCall, sampling_params: Any, max_length: int, engine: Any) -> Completion:
     params = copy(sampling_params)
     room = max_length - call.prompt_count
-    params.max_tokens = max(1, min(room, call.sampling.max_tokens or room))
+    if room < 1:
+        raise CannotAnswer(f"The prompt has {call.prompt_count} tokens, and the trainer's context {max_length}")
+    params.max_tokens = min(room, call.sampling.max_tokens or room)
     request = await engine.generate(call.prompt_token_ids.tolist(), params)
     (output,) = request.outputs
     if output.logprobs is None:

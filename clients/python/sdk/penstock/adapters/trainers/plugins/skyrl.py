@@ -68,7 +68,8 @@ class PenstockGenerator(GeneratorInterface):  # type: ignore[misc]
 
     async def _sample(self, call: ModelCall, params: Mapping[str, Any]) -> Completion:
         """Asks SkyRL's engines; a rollout's calls are one session, for their prefix cache."""
-        limits = {} if call.sampling.max_tokens is None else {"max_tokens": call.sampling.max_tokens}
+        given = [most for most in (params.get("max_tokens"), call.sampling.max_tokens) if most is not None]
+        limits = {"max_tokens": min(given)} if given else {}
         output = await self.engine.generate(
             InferenceEngineInput(
                 prompts=None,

@@ -17,9 +17,9 @@ from typing import Any
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput
 
 from penstock.adapters.trainers import verl
-from penstock.adapters.trainers.plugins.rollouts import AgentRollouts
+from penstock.adapters.trainers.plugins.rollouts import AgentRollouts, CannotAnswer
 from penstock.adapters.trainers.selection import Place, Selection
-from penstock.client.errors import InvalidArgument
+from penstock.client.errors import InvalidArgument, Unavailable
 from penstock.client.intercept.calls import ModelCall
 from penstock.client.types.chat import Completion, FinishReason, LogprobsMode, Sampling
 
@@ -75,19 +75,31 @@ class PenstockAgentLoop(AgentLoopBase):  # type: ignore[misc]
         return AgentLoopOutput(**output)
 
     async def _sample(self, call: ModelCall, sampling_params: dict[str, Any]) -> Completion:
-        """Asks verl's servers; a rollout's calls go to the same one, for its prefix cache."""
-        limits = {} if call.sampling.max_tokens is None else {"max_tokens": call.sampling.max_tokens}
+        """Asks verl's servers; a rollout's calls go to the same one, for its prefix cache.
+
+        They cut an answer at limits of their own without a word, so that the smallest of all is sent.
+        """
+        config = self.rollout_config
+        context = getattr(config, "max_model_len", None) or config.prompt_length + config.response_length
+        room = context - call.prompt_count
+        if room < 1:
+            raise CannotAnswer(f"The prompt has {call.prompt_count} tokens, and the trainer's context {context}")
+        given = (room, sampling_params.get("max_tokens"), call.sampling.max_tokens)
+        limit = min(most for most in given if most is not None)
         output = await self.server_manager.generate(
             request_id=call.rollout_id,
             prompt_ids=call.prompt_token_ids.tolist(),
-            sampling_params={**sampling_params, **limits},
+            sampling_params={**sampling_params, "max_tokens": limit},
         )
         if output.log_probs is None:
             raise InvalidArgument(
                 "verl's servers return no logprobs: set rollout.calculate_log_probs", reason="NO_LOGPROBS"
             )
         version = output.extra_fields.get("global_steps")
-        is_cut = call.sampling.max_tokens is not None and len(output.token_ids) >= call.sampling.max_tokens
+        stopped = getattr(output, "stop_reason", None)
+        if stopped in ("abort", "aborted"):
+            raise Unavailable("verl's server aborted the answer", reason="ENGINE_ABORTED")
+        is_cut = stopped == "length" or len(output.token_ids) >= limit
         return Completion.of_tokens(
             output.token_ids,
             output.log_probs,

@@ -1,0 +1,54 @@
+"""A replica's process: what a start that fails leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from asyncio.subprocess import Process
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.services import replicas
+
+from penstock_chassis.errors import FailedPrecondition
+from penstock_inference.engines.base import EngineOptions
+from penstock_inference.replicas import replica_process
+from penstock_inference.replicas.replica_process import ReplicaProcess
+from penstock_inference.replicas.wire import Failed, Open
+
+
+@pytest.mark.requirement("R87")
+async def test_a_start_that_is_cancelled_while_it_cleans_up_leaves_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when another replica fails at the same time: the killed process was left to end by itself."""
+    killed = asyncio.Event()
+    started: list[Process] = []
+
+    def held(process: Process) -> None:
+        """The process has the signal, and does not end yet."""
+        os.kill(process.pid, signal.SIGSTOP)
+        started.append(process)
+        killed.set()
+
+    async def failed(_: asyncio.StreamReader) -> Failed:
+        """The first message, before its process has read the order."""
+        return Failed.of(0, FailedPrecondition("no model", reason="MODEL_UNREADABLE"))
+
+    monkeypatch.setattr(replica_process, "_kill", held)
+    monkeypatch.setattr(replica_process.wire, "receive", failed)
+    (tmp_path / "config.json").write_text("{}", "utf-8")
+    order: Any = Open("numpy", EngineOptions(tmp_path, "none", work_dir=tmp_path), "error", "json")
+    start = asyncio.create_task(ReplicaProcess.start("r0", order, {}, 60.0))
+    await killed.wait()
+    await asyncio.sleep(0)
+    start.cancel()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert not start.done()
+    os.kill(started[0].pid, signal.SIGKILL)
+    with pytest.raises(asyncio.CancelledError):
+        await start
+    assert replicas.processes() == {}
