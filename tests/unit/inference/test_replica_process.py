@@ -14,9 +14,8 @@ from tests.support.services import replicas
 
 from penstock_chassis.errors import FailedPrecondition
 from penstock_inference.engines.base import EngineOptions
-from penstock_inference.replicas import replica_process
+from penstock_inference.replicas import replica_process, wire
 from penstock_inference.replicas.replica_process import ReplicaProcess
-from penstock_inference.replicas.wire import Failed, Open
 
 
 @pytest.mark.requirement("R87")
@@ -33,14 +32,14 @@ async def test_a_start_that_is_cancelled_while_it_cleans_up_leaves_no_process(
         started.append(process)
         killed.set()
 
-    async def failed(_: asyncio.StreamReader) -> Failed:
+    async def failed(_: asyncio.StreamReader) -> wire.Failed:
         """The first message, before its process has read the order."""
-        return Failed.of(0, FailedPrecondition("no model", reason="MODEL_UNREADABLE"))
+        return wire.Failed.of(0, FailedPrecondition("no model", reason="MODEL_UNREADABLE"))
 
     monkeypatch.setattr(replica_process, "_kill", held)
-    monkeypatch.setattr(replica_process.wire, "receive", failed)
+    monkeypatch.setattr(wire, "receive", failed)
     (tmp_path / "config.json").write_text("{}", "utf-8")
-    order: Any = Open("numpy", EngineOptions(tmp_path, "none", work_dir=tmp_path), "error", "json")
+    order: Any = wire.Open("numpy", EngineOptions(tmp_path, "none", work_dir=tmp_path), "error", "json")
     start = asyncio.create_task(ReplicaProcess.start("r0", order, {}, 60.0))
     await killed.wait()
     await asyncio.sleep(0)
