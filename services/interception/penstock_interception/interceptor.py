@@ -21,7 +21,7 @@ from penstock_chassis.telemetry import tracing
 from penstock_codec import CodecError
 from penstock_codec.chat import Sampling
 from penstock_interception.domain.audit import Audit
-from penstock_interception.domain.calls import Answerer, CallRequest, CallState, Dialect, Prompt, RolloutState
+from penstock_interception.domain.calls import Answerer, CallRequest, CallState, Dialect, Mode, Prompt, RolloutState
 from penstock_interception.domain.completions import Completion, Failure
 from penstock_interception.domain.deadlines import Clock, Deadlines
 from penstock_interception.domain.live_rollouts import Registry
@@ -130,8 +130,7 @@ class Interceptor:
             leases = {call.id: (session, lease, prompt) for call, session, lease, prompt in stored.leases}
             for call in stored.calls:
                 if not call.state.terminal:
-                    parsed = self._parse(call.request.dialect, call.request.body)
-                    self._prepare(call, parsed, leases.get(call.id))
+                    self._restore(call, leases.get(call.id))
         await self.rollouts.restore_runs_and_tools()
         return count
 
@@ -352,6 +351,27 @@ class Interceptor:
             await asyncio.wait(waiting, timeout=grace_s)
 
     # Private ---------------------------------------------------------------------------------------------------------
+
+    def _restore(self, call: Call, lease: tuple[str, str, bytes] | None) -> None:
+        """Makes the prompt of an open call from the journal again, or ends the call, alone."""
+        if call.rollout.spec.mode is Mode.BLACK_BOX:
+            # Its body was never stored, and its connection is gone. A retry of the agent is a call of its own.
+            self.end_black_box(call, agent_gone=True)
+            return
+        try:
+            parsed = self._parse(call.request.dialect, call.request.body)
+        except Exception as error:  # noqa: BLE001 - the version that took the call may have been less strict
+            _log.error(
+                "a journalled request cannot be parsed any more",
+                call_id=call.id,
+                rollout_id=call.rollout.id,
+                exc_info=error,
+            )
+            self.gate.fail(call, Failure("REQUEST_UNREADABLE"))
+            return
+        # The journal has tools in bodies only, and the body that they were looked for in may be unreadable.
+        self.conversations[call.rollout.id].add_tools(parsed)
+        self._prepare(call, parsed, lease)
 
     def _prepare(self, call: Call, request: ChatRequest, lease: tuple[str, str, bytes] | None) -> None:
         conversation = self.conversations[call.rollout.id]

@@ -16,7 +16,8 @@ import aiohttp
 import grpc
 import numpy as np
 import pytest
-from tests.support.endpoints.loopback import unused_port
+from aiohttp import web
+from tests.support.endpoints.loopback import serving, unused_port
 
 from penstock.chat.v1 import chat_pb2, completion_pb2
 from penstock.interception.v1 import intercept_service_pb2 as pb
@@ -95,16 +96,18 @@ def codec(victim: Victim, tmp_path: Path) -> Codec:
     return Codec.load(TokenizerFiles.from_directory(tmp_path / "tiny"))
 
 
-async def opened(victim: Victim) -> gate.OpenRolloutResponse:
+TINY = interception_pb2.ModelSource(tokenizer=interception_pb2.ModelSource.Tokenizer(name="tiny"))
+
+
+async def opened(
+    victim: Victim,
+    mode: interception_pb2.Mode.ValueType = interception_pb2.MODE_INTERCEPTION_GATE,
+    source: interception_pb2.ModelSource = TINY,
+) -> gate.OpenRolloutResponse:
     """Opens the rollout, or finds it open: the request is the same each time."""
     async with connect(victim.address, TOKEN) as channel:
         answer: gate.OpenRolloutResponse = await gate_grpc.RolloutGateServiceStub(channel).OpenRollout(
-            gate.OpenRolloutRequest(
-                request_id="open-1",
-                rollout_id="r1",
-                mode=interception_pb2.MODE_INTERCEPTION_GATE,
-                source=interception_pb2.ModelSource(tokenizer=interception_pb2.ModelSource.Tokenizer(name="tiny")),
-            ),
+            gate.OpenRolloutRequest(request_id="open-1", rollout_id="r1", mode=mode, source=source),
             wait_for_ready=True,
         )
     return answer
@@ -318,3 +321,37 @@ async def test_killed_at_any_moment_a_conversation_ends_with_one_turn_per_questi
     whole = await captured(victim)
     assert [call.state for call in whole.calls] == [trajectory_pb2.CALL_STATE_DELIVERED] * 3
     assert len(whole.branches) == 1 and len(whole.samples) == 1 and len(whole.samples[0].turns) == 3
+
+
+@pytest.mark.requirement("R18", "R34")
+async def test_a_black_box_request_is_over_with_a_kill_and_its_retry_is_another(victim: Victim) -> None:
+    """The service starts again though it has nothing of the request but its digest, and the rollout goes on."""
+    asked: asyncio.Queue[None] = asyncio.Queue()
+    may_answer = asyncio.Event()
+
+    async def models(_: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [{"id": "m"}]})
+
+    async def answer(_: web.Request) -> web.Response:
+        asked.put_nowait(None)
+        await may_answer.wait()
+        return web.json_response({"said": "hello"})
+
+    app = web.Application()
+    app.router.add_get("/v1/models", models)
+    app.router.add_post("/v1/chat/completions", answer)
+    async with serving(app, cancels=True) as url:
+        endpoint = interception_pb2.Upstream.CallerEndpoint(base_url=f"{url}/v1")
+        source = interception_pb2.ModelSource(upstream=interception_pb2.Upstream(caller=endpoint))
+        token = (await opened(victim, interception_pb2.MODE_BLACK_BOX, source)).token
+        asking = asyncio.create_task(agent(victim, token))
+        await asked.get()
+        await victim.kill()
+        may_answer.set()
+        await victim.start()
+        assert await asking == {"said": "hello"}
+    ended = [(call.state, call.end_reason) for call in (await captured(victim)).calls]
+    assert ended == [
+        (trajectory_pb2.CALL_STATE_CANCELLED, "AGENT_GONE"),
+        (trajectory_pb2.CALL_STATE_DELIVERED, "PASSED_THROUGH"),
+    ]

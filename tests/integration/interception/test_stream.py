@@ -205,12 +205,16 @@ async def test_the_first_result_wins_and_a_different_one_is_rejected_by_type(ser
         ({"finish": 4}, "finish_reason"),
         ({"finish": 0}, "finish_reason"),
         ({"empty": True}, "completion"),
+        ({"part": {"image": {"media_type": "image/png", "data": b"png"}}}, "completion.message.parts[1]"),
+        ({"part": {"tool_result": {"tool_call_id": "c1"}}}, "completion.message.parts[1]"),
     ],
 )
 async def test_rule_breaking_completion_is_rejected_alone_and_stays_leased(
     service: Any, change: dict[str, Any], field: str
 ) -> None:
-    """Equal lengths, ids in the vocabulary, logprobs finite and <= 0; the item fails, the stream goes on."""
+    """Equal lengths, ids in the vocabulary, logprobs finite and <= 0, and only what an assistant says; the item fails,
+    the stream goes on.
+    """
     import numpy as np
 
     from penstock.chat.v1 import chat_pb2, completion_pb2
@@ -231,6 +235,9 @@ async def test_rule_breaking_completion_is_rejected_alone_and_stays_leased(
     )
     if change.get("empty"):
         bad = completion_pb2.Completion(finish_reason=chat_pb2.FinishReason.FINISH_REASON_STOP)
+    if "part" in change:
+        parts = [chat_pb2.Part(text=chat_pb2.Text(text="see")), chat_pb2.Part(**change["part"])]
+        bad.message.CopyFrom(chat_pb2.Message(role=chat_pb2.ROLE_ASSISTANT, parts=parts))
     result = pb.CallResult(call_id=call.call_id, lease_id=call.lease_id, completion=bad)
     acknowledged = await trainer.deliver(result)
     assert [r.reason for r in acknowledged.rejected] == [pb.ResultRejected.REASON_INVALID]

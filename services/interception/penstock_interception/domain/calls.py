@@ -239,6 +239,11 @@ class RolloutSpec:
         """The rollout's run among those of all namespaces; None without a run. A namespace has no slash."""
         return None if self.run_id is None else f"{self.namespace}/{self.run_id}"
 
+    @property
+    def request_key(self) -> str:
+        """The request's id among those of all namespaces. A namespace has no slash."""
+        return f"{self.namespace}/{self.request_id}"
+
 
 @quick
 @dataclass(frozen=True, slots=True)

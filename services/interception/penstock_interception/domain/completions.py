@@ -11,7 +11,16 @@ from dataclasses import dataclass
 from typing import Final
 
 from penstock.values.token_tensors import TokenTensor
-from penstock_codec.chat import FinishReason, Message, Role, Sampling, Usage
+from penstock_codec.chat import (
+    FinishReason,
+    Message,
+    ReasoningPart,
+    Role,
+    Sampling,
+    TextPart,
+    ToolCallPart,
+    Usage,
+)
 from penstock_codec.fast_dataclass import quick
 from penstock_interception.domain.recordings import Origin
 from penstock_interception.graph.values import FloatArray, IntArray, LogprobsMode, TopLogprobs, VersionSpan
@@ -140,4 +149,9 @@ def violations_of(completion: Completion) -> list[str]:
         found.append("completion.finish_reason: ABORT cannot answer an agent: fail or release the call instead")
     if completion.message is not None and completion.message.role is not Role.ASSISTANT:
         found.append("completion.message.role: must be the assistant")
+    parts = () if completion.message is None else completion.message.parts
+    for index, part in enumerate(parts):
+        if not isinstance(part, TextPart | ReasoningPart | ToolCallPart):
+            found.append(f"completion.message.parts[{index}]: must be a text, reasoning or a tool call")
+            break  # the first is enough: a message may have many
     return found

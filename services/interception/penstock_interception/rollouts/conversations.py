@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import re2
+import structlog
 
 from penstock_chassis.errors import FailedPrecondition, InvalidArgument, NotFound
 from penstock_chassis.validation import invalid_field
@@ -38,6 +39,8 @@ from penstock_interception.sources.base import Resolved
 from penstock_interception.sources.registry import Sources
 from penstock_interception.store.reading import StoredRollout
 from penstock_interception.store.store import CallStore
+
+_log = structlog.get_logger(__name__)
 
 _SPELLED = {
     ControlTokens.PLAIN: "Control tokens in texts of the conversation were treated as text.",
@@ -321,11 +324,23 @@ class Conversations:
             records=stored.graph,
         )
         rollout.damaged = len(conversation.graph.calls) < stored.recorded
+        read: set[bytes] = {b""}
         for call in stored.calls:  # tools are only in the bodies: one body is read for each distinct set
             digest = call.request.tools_sha256
-            if digest and digest not in conversation.tools:
-                body = await self._store.body(call.id)
+            if digest in read:
+                continue
+            read.add(digest)
+            body = await self._store.body(call.id)
+            try:
                 conversation.tools[digest] = self._parse(call.request.dialect, body).tools
+            except Exception as error:  # noqa: BLE001 - the version that took the call may have been less strict
+                # Only answers to open calls are parsed with tools, and those calls are parsed again.
+                _log.warning(
+                    "the tools of a journalled request cannot be read any more",
+                    call_id=call.id,
+                    rollout_id=rollout.id,
+                    error=type(error).__name__,
+                )
         return conversation
 
     def _check_known(self, rollout: Rollout) -> None:

@@ -87,6 +87,14 @@ _STORED = "ALTER TABLE rollouts ADD COLUMN stored INTEGER NOT NULL DEFAULT 0;"
 _LASTING = "ALTER TABLE rollouts ADD COLUMN held INTEGER NOT NULL DEFAULT 0;"
 # Position of a call's model among its rollout's; NULL: it is not chosen yet, or the rollout has one.
 _MODELS = "ALTER TABLE calls ADD COLUMN model INTEGER;"
+# From here on `request_id` holds RolloutSpec.request_key: two namespaces may have one request id. The table is not made
+# anew, since dropping the old one would delete what refers to it. Where another row still has the key as its id, a row
+# keeps its own id, which is unique too; the column is never read.
+_REQUEST_KEYS = """
+UPDATE OR IGNORE rollouts SET request_id = coalesce(
+    CASE WHEN json_valid(CAST(opening AS TEXT)) THEN json_extract(CAST(opening AS TEXT), '$.namespace') END, 'default'
+) || '/' || request_id;
+"""
 
 
 class CallStore:
@@ -127,6 +135,7 @@ class CallStore:
             recordings_store.BRANCHES,
             _MODELS,
             media_store.SCHEMA,
+            _REQUEST_KEYS,
         ]
         journal = await Journal.open(directory / "interception.sqlite3", schemas, sync=sync)
         try:
@@ -155,7 +164,7 @@ class CallStore:
         spec = rollout.spec
         values = (
             spec.rollout_id,
-            spec.request_id,
+            spec.request_key,
             "",
             serde.dump_spec(spec),
             rollout.state.value,

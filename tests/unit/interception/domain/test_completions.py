@@ -1,4 +1,4 @@
-"""The digest of an answer, by which one that is delivered twice is known, also after an upgrade."""
+"""The digest of an answer, by which one that is delivered twice is known, also after an upgrade; what none may have."""
 
 from __future__ import annotations
 
@@ -9,8 +9,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock_codec.chat import FinishReason, Message
-from penstock_interception.domain.completions import Completion, Tokens
+from penstock_codec.chat import (
+    FinishReason,
+    ImagePart,
+    Message,
+    Part,
+    ReasoningPart,
+    Role,
+    TextPart,
+    ToolCallPart,
+    ToolResultPart,
+)
+from penstock_interception.domain.completions import Completion, Tokens, violations_of
 from penstock_interception.graph.values import LogprobsMode, VersionSpan
 
 spans = st.builds(VersionSpan, st.integers(0, 2**40), st.integers(0, 9), st.integers(0, 9))
@@ -40,3 +50,18 @@ def test_an_answers_digest_is_of_what_its_parts_look_like(
     state = hashlib.sha256(ids.tobytes() + b"l" + logprobs.tobytes() + repr(tuple(versions)).encode())
     state.update(repr((message, reason, stop_id, text)).encode())
     assert answer.digest() == state.digest()
+
+
+@pytest.mark.requirement("R83")
+@pytest.mark.parametrize("part", [ImagePart.inline(b"png", "image/png"), ToolResultPart("c1", "done")])
+def test_an_answer_has_only_parts_that_a_model_writes(part: Part) -> None:
+    """However many others it has, one violation says which is the first."""
+    written = (TextPart("a"), ReasoningPart("b"), ToolCallPart("c1", "bash", "{}"))
+    assert violations_of(answer_of(written)) == []
+    assert violations_of(answer_of((*written, *[part] * 1000))) == [
+        "completion.message.parts[3]: must be a text, reasoning or a tool call"
+    ]
+
+
+def answer_of(parts: tuple[Part, ...]) -> Completion:
+    return Completion(message=Message(Role.ASSISTANT, parts), finish_reason=FinishReason.STOP)

@@ -59,6 +59,34 @@ async def test_bodies_and_graphs_of_an_earlier_journal_are_kept(tmp_path: Path) 
         assert connection.execute("SELECT count(*) FROM bodies").fetchone() == (1,)
 
 
+@pytest.mark.requirement("R107")
+async def test_request_ids_of_an_earlier_journal_are_of_their_namespaces(tmp_path: Path) -> None:
+    """Whatever the ids are, also those of a time without namespaces, and those that look like others' keys."""
+    path = tmp_path / "interception.sqlite3"
+    asked = [("r1", "a", b"{}"), ("r2", "b", b'{"namespace":"team-b"}'), ("r3", "c", b""), ("r4", "x/c", b"{}")]
+    asked += [("r5", "d", b"{}"), ("r6", "default/d", b"{}")]
+    with closing(sqlite3.connect(path)) as connection:
+        for script in EARLIER:
+            connection.executescript(script)
+        for row in asked:
+            connection.execute("INSERT INTO rollouts VALUES (?, ?, '', ?, 'open', 1, NULL, '', '', 0, x'', x'')", row)
+        connection.execute(
+            "INSERT INTO calls (call_id, rollout_id, position, retry_key, arrival, body, body_sha256, received,"
+            " expires, state) VALUES ('kept', 'r1', 0, '', x'', ?, x'', 1, 2, 'queued')",
+            (BODY,),
+        )
+        connection.execute(f"PRAGMA user_version = {len(EARLIER)}")
+        connection.commit()
+    calls = await CallStore.open(tmp_path)
+    assert await calls.body("kept") == BODY
+    await calls.aclose()
+    with closing(sqlite3.connect(path)) as connection:
+        keys = dict(connection.execute("SELECT rollout_id, request_id FROM rollouts"))
+    assert [keys[name] for name in ("r1", "r2", "r3", "r4")] == ["default/a", "team-b/b", "default/c", "default/x/c"]
+    # The one may be in the way of the other.
+    assert {keys["r5"], keys["r6"]} <= {"d", "default/d", "default/default/d"}
+
+
 @pytest.mark.requirement("R23")
 async def test_a_call_that_changes_writes_neither_its_body_nor_its_graph_again(tmp_path: Path) -> None:
     """What a call costs on disk is what it holds, however often it changes."""
