@@ -508,6 +508,79 @@ async def test_an_image_survives_a_restart_and_is_not_pulled_again(
         assert (await store.get(running.image("task"))).layers
 
 
+@pytest.mark.requirement("R142")
+async def test_a_layer_that_sandboxes_may_use_is_neither_replaced_nor_got_again(
+    folder: Path, running: Registry, tiny: bytes
+) -> None:
+    """It is there while the image that brought it still comes; then another image with it is pulled."""
+    tops = {name: layer([entry(name, name.encode())]) for name in ("one", "two")}
+    for name, top in tops.items():
+        await running.push(name, [tiny, top])
+    blobs = {name: digest(gzip.compress(top, 1, mtime=0)) for name, top in tops.items()}
+    base, name_of_base = digest(gzip.compress(tiny, 1, mtime=0)), digest(tiny).removeprefix("sha256:")[:40]
+    asked, go_on = asyncio.Event(), {blob: asyncio.Event() for blob in blobs.values()}
+    got = Counter[str]()
+
+    async def fault(request: web.Request, _: int) -> web.StreamResponse | None:
+        blob = request.path.rpartition("/")[2]
+        got[blob] += 1
+        if got[base] > 1 or blob == blobs["two"]:
+            asked.set()
+        if blob in go_on:
+            await go_on[blob].wait()
+        return None
+
+    async with _faulty(running, fault) as host, _store(folder, _options(host)) as store:
+        one = asyncio.ensure_future(store.get(f"{host}/one:1"))
+        shared = store.layers_folder / name_of_base / "fs"
+        await eventually(shared.is_dir, "the shared layer is there")
+        two = asyncio.ensure_future(store.get(f"{host}/two:1"))
+        await asked.wait()
+        go_on[blobs["one"]].set()
+        first = await one
+        mounted = os.open(store.folder(first.layers[0]), os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            go_on[blobs["two"]].set()
+            assert (await two).layers[0] == first.layers[0]
+            assert os.path.samestat(os.fstat(mounted), shared.stat()) and any(shared.iterdir())
+        finally:
+            os.close(mounted)
+        assert got[base] == 1
+
+
+async def test_a_complete_layer_that_no_image_names_is_kept(folder: Path, running: Registry, tiny: bytes) -> None:
+    """One that a failed pull left, if it could not be moved away."""
+    await running.push("task", [tiny])
+    async with _store(folder, _options(running.host)) as store:
+        there = store.layers_folder / digest(tiny).removeprefix("sha256:")[:40] / "fs"
+        there.mkdir(parents=True)
+        before = there.stat()
+        image = await store.get(running.image("task"))
+        assert os.path.samestat(before, store.folder(image.layers[0]).stat())
+    assert not any((folder / "images/drafts").iterdir())
+
+
+async def test_a_layer_is_pulled_again_after_the_pull_that_brought_it_failed(
+    folder: Path, running: Registry, tiny: bytes
+) -> None:
+    await running.push("task", [tiny, layer([entry("x", b"")])])
+    top = digest(gzip.compress(layer([entry("x", b"")]), 1, mtime=0))
+    fails = True
+
+    async def fault(request: web.Request, _: int) -> web.StreamResponse | None:
+        if request.path.endswith(top) and fails:
+            await eventually(lambda: any(store.layers_folder.iterdir()), "the other layer is there")
+            return web.Response(status=404)
+        return None
+
+    async with _faulty(running, fault) as host, _store(folder, _options(host)) as store:
+        await _refused(store.get(f"{host}/task:1"))
+        assert not any(store.layers_folder.iterdir())
+        fails = False
+        image = await store.get(f"{host}/task:1")
+        assert all(any(store.folder(one).iterdir()) for one in image.layers)
+
+
 async def test_the_least_recently_used_is_evicted_but_none_in_use(folder: Path, running: Registry) -> None:
     now = [0.0]
     for name in "abc":

@@ -4,7 +4,7 @@ Invariants
 - Of equal requests of one recording, one is sent upstream; the others wait for its response. It goes on when its first
   asker leaves, and ends in bounded time. Where sandbox services share recordings (`shared`), this holds over all.
 - Failures are not recorded (5xx, 401, 403, 429 and others): only what a later replay may rely on.
-- Bodies go to disk as they come; those of unrecorded responses are cut.
+- Bodies go to disk as they come; those of unrecorded responses are cut at 64 KiB.
 """
 
 from __future__ import annotations
@@ -251,7 +251,7 @@ class Fetcher:
             raise Refusal("UPSTREAM_UNREACHABLE", f"{request.origin.place} gave no valid answer", 502) from error
         length = upstream.content_length
         if upstream.status not in RECORDED:
-            body = await upstream.content.read(_UNRECORDED_BYTES)
+            body = await _beginning(upstream.content)
             return Response(response.status, response.reason, response.headers, len(body), body=body)
         if length is not None and request.method != "HEAD":
             self._check_size(request, length)
@@ -264,6 +264,15 @@ class Fetcher:
     def _check_size(self, request: Request, size: int) -> None:
         if size > self._max_object_bytes:
             raise Refusal("RESPONSE_TOO_LARGE", f"{request.url} has more than {self._max_object_bytes} bytes")
+
+
+async def _beginning(content: aiohttp.StreamReader) -> bytes:
+    """Returns what is kept of a body that is not recorded: all of it up to the bound."""
+    body = bytearray()
+    # One read returns what has arrived by then.
+    while len(body) < _UNRECORDED_BYTES and (piece := await content.read(_UNRECORDED_BYTES - len(body))):
+        body += piece
+    return bytes(body)
 
 
 def _not_recorded(request: Request) -> Refusal:

@@ -62,8 +62,11 @@ def _check_entry(opened: int) -> None:
 def arrange(tree: Path) -> list[str]:
     """Moves what is beside usr to where Debian has it since 12, and removes what is not taken; returns its names.
 
-    Raises unpack.Refused for a link in the place of a directory that is mounted: the mount would follow it.
+    Raises unpack.Refused for a link in the place of usr, or of a directory that is mounted: the mount would follow it.
     """
+    # First, as the paths below lead through it.
+    if os.path.lexists(tree / "usr") and not _is_folder(tree / "usr"):
+        raise unpack.Refused(unpack.UNSAFE, "/usr is no directory")
     for name in _MERGED:
         if _is_folder(tree / name):
             _merge(tree / name, tree / "usr" / name)

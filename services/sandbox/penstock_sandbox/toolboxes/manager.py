@@ -35,8 +35,8 @@ from penstock_chassis.validation import invalid
 from penstock_sandbox.backends.host import layers
 from penstock_sandbox.domain import paths
 from penstock_sandbox.domain.backend import MountedToolbox
-from penstock_sandbox.domain.model import PythonTarget, Runtime, RuntimeKind, Toolbox, ToolboxFile, ToolboxSpec
-from penstock_sandbox.toolboxes import debian_packages, python_packages, runtimes
+from penstock_sandbox.domain.model import PythonTarget, Runtime, RuntimeKind, Toolbox, ToolboxSpec
+from penstock_sandbox.toolboxes import debian_packages, own_files, python_packages, runtimes
 from penstock_sandbox.toolboxes.debian_packages import DebianPackages
 from penstock_sandbox.toolboxes.installer import Installer
 
@@ -201,8 +201,7 @@ class Toolboxes:
                 await self._installer.python(spec.python_packages, _python_of(spec, found), content, report)
             if spec.debian_lock:
                 await self._debian.install(debian_lock(spec.debian_lock), content, report)
-            for file in spec.files:
-                _put(content, file)
+            own_files.put(content, spec.files)
             size = layers.size(content)
             created_at = time.time()
             (partial / _META).write_text(
@@ -343,7 +342,7 @@ def toolbox_hash(spec: ToolboxSpec, python: str = "") -> str:
             spec.name,
             [(runtime.kind.value, runtime.min_version) for runtime in spec.runtimes],
             sorted(spec.npm_packages),
-            sorted((file.path, hashlib.sha256(file.content).hexdigest(), _mode(file)) for file in spec.files),
+            sorted((file.path, hashlib.sha256(file.content).hexdigest(), own_files.mode(file)) for file in spec.files),
             spec.path_directories,
             platform.machine(),
             platform.libc_ver()[0],
@@ -399,23 +398,6 @@ def _mount_path(spec: ToolboxSpec) -> str:
     return f"{paths.TOOLBOXES}/{spec.name}"
 
 
-def _mode(file: ToolboxFile) -> int:
-    if file.mode is not None:
-        return file.mode & 0o777
-    return 0o755 if file.path.startswith("bin/") else 0o644
-
-
-def _put(content: Path, file: ToolboxFile) -> None:
-    target = content / file.path
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_bytes(file.content)
-    target.chmod(_mode(file))
-
-
-def _inside(path: str) -> bool:
-    return bool(path) and not path.startswith("/") and "\0" not in path and ".." not in path.split("/")
-
-
 def _check(spec: ToolboxSpec) -> None:
     problems = []
     if not _NAME.fullmatch(spec.name):
@@ -434,11 +416,9 @@ def _check(spec: ToolboxSpec) -> None:
     needs_python = bool(spec.python_packages) and spec.python_target is None
     if needs_python and all(runtime.kind is not RuntimeKind.PYTHON for runtime in spec.runtimes):
         problems.append(Violation("spec.runtimes", "must name python for its packages"))
-    for index, file in enumerate(spec.files):
-        if not _inside(file.path):
-            problems.append(Violation(f"spec.files[{index}].path", "must be relative and stay inside the toolbox"))
+    problems += own_files.problems(spec.files)
     for index, folder in enumerate(spec.path_directories):
-        if not _inside(folder) or ":" in folder:
+        if not own_files.inside(folder) or ":" in folder:
             problems.append(Violation(f"spec.path_directories[{index}]", "must be relative, inside, and without ':'"))
     if problems:
         raise invalid(problems)

@@ -11,7 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import aiohttp
 import pytest
+from aiohttp import test_utils, web
 from tests.support.endpoints.egress_upstream import Indexes, running
 
 from penstock_sandbox.egress import fetching
@@ -111,6 +113,37 @@ async def test_requests_of_one_recording_that_wait_are_bounded(
 async def test_a_client_does_not_choose_by_its_name_what_siblings_get(fetcher: Fetcher, indexes: Indexes) -> None:
     await fetcher.answer(request(indexes.plain_port, "/count", "localhost"), greeting())
     assert indexes.headers[-1]["User-Agent"] == "Penstock-egress/1"
+
+
+@pytest.mark.requirement("R141")
+@pytest.mark.parametrize(("size", "kept"), [(3_000, 3_000), (150_000, 64 * 1024)])
+async def test_a_response_that_is_not_recorded_is_whole_up_to_its_bound(fetcher: Fetcher, size: int, kept: int) -> None:
+    """In whatever pieces it comes: the second is sent once the first was read."""
+    content = bytes(number % 251 for number in range(size))
+    first_read = asyncio.Event()
+
+    async def answer(asked: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(status=403)
+        await response.prepare(asked)
+        await response.write(content[:10])
+        await first_read.wait()
+        await response.write(content[10:])
+        return response
+
+    async def read(stream: aiohttp.StreamReader, most: int = -1) -> bytes:
+        piece = await unchanged(stream, most)
+        first_read.set()
+        return piece
+
+    unchanged = aiohttp.StreamReader.read
+    app = web.Application()
+    app.router.add_get("/", answer)
+    async with test_utils.TestServer(app) as server:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(aiohttp.StreamReader, "read", read)
+            response = await fetcher.answer(request(server.port or 0, "/", "127.0.0.1"), greeting())
+        assert response.status == 403 and response.body is not None
+        assert len(response.body) == response.size == kept and content.startswith(response.body)
 
 
 def body_of(response: Response) -> bytes:

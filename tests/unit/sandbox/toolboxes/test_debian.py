@@ -24,7 +24,7 @@ from penstock.values.locks import debian_lock
 from penstock_chassis.errors import FailedPrecondition, InvalidArgument, Unavailable
 from penstock_sandbox.backends.images import store
 from penstock_sandbox.backends.images.store import unpacked
-from penstock_sandbox.domain.model import Toolbox, ToolboxSpec
+from penstock_sandbox.domain.model import Toolbox, ToolboxFile, ToolboxSpec
 from penstock_sandbox.settings import SandboxSettings
 from penstock_sandbox.toolboxes import debian_mirrors, debian_packages, debian_tree
 from penstock_sandbox.toolboxes.debian_packages import DebianPackages
@@ -370,3 +370,32 @@ async def test_no_link_of_a_package_leads_out_of_what_is_mounted(tmp_path: Path,
     lock += add(mirror, "writes", archive((f"{first}/planted", "", "x")))
     error = await refusal(toolboxes(tmp_path, f"{mirror.url}/debian"), lock)
     assert error.metadata["debian_code"] == "UNUSABLE" and not any(outside.iterdir())
+
+
+@pytest.mark.requirement("R151", "R90")
+async def test_a_packages_link_in_the_place_of_usr_leads_nothing_out(tmp_path: Path, mirror: Index) -> None:
+    """What is beside usr is moved into it, as root: neither a file nor a mode outside is changed."""
+    outside = tmp_path / "outside"
+    (outside / "lib").mkdir(parents=True)
+    outside.chmod(0o711)
+    for name in ("bin", "lib"):
+        lock = add(mirror, name, archive(("usr", str(outside), ""), (f"{name}/planted", "", "x")))
+        error = await refusal(toolboxes(tmp_path, f"{mirror.url}/debian"), lock)
+        assert error.metadata["debian_code"] == "UNUSABLE" and "/usr is no directory" in error.message
+    assert [path.name for path in outside.rglob("*")] == ["lib"] and stat.S_IMODE(outside.stat().st_mode) == 0o711
+
+
+@pytest.mark.requirement("R151", "R90")
+@pytest.mark.parametrize("first", ["debian", "./debian", ".//debian", "debian/"])
+async def test_no_file_of_a_caller_is_among_the_packages(tmp_path: Path, mirror: Index, first: str) -> None:
+    """There it would be written through their links, or be in places of the sandbox that packages may not have."""
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    lock = add(mirror, "links", archive(("usr/lib/ssl/certs", str(outside), "")))
+    boxes = toolboxes(tmp_path, f"{mirror.url}/debian")
+    path = f"{first}/usr/lib/ssl/certs/x.pem" if first != "debian/" else first
+    spec = ToolboxSpec("task", debian_lock=lock, files=(ToolboxFile("bin/x", b""), ToolboxFile(path, b"x", 0o755)))
+    with pytest.raises(InvalidArgument) as refused:
+        _ = [event async for event in boxes.prepare(spec)]
+    assert refused.value.violations[0].field == "spec.files[1].path"
+    assert not any(outside.iterdir()) and not mirror.fetched

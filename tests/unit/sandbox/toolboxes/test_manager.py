@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -28,6 +28,7 @@ echo "npm warn this is only a warning"
 echo "$TOKEN_OF_THE_SERVICE" >> {log}
 if [ $(grep -c run {log}) -le {failures} ]; then echo '{message}'; exit 1; fi
 mkdir -p node_modules/.bin && echo 'echo ran' > node_modules/.bin/tool && chmod 700 node_modules/.bin/tool
+{links}
 """
 
 
@@ -39,10 +40,14 @@ def npm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Npm]:
     folder.mkdir(mode=0o755)
     log = folder / "log"
 
-    def install(failures: int, message: str = "npm error network timeout") -> Path:
+    def install(
+        failures: int, message: str = "npm error network timeout", links: Mapping[str, str | Path] | None = None
+    ) -> Path:
         log.touch()
         log.chmod(0o666)
-        (folder / "npm").write_text(NPM.format(folder=folder, log=log, failures=failures, message=message))
+        made = "\n".join(f"ln -sfn {target} node_modules/.bin/{name}" for name, target in (links or {}).items())
+        text = NPM.format(folder=folder, log=log, failures=failures, message=message, links=made)
+        (folder / "npm").write_text(text)
         (folder / "npm").chmod(0o755)
         monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
         monkeypatch.setenv("TOKEN_OF_THE_SERVICE", "sk-service")
@@ -221,6 +226,48 @@ async def test_files_are_put_in_place_with_their_modes(toolboxes: Toolboxes) -> 
     assert lines[0].startswith("python 3.")
 
 
+@pytest.mark.requirement("R44")
+async def test_a_file_replaces_a_packages_link_and_the_last_of_a_name_is_kept(
+    npm: Npm, toolboxes: Toolboxes, tmp_path: Path
+) -> None:
+    """What a link leads to is left alone, in the toolbox and outside."""
+    (tmp_path / "outside").write_text("outside")
+    npm(failures=0, links={"tool": tmp_path / "outside", "other": "tool"})
+    named = [("tool", b"first"), ("./tool", b"mine"), ("other", b"other"), ("new/sub/x", b"x")]
+    files = tuple(ToolboxFile(f"node_modules/.bin/{name}", content) for name, content in named)
+    _, box = await install(toolboxes, ToolboxSpec("agent", npm_packages=("tool@1.0.0",), files=files))
+    programs = toolboxes.mounted(box.id).source / "node_modules/.bin"
+    assert [(programs / name).read_bytes() for name in ("tool", "other", "new/sub/x")] == [b"mine", b"other", b"x"]
+    assert not (programs / "tool").is_symlink() and (tmp_path / "outside").read_text() == "outside"
+
+
+@pytest.mark.requirement("R44", "R64", "R90")
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        ("node_modules/linked/x", "linked is a symbolic link"),
+        ("node_modules/linked/sub/x", "linked is a symbolic link"),
+        ("node_modules/.bin", ".bin is a directory"),
+        ("node_modules/.bin/tool/x", "Not a directory"),
+        ("n" * 256, "File name too long"),
+        ("./.", "does not end in a name"),
+    ],
+)
+async def test_a_file_that_packages_leave_no_place_for_is_refused_by_field(
+    npm: Npm, toolboxes: Toolboxes, tmp_path: Path, path: str, reason: str
+) -> None:
+    """Nothing is written outside of the toolbox, whatever links its packages bring, and nothing of it is left."""
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    npm(failures=0, links={"../linked": outside})
+    files = (ToolboxFile("bin/x", b""), ToolboxFile(path, b"x", 0o755))
+    with pytest.raises(InvalidArgument) as caught:
+        await install(toolboxes, ToolboxSpec("agent", npm_packages=("tool@1.0.0",), files=files))
+    (violation,) = caught.value.violations
+    assert violation.field == "spec.files[1].path" and reason in violation.description
+    assert not any(outside.iterdir()) and not any((tmp_path / "toolboxes").iterdir())
+
+
 @pytest.mark.requirement("R70")
 async def test_a_toolbox_in_use_stays(toolboxes: Toolboxes) -> None:
     _, box = await install(toolboxes, ToolboxSpec("used", files=(ToolboxFile("a", b"x"),)))
@@ -253,6 +300,8 @@ async def test_a_runtime_that_is_not_there_is_named_with_what_to_install(toolbox
         ToolboxSpec("x", npm_packages=("https://example.com/x.tgz@1",)),
         ToolboxSpec("x", files=(ToolboxFile("../escape", b""),)),
         ToolboxSpec("x", files=(ToolboxFile("/absolute", b""),)),
+        ToolboxSpec("x", files=(ToolboxFile("debian/usr/bin/x", b""),)),
+        ToolboxSpec("x", files=(ToolboxFile("d/" * 2000 + "x", b""),)),
         ToolboxSpec("x", path_directories=("a:b",)),
     ],
 )

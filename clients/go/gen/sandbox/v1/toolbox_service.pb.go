@@ -139,7 +139,7 @@ func (x *Runtime) GetBelowVersion() string {
 // ToolboxFile is a file of a toolbox.
 type ToolboxFile struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Relative to the toolbox. Programs go under bin/.
+	// Relative to the toolbox; not in debian/, nor through a link of a package. Programs go under bin/.
 	Path    string `protobuf:"bytes,1,opt,name=path,proto3" json:"path,omitempty"`
 	Content []byte `protobuf:"bytes,2,opt,name=content,proto3" json:"content,omitempty"`
 	// Permission bits; unset = 0644, under bin/ 0755.

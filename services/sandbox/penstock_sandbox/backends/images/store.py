@@ -8,7 +8,7 @@ by the digest of its configuration), ``drafts`` (work in progress, and what is b
 
 Invariants
 - A layer or an image appears by one rename, complete; ``drafts``, and layers of no image, are removed at the start. So
-  a ``kill -9`` leaves nothing that is half there.
+  a ``kill -9`` leaves nothing that is half there. A layer that is there is never replaced: sandboxes may be on it.
 - Both digests of a layer are checked: of what the registry sends, and of what it unpacks to.
 - An image in use is never evicted, nor a layer of it. The others together take at most ``most_bytes``: the least
   recently used are evicted first.
@@ -158,6 +158,8 @@ class ImageStore:
         self._held: Counter[str] = Counter()
         # Layers of images that are being pulled, which no record names yet.
         self._pulled: Counter[str] = Counter()
+        # Those of them that are complete: sandboxes may be on one, by another image, before its own is here.
+        self._complete: dict[str, Layer] = {}
         self._pulls: SingleFlight[str, str] = SingleFlight(keep=0, finish=True)
         self._layers: SingleFlight[str, Layer] = SingleFlight(keep=0)
         self._downloads = asyncio.Semaphore(_AT_ONCE)
@@ -313,6 +315,9 @@ class ImageStore:
             await self._keep(image, str(wanted))
         finally:
             self._pulled.subtract(names)
+            for name in names:
+                if not self._pulled[name]:
+                    self._complete.pop(name, None)
             # After a failure: layers that were complete by then.
             self._remove_unused(names)
         self._trim()
@@ -367,16 +372,22 @@ class ImageStore:
     # Layers ------------------------------------------------------------------------------------------------------
 
     async def _layer(self, wanted: Reference, diff_id: str, blob: Blob) -> Layer:
-        for kept in self._images.values():
-            for layer in kept.image.layers:
-                if layer.diff_id == diff_id:
-                    return layer
+        if (found := self._found(diff_id)) is not None:
+            return found
         async with self._downloads:
             draft = self._root / "drafts" / secrets.token_hex(8)
             try:
                 return await self._unpacked(wanted, diff_id, blob, draft)
             finally:
                 self._remove_later(draft)
+
+    def _found(self, diff_id: str) -> Layer | None:
+        """Returns a layer that is here, of an image or of one that is being pulled."""
+        for kept in self._images.values():
+            for layer in kept.image.layers:
+                if layer.diff_id == diff_id:
+                    return layer
+        return self._complete.get(_name(diff_id))
 
     async def _unpacked(self, wanted: Reference, diff_id: str, blob: Blob, draft: Path) -> Layer:
         layer_folder = draft / "layer"
@@ -396,10 +407,10 @@ class ImageStore:
             raise errors.unusable(str(wanted), f"a layer unpacks to {done['diff_id']}; its configuration has {diff_id}")
         layer = Layer(_name(diff_id), diff_id, int(done["size"]) + ENTRY_BYTES * int(done["entries"]))
         target = self.layers_folder / layer.name
-        if target.exists():
-            # Of a pull that failed after it, at another layer.
-            self._remove_later(self._to_draft(target))
-        layer_folder.rename(target)
+        # One that is there is complete, as it came by this rename, and sandboxes may be on it.
+        if not target.exists():
+            layer_folder.rename(target)
+        self._complete[layer.name] = layer
         return layer
 
     def _make(self, tree: Path) -> None:

@@ -77,7 +77,7 @@ class ToolboxFile(_message.Message):
     CONTENT_FIELD_NUMBER: _builtins.int
     MODE_FIELD_NUMBER: _builtins.int
     path: _builtins.str
-    """Relative to the toolbox. Programs go under bin/."""
+    """Relative to the toolbox; not in debian/, nor through a link of a package. Programs go under bin/."""
     content: _builtins.bytes
     mode: _builtins.int
     """Permission bits; unset = 0644, under bin/ 0755."""

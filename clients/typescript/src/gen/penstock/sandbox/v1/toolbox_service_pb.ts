@@ -55,7 +55,7 @@ export const RuntimeSchema: GenMessage<Runtime> = /*@__PURE__*/
  */
 export type ToolboxFile = Message<"penstock.sandbox.v1.ToolboxFile"> & {
   /**
-   * Relative to the toolbox. Programs go under bin/.
+   * Relative to the toolbox; not in debian/, nor through a link of a package. Programs go under bin/.
    *
    * @generated from field: string path = 1;
    */
