@@ -77,6 +77,16 @@ async def test_each_phase_reaches_its_own_hosts_and_siblings_get_the_same(stack:
     assert indexes.asked == {"GET /count": 3}
 
 
+@pytest.mark.requirement("R140", "R141")
+async def test_a_verifier_that_grades_again_gets_the_same(stack: Running, indexes: Indexes) -> None:
+    """From the recording: nothing is asked upstream once more."""
+    group = await stack.ps.groups.create(task_of(indexes), await solving_agent(stack.ps), n=1, mode="transparent_proxy")
+    await group.results()
+    grade = await stack.ps.rollouts.regrade(f"{group.group_id}-0", name="again")
+    assert (grade.failure, grade.reward and grade.reward.value) == (None, 1.0)
+    assert indexes.asked == {"GET /count": 3}
+
+
 @pytest.mark.requirement("R141")
 async def test_what_cannot_hold_is_refused_before_anything_starts(stack: Running, indexes: Indexes) -> None:
     task = task_of(indexes)

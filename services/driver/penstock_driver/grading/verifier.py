@@ -151,9 +151,7 @@ async def _verified(
         if result.exit.reason is not ExitReason.EXITED:
             cut_short = cut_short or f"verifier command {index} was ended ({describe(result.exit)})"
     if not verifier.reward_by_file:
-        span = verifier.range_max - verifier.range_min
-        value = verifier.range_min + span * passed / len(verifier.commands)
-        return in_range(value, verifier, {})
+        return in_range(passed_share(verifier, passed), verifier, {})
     # Only the reward of a verifier that came to its own end counts, and none of its processes may write to it later.
     assert result is not None
     await _kill_all(sandboxes, sandbox_id, process_ids[-1], result)
@@ -336,6 +334,18 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) != len(pairs):
         raise ValueError("a name appears twice in an object")
     return found
+
+
+def passed_share(verifier: Verifier, passed: int) -> float:
+    """The reward of a verifier of whose commands `passed` passed: in its range, with both ends exact."""
+    low, high = verifier.range_min, verifier.range_max
+    if passed == 0:
+        return low
+    if passed == len(verifier.commands):
+        return high
+    # Not `high - low`, which may be infinite. The sum is rounded, and may so be just outside.
+    share = passed / len(verifier.commands)
+    return min(high, max(low, low * (1 - share) + high * share))
 
 
 def in_range(value: float, verifier: Verifier, components: Mapping[str, float]) -> Reward:

@@ -73,7 +73,7 @@ from penstock_driver.rollouts.agent_process import (
     watch_agent,
 )
 from penstock_driver.rollouts.attempt_environments import AttemptEnvironments
-from penstock_driver.rollouts.attempt_resources import CLEAN_UP_S, AttemptResources
+from penstock_driver.rollouts.attempt_resources import CLEAN_UP_S, GRADING, AttemptResources
 from penstock_driver.rollouts.context import AttemptResult, AttemptSpec, Cancellation
 from penstock_driver.rollouts.conversation.conversation import Conversation
 from penstock_driver.rollouts.end_state_capture import EndStateCapture
@@ -470,13 +470,13 @@ class Attempt:
             state = await self._environments.for_verifier(prepared)
             upstream = await self._asked.open(insisting) if self._asked else ""
             try:
-                return await self._resources.fork(state, purpose="/grading", upstream=upstream, joins=joins)
+                return await self._resources.fork(state, purpose=GRADING, upstream=upstream, joins=joins)
             except NotFound:
                 if state is prepared:
                     raise
                 # No sandbox stood on the verifier's state while the agent ran: the sandbox service may have evicted it.
                 again = await self._environments.for_verifier(prepared, again=True)
-                return await self._resources.fork(again, purpose="/grading", upstream=upstream)
+                return await self._resources.fork(again, purpose=GRADING, upstream=upstream)
 
         self._resources.forking = asyncio.ensure_future(fork())
         return self._resources.forking

@@ -16,8 +16,8 @@ import structlog
 from penstock.sandbox.v1 import sandbox_pb2
 from penstock_chassis.errors import PenstockError
 from penstock_driver.domain.ports import SandboxFacts
-from penstock_driver.domain.records import recording_of
-from penstock_driver.domain.rollout import Progress
+from penstock_driver.domain.records import Record, recording_of
+from penstock_driver.domain.rollout import Progress, RolloutSpec
 from penstock_driver.environments.prepare import PreparedEnvironment
 from penstock_driver.environments.throttle import never, patiently
 from penstock_driver.placement.services import RunnerServices
@@ -27,7 +27,23 @@ from penstock_driver.rollouts.recorder import RolloutRecorder
 CLEAN_UP_S: Final = 60.0
 LEAVE_S: Final = 5.0
 """Limit on what a stopping driver still asks of the sandbox service."""
+GRADING: Final = "/grading"
+"""Purpose of the forks in which verifiers run, also those that grade again: they share their recording."""
 _log = structlog.get_logger("penstock.driver")
+
+
+def allowlist_of(spec: RolloutSpec, record: Record, purpose: str) -> sandbox_pb2.Allowlist | None:
+    """What a fork of a rollout may reach, the agent's if `purpose` is empty; None = nothing.
+
+    The verifier's recording is another one: no agent asks first for what it will get.
+    """
+    given = spec.verifier_network if purpose else spec.agent_network
+    if given is None:
+        return None
+    listed = sandbox_pb2.Allowlist()
+    listed.CopyFrom(given)
+    listed.recording = given.recording or f"{recording_of(record)}{purpose}"
+    return listed
 
 
 class AttemptResources:
@@ -69,20 +85,10 @@ class AttemptResources:
             port=self._services.agent_port if upstream else 0,
             upstream=upstream,
             repeatable=self._spec.repeatable and not purpose,
-            allowlist=self._allowlist(purpose),
+            allowlist=allowlist_of(self._spec, self._attempt.record, purpose),
             joins=joins,
             has_room_elsewhere=never if purpose else self._services.has_room_elsewhere,
         )
-
-    def _allowlist(self, purpose: str) -> sandbox_pb2.Allowlist | None:
-        """What a fork may reach. The verifier's recording is another one: no agent asks first for what it will get."""
-        given = self._spec.verifier_network if purpose else self._spec.agent_network
-        if given is None:
-            return None
-        listed = sandbox_pb2.Allowlist()
-        listed.CopyFrom(given)
-        listed.recording = given.recording or f"{recording_of(self._attempt.record)}{purpose}"
-        return listed
 
     def begin_to_delete(self, sandbox: SandboxFacts) -> None:
         """Begin to delete the agent's sandbox, which a fork replaces; `release` waits for that."""

@@ -54,6 +54,7 @@ from penstock_driver.grading.carried import Work
 from penstock_driver.grading.grader import Grader
 from penstock_driver.placement.placement import Avoid, Place, Placement
 from penstock_driver.placement.services import RunnerServices
+from penstock_driver.rollouts.attempt_resources import GRADING, allowlist_of
 from penstock_driver.rollouts.branching import kept_spec
 from penstock_driver.rollouts.recovery.sealed_specs import SealedSpecs
 from penstock_driver.store.end_states import EndStates
@@ -347,6 +348,7 @@ async def _forked(services: RunnerServices, order: _Order, labels: Mapping[str, 
                     lease_s=spec.limits.verify_s + 2 * CARRY_S + _MARGIN_S,
                     labels=labels,
                     patience_s=spec.limits.prepare_s,
+                    allowlist=allowlist_of(spec, order.record, GRADING),
                 )
             except NotFound:  # evicted meanwhile
                 if is_second:

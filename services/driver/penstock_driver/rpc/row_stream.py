@@ -51,10 +51,10 @@ async def watch_rows(
                 continue
             began = loop.time()
             while ids := changes.take(PAGE):
-                there = {row.rollout_id: row for row in await rows.of(ids)}
-                found = [row for row in there.values() if row.matches(matching)]
+                found = [row for row in await rows.of(ids) if row.matches(matching)]
                 # The stream keeps no ids of ended rollouts, so a deleted one is reported whether or not it was sent.
-                gone = {rollout_id for rollout_id in ids if rollout_id not in there or rollout_id in running}
+                # One whose row is merely missing may be of another namespace.
+                gone = {rollout_id for rollout_id, is_deleted in ids.items() if is_deleted or rollout_id in running}
                 gone.difference_update(row.rollout_id for row in found)
                 running.difference_update(ids)
                 running.update(_running(found))

@@ -258,7 +258,7 @@ class EventLog:
         """Notify the watchers of all rollouts of a deletion."""
         for watcher in self._watchers:
             if watcher.namespace in (None, namespace):
-                watcher.add(rollout_ids)
+                watcher.add(rollout_ids, deleted=True)
 
     def changed(self, rollout_ids: Collection[str]) -> None:
         """Notify the watchers of all rollouts of a change that is on disk."""

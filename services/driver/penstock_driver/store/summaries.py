@@ -10,6 +10,7 @@ import asyncio
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from sqlite3 import Row
 from typing import Final
 
@@ -102,15 +103,20 @@ class Summaries:
 
 
 class Changes:
-    """The rollouts that changed since the last `take`. Deletions of other namespaces than `namespace` are left out."""
+    """The rollouts that changed since the last `take`. Deletions of other namespaces than `namespace` are left out, but
+    writes are not.
+    """
 
     def __init__(self, namespace: str | None = None) -> None:
         self.namespace = namespace
-        self._ids: dict[str, None] = {}
+        self._ids: dict[str, bool] = {}
+        """Each with whether it was deleted."""
         self._some = asyncio.Event()
 
-    def add(self, rollout_ids: Iterable[str]) -> None:
-        self._ids.update(dict.fromkeys(rollout_ids))
+    def add(self, rollout_ids: Iterable[str], *, deleted: bool = False) -> None:
+        for rollout_id in rollout_ids:
+            # A write from before the deletion may be told after it.
+            self._ids[rollout_id] = deleted or self._ids.get(rollout_id, False)
         if self._ids:
             self._some.set()
 
@@ -123,9 +129,9 @@ class Changes:
             return False
         return True
 
-    def take(self, most: int) -> Sequence[str]:
-        """Remove and return up to `most` ids, oldest first."""
-        taken = list(self._ids)[:most]
+    def take(self, most: int) -> Mapping[str, bool]:
+        """Remove and return up to `most` ids, oldest first, each with whether it was deleted."""
+        taken = dict(islice(self._ids.items(), most))
         for rollout_id in taken:
             del self._ids[rollout_id]
         if not self._ids:

@@ -16,10 +16,11 @@ from penstock_chassis.errors import InvalidArgument, NotFound
 from penstock_driver.domain.ports import Captures
 from penstock_driver.domain.records import Record
 from penstock_driver.trajectories.reading import calls_and_samples
+from penstock_driver.trajectories.slow_readers import SlowReaders
 
 CHUNK_BYTES: Final = 1 << 20
 _LOADINGS: Final = 4
-"""How many are asked for and sent at a time: a call's images have up to 32 MiB."""
+"""How many are asked for at a time: a call's images have up to 32 MiB."""
 _KEPT_ROLLOUTS: Final = 16
 _KEPT_BYTES: Final = 64 << 20
 
@@ -30,6 +31,7 @@ class MediaFiles:
     def __init__(self, captures: Captures) -> None:
         self._captures = captures
         self._loading = asyncio.Semaphore(_LOADINGS)
+        self._sending = SlowReaders()
         self._calls: OrderedDict[str, dict[bytes, str]] = OrderedDict()
         self._images: OrderedDict[tuple[str, str], Mapping[bytes, bytes]] = OrderedDict()
 
@@ -38,9 +40,10 @@ class MediaFiles:
 
         NotFound (MEDIA_UNKNOWN); FailedPrecondition (TRAJECTORY_ABSENT).
         """
-        call_id = await self._call_of(record, sha256)
-        async with self._loading:
-            data = (await self._of_call(record, call_id)).get(sha256, b"") if call_id else b""
+        async with self._sending.of(record.namespace):
+            call_id = await self._call_of(record, sha256)
+            async with self._loading:
+                data = (await self._of_call(record, call_id)).get(sha256, b"") if call_id else b""
             if not data:
                 self._calls.pop(record.rollout_id, None)
                 raise NotFound(f"{record.rollout_id} has no image {sha256.hex()}", reason="MEDIA_UNKNOWN")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterable
 from typing import Final
-from weakref import WeakValueDictionary
 
 from penstock.trajectory.v1 import trajectory_pb2
 from penstock.values.token_tensors import Part, TokenTensor, joined, pieces, read
@@ -16,12 +15,10 @@ from penstock_chassis.errors import InvalidArgument, NotFound
 from penstock_driver.domain.ports import Captures
 from penstock_driver.domain.records import Record
 from penstock_driver.trajectories.reading import calls_and_samples
+from penstock_driver.trajectories.slow_readers import SlowReaders
 
 _LOADINGS: Final = 4
 """How many tensors are asked for and joined at a time."""
-
-_SENDINGS: Final = 16
-"""How many tensors of one namespace are in memory at a time: their readers may be slow."""
 
 
 class Tensors:
@@ -30,14 +27,14 @@ class Tensors:
     def __init__(self, captures: Captures) -> None:
         self._captures = captures
         self._loading = asyncio.Semaphore(_LOADINGS)
-        self._sending: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+        self._sending = SlowReaders()
 
     async def of_call(self, record: Record, call_id: str, name: str, start: int) -> AsyncIterator[TokenTensor]:
         """Yield a tensor of a call's answer in pieces, which follow each other.
 
         NotFound (CALL_UNKNOWN, TENSOR_UNKNOWN).
         """
-        async with self._sending_of(record):
+        async with self._sending.of(record.namespace):
             async with self._loading:
                 whole = await self._of_call(record, call_id, name, start)
             for piece in pieces(whole):
@@ -48,15 +45,11 @@ class Tensors:
 
         NotFound (TENSOR_UNKNOWN); FailedPrecondition (TRAJECTORY_ABSENT).
         """
-        async with self._sending_of(record):
+        async with self._sending.of(record.namespace):
             async with self._loading:
                 whole = await self._of_sample(record, sample_id, name, start)
             for piece in pieces(whole):
                 yield piece
-
-    def _sending_of(self, record: Record) -> asyncio.Semaphore:
-        """The places for readers of a record's namespace, who may be slow."""
-        return self._sending.setdefault(record.namespace, asyncio.Semaphore(_SENDINGS))
 
     async def _of_call(self, record: Record, call_id: str, name: str, start: int) -> TokenTensor:
         try:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 import struct
+from fractions import Fraction
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from penstock_driver.domain.ports import Command
 from penstock_driver.domain.rollout import Outcome, Reward, RolloutFailed, TurnReward, Verifier
-from penstock_driver.grading.verifier import ParsedReward, in_range, parse_reward
+from penstock_driver.grading.verifier import ParsedReward, in_range, parse_reward, passed_share
 from penstock_driver.wire.to_proto import outcome_to_proto
 
 VERIFIER = Verifier(commands=(Command(shell="true"),), reward_by_file=True)
@@ -103,6 +104,29 @@ def test_any_content_is_a_reward_or_a_failure_of_the_verifier(content: bytes) ->
         assert math.isfinite(parsed.value)
         assert all(map(math.isfinite, parsed.components.values()))
         assert outcome_to_proto(Outcome(reward=Reward(parsed.value, 0.0, 1.0, parsed.components))).HasField("reward")
+
+
+@pytest.mark.requirement("R73")
+@given(
+    st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=2, max_size=2, unique=True).map(sorted),
+    st.integers(1, 64),
+    st.integers(0, 64),
+)
+@example([0.2, 1.0], 3, 3)
+@example([-0.5, 0.3], 3, 3)
+@example([-1.0, 0.1], 3, 3)
+@example([-1.7e308, 1.7e308], 2, 1)
+def test_a_share_of_passed_commands_is_in_any_range_and_exact_at_its_ends(
+    bounds: list[float], commands: int, passing: int
+) -> None:
+    """Perfect work has the whole reward: whoever counts what is solved compares with the range's end."""
+    (low, high), passed = bounds, min(commands, passing)
+    verifier = Verifier(commands=VERIFIER.commands * commands, reward_by_file=False, range_min=low, range_max=high)
+    value = in_range(passed_share(verifier, passed), verifier, {}).value
+    if passed in (0, commands):
+        assert value == (high if passed else low)
+    right = Fraction(low) + (Fraction(high) - Fraction(low)) * passed / commands
+    assert abs(Fraction(value) - right) <= Fraction(max(abs(low), abs(high), 1e-300)) / (1 << 50)
 
 
 @pytest.mark.requirement("R73")

@@ -15,6 +15,7 @@ from tests.support.waiting import eventually, eventually_async
 from tests.unit.driver.conftest import Driver, wire_spec
 
 from penstock.driver.v1 import rollout_pb2, rollout_service_pb2
+from penstock.sandbox.v1 import sandbox_pb2
 from penstock.trajectory.v1 import trajectory_pb2
 from penstock_chassis.errors import (
     FailedPrecondition,
@@ -74,13 +75,22 @@ class World:
             most=most,
         )
 
-    async def ended(self, rollout_id: str = "r1", *, setup: str = "") -> Record:
-        """An ended rollout with an end state."""
+    async def ended(
+        self,
+        rollout_id: str = "r1",
+        *,
+        setup: str = "",
+        group_id: str | None = None,
+        network: sandbox_pb2.Allowlist | None = None,
+    ) -> Record:
+        """An ended rollout with an end state. `network` is its verifier's."""
         wire = wire_spec()
+        if network is not None:
+            wire.sandbox.verifier_network.CopyFrom(network)
         if setup:
             wire.task.setup.add(shell=setup)
         spec = check_backend(rollout_spec(wire, self.driver.registry, "default"), [self.driver.sandboxes.facts])
-        (record,) = new_records(spec, effective_spec(spec), [rollout_id])
+        (record,) = new_records(spec, effective_spec(spec), [rollout_id], group_id)
         sealed = await self.driver.opened.parts.specs.sealed(spec, record)
         await self.driver.records.create(RequestKey(new_id("q"), "d"), [record], sealed=sealed)
         self.driver.history.end(rollout_id, None, RolloutEnd(rollout_pb2.Outcome(), {}, 0))
@@ -220,6 +230,22 @@ async def test_work_that_ends_its_own_sandbox_is_graded_without_a_reward(world: 
     grade = await world.regrader.regrade(record, HALF, "v2")
     assert grade.failure.cause == rollout_pb2.FAILURE_CAUSE_AGENT and not grade.HasField("reward")
     assert await world.grades() == {"v1": 0.5, "v2": None} and world.is_clean()
+
+
+@pytest.mark.requirement("R141")
+@pytest.mark.parametrize(
+    ("group_id", "named", "recording"),
+    [(None, "", "rollout/r1/grading"), ("g1", "", "group/g1/grading"), ("g1", "frozen", "frozen")],
+)
+async def test_a_verifier_reaches_what_the_rollouts_own_reached(
+    world: World, group_id: str | None, named: str, recording: str
+) -> None:
+    """It gets the same responses: another reward would otherwise say nothing of the work."""
+    network = sandbox_pb2.Allowlist(hosts=["a.test"], ports=[8080], recording=named)
+    record = await world.ended(group_id=group_id, network=network)
+    await world.regrader.regrade(record, HALF, "v2")
+    network.recording = recording
+    assert world.driver.sandboxes.allowlists == [network]
 
 
 async def test_a_prepared_state_that_is_gone_is_made_again(world: World) -> None:

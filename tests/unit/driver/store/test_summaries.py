@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -187,6 +188,52 @@ async def test_a_watch_of_a_day_holds_no_more_than_what_runs(driver: Driver) -> 
         assert list((await anext(stream)).gone_rollout_ids) == ["r0"]
 
 
+@pytest.mark.requirement("R71", "R107")
+async def test_deleted_rollouts_of_others_are_not_told(driver: Driver) -> None:
+    """Not even if they were written since the watcher looked. Its own are told, sent before or not."""
+    spec = driver.spec()
+
+    async def ended(rollout_id: str, namespace: str) -> None:
+        records = new_records(replace(spec, namespace=namespace), spec.request, [rollout_id])
+        await driver.records.create(RequestKey(rollout_id, "d", namespace), records)
+        driver.history.end(rollout_id, None, ENDED)
+        await driver.history.flush()
+
+    await ended("sent", "ours")
+    async with (
+        aclosing(watched(driver, Filter(namespace="ours"))) as ours,  # type: ignore[type-var]
+        aclosing(watched(driver)) as everything,  # type: ignore[type-var]
+    ):
+        assert set(await snapshot(ours)) == set(await snapshot(everything)) == {"sent"}
+        for rollout_id, namespace in (("theirs", "theirs"), ("short", "ours")):
+            await ended(rollout_id, namespace)
+            await driver.manager.delete(rollout_id)
+        await driver.manager.delete("sent")
+        driver.history.changed(["theirs", "sent"])  # such as an export that was under way
+        await ended("last", "ours")
+        for stream, gone in ((ours, ["sent", "short"]), (everything, ["sent", "short", "theirs"])):
+            answer = await anext(stream)
+            assert [row.rollout_id for row in answer.rollouts] == ["last"]
+            assert list(answer.gone_rollout_ids) == gone
+
+
+@pytest.mark.requirement("R71", "R107")
+async def test_a_deletion_is_told_although_its_row_was_missed_before(driver: Driver) -> None:
+    """The stream may look between the deletion of a row and the word of it."""
+    ids = ["first", "second"]
+    await driver.records.create(RequestKey("q", "d"), new_records(driver.spec(), rollout_pb2.RolloutSpec(), ids))
+    driver.history.end("first", None, ENDED)
+    await driver.history.flush()
+    async with aclosing(watched(driver)) as stream:  # type: ignore[type-var]
+        await snapshot(stream)
+        await driver.records.delete("first")
+        driver.history.changed(ids)
+        answer = await anext(stream)
+        assert [row.rollout_id for row in answer.rollouts] == ["second"] and not answer.gone_rollout_ids
+        driver.history.deleted(["first"], "default")
+        assert list((await anext(stream)).gone_rollout_ids) == ["first"]
+
+
 @pytest.mark.requirement("R80")
 @pytest.mark.parametrize(("terms", "field"), [({"ended_limit": -1}, "ended_limit"), ({}, "interval")])
 async def test_terms_that_cannot_be_are_refused_by_field(driver: Driver, terms: dict[str, int], field: str) -> None:
@@ -218,19 +265,29 @@ def test_call_totals_come_from_tokens_or_else_from_usage() -> None:
 
 
 @pytest.mark.requirement("R71")
-@given(st.lists(st.one_of(st.integers(0, 9).map(lambda n: ("add", n)), st.integers(1, 4).map(lambda n: ("take", n)))))
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.sampled_from(["add", "delete"]), st.integers(0, 9)),
+            st.tuples(st.just("take"), st.integers(1, 4)),
+        )
+    )
+)
 def test_changes_are_neither_lost_nor_repeated(steps: list[tuple[str, int]]) -> None:
-    """Each rollout that changed since somebody looked is told once, in the order of the first change."""
-    changes, waiting = Changes(), []
+    """Each rollout that changed since somebody looked is told once, in the order of the first change. One that was
+    deleted is told as such, also if a write is told after that.
+    """
+    changes, waiting = Changes(), dict[str, bool]()
     for step, number in steps:
-        if step == "add":
-            changes.add([str(number)])
-            if str(number) not in waiting:
-                waiting.append(str(number))
+        if step == "take":
+            taken = list(waiting.items())[:number]
+            assert list(changes.take(number).items()) == taken
+            for rollout_id, _ in taken:
+                del waiting[rollout_id]
         else:
-            assert list(changes.take(number)) == waiting[:number]
-            del waiting[:number]
-    assert list(changes.take(100)) == waiting
+            changes.add([str(number)], deleted=step == "delete")
+            waiting[str(number)] = waiting.get(str(number), False) or step == "delete"
+    assert list(changes.take(100).items()) == list(waiting.items())
 
 
 @pytest.mark.requirement("R50")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, aclosing
 from typing import Any
 
 import pytest
@@ -46,14 +48,14 @@ class Gate:
 class Ended:
     """What is read of a record."""
 
-    home, namespace = None, "team"
+    home = None
 
-    def __init__(self, rollout_id: str) -> None:
-        self.rollout_id = rollout_id
+    def __init__(self, rollout_id: str, namespace: str = "team") -> None:
+        self.rollout_id, self.namespace = rollout_id, namespace
 
 
-async def read(files: MediaFiles, data: bytes, rollout_id: str = "r") -> bytes:
-    ended: Any = Ended(rollout_id)
+async def read(files: MediaFiles, data: bytes, rollout_id: str = "r", namespace: str = "team") -> bytes:
+    ended: Any = Ended(rollout_id, namespace)
     return b"".join([piece async for piece in files.file(ended, digest(data))])
 
 
@@ -76,6 +78,25 @@ async def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (gate.captures, gate.asked) == (3, ["c0", "c1", "c0", "c0", "c0"])
     monkeypatch.setattr(media, "_KEPT_BYTES", 0)
     assert await read(files, b"1-2") == b"1-2"
+
+
+@pytest.mark.requirement("R29")
+async def test_readers_that_do_not_read_on_block_no_other_namespace() -> None:
+    """Nor the next reader of their own, while few wait. One that leaves makes room."""
+    gate: Any = Gate(calls=2)
+    ended: Any = Ended("r")
+    files = MediaFiles(gate)
+    async with AsyncExitStack() as stack:
+        slow = []
+        for _ in range(16):
+            reader: Any = await stack.enter_async_context(aclosing(files.file(ended, digest(b"0-0"))))
+            assert await anext(reader) == b"0-0"
+            slow.append(reader)
+        assert await read(files, b"0-0", "s", "other") == b"0-0"
+        waiting = asyncio.ensure_future(read(files, b"1-0"))
+        assert await read(files, b"1-0", "s", "other") == b"1-0" and not waiting.done()
+        await slow[0].aclose()
+        assert await waiting == b"1-0"
 
 
 async def test_an_image_that_is_not_there_any_more_or_never_was_is_unknown() -> None:
