@@ -39,15 +39,19 @@ class SandboxAccess(Protocol):
         """Returns how often the kernel killed in this sandbox for memory."""
 
     def forget(self, process: LocalProcess) -> None:
-        """Drops an ended process: its id may be used again from here on."""
+        """Drops an ended process."""
 
 
 class LocalProcess(ProcessHandle):
-    """One process; the sandbox passes it the helper's exit event."""
+    """One process; the sandbox passes it the helper's exit event.
+
+    ``number`` names it to the helper, for ever; ``pid`` is the host's id of it, and another one's once it has ended.
+    """
 
     def __init__(
         self,
         sandbox: SandboxAccess,
+        number: int,
         pid: int,
         sink: ProcessSink,
         stdin: int | None,
@@ -56,6 +60,7 @@ class LocalProcess(ProcessHandle):
         oom_kills: int,
     ) -> None:
         self._sandbox = sandbox
+        self.number = number
         self.pid = pid
         self._sink = sink
         self._stdin = stdin
@@ -183,14 +188,15 @@ class LocalProcess(ProcessHandle):
     async def signal(self, number: int) -> None:
         try:
             async with self._sandbox.freezing.awake():
-                await self._sandbox.ask_helper({"op": "signal", "pid": self.pid, "signal": int(number)})
+                request = {"op": "signal", "process": self.number, "pid": self.pid, "signal": int(number)}
+                await self._sandbox.ask_helper(request)
         except Refused as refusal:
             if refusal.errno != errno.ESRCH:
                 raise Internal(f"the signal was not sent: {refusal.what}", reason="SIGNAL_FAILED") from refusal
 
     async def kill(self) -> None:
         try:
-            await self._sandbox.kill({"op": "kill", "pid": self.pid})
+            await self._sandbox.kill({"op": "kill", "process": self.number})
             # The helper sends the exit after its reply: it must not be frozen in between.
             async with self._sandbox.freezing.awake():
                 await self._reaped.wait()

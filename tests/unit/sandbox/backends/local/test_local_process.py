@@ -83,7 +83,7 @@ def _assert_number_is_free_on_the_loop(number: int, pipe: int) -> None:
 async def test_a_writer_that_waits_for_room_ends_with_the_input(how: str, left_open: list[int]) -> None:
     read_end, write_end = os.pipe()
     left_open.append(read_end)
-    process = LocalProcess(NoSandbox(), 1, Collected(), write_end, {}, None, 0)
+    process = LocalProcess(NoSandbox(), 1, 7, Collected(), write_end, {}, None, 0)
     writing = await _blocked_writer(process)
     await _end(process, how)
     async with asyncio.timeout(30):
@@ -100,7 +100,7 @@ async def test_a_writer_to_a_terminal_ends_with_the_terminal(how: str, left_open
     primary, secondary = os.openpty()
     tty.setraw(secondary)
     sink = Collected()
-    process = LocalProcess(NoSandbox(), 1, sink, primary, {primary: Stream.STDOUT}, primary, 0)
+    process = LocalProcess(NoSandbox(), 1, 7, sink, primary, {primary: Stream.STDOUT}, primary, 0)
     process.attend(None)
     writing = await _blocked_writer(process)
     if how == "hung-up":
@@ -121,7 +121,7 @@ async def test_a_writer_goes_on_when_there_is_room_again(left_open: list[int]) -
     read_end, write_end = os.pipe()
     left_open.append(read_end)
     os.set_blocking(read_end, False)
-    process = LocalProcess(NoSandbox(), 1, Collected(), write_end, {}, None, 0)
+    process = LocalProcess(NoSandbox(), 1, 7, Collected(), write_end, {}, None, 0)
     writing = await _blocked_writer(process)
     found = 0
     async with asyncio.timeout(30):
