@@ -20,6 +20,7 @@ from tests.support.services.restarting import descendants
 
 from penstock.sandbox.v1 import sandbox_service_pb2 as ss
 from penstock_sandbox.backends.local.backend import LocalBackend, LocalOptions
+from penstock_sandbox.backends.local.sandbox import LocalSandbox
 from penstock_sandbox.domain.backend import ProcessHandle, SandboxHandle
 from penstock_sandbox.domain.model import SandboxSpec
 from penstock_sandbox.processes.output import Collected
@@ -75,6 +76,17 @@ async def test_records_of_forgotten_processes_do_not_accumulate(sandbox: Sandbox
         await _run_and_forget(sandbox)
     # What else this process opens meanwhile are a few.
     assert _descriptors() < before + 10
+
+
+@pytest.mark.requirement("R23", "R39")
+async def test_ends_of_file_jobs_are_not_kept_for_processes(sandbox: SandboxHandle) -> None:
+    """A job's id may be a later process's, which would have ended before it began."""
+    assert isinstance(sandbox, LocalSandbox)
+    for _ in range(20):
+        async for _chunk in sandbox.read_tree(sandbox.workdir, 1 << 20):
+            pass
+    await _run_and_forget(sandbox)
+    assert sandbox._early_exits == {}
 
 
 @pytest.mark.requirement("R40", "R55")

@@ -190,7 +190,8 @@ class Processes:
                 await asyncio.shield(asyncio.gather(begun.kill(), return_exceptions=True))
             raise
         process.callers += 1
-        feeding = asyncio.create_task(_feed(process, stdin)) if stdin and process.callers == 1 else None
+        if stdin and process.feeding is None and process.exit is None:
+            process.feeding = asyncio.create_task(_feed(process, stdin))
         try:
             await process.ended.wait()
         except BaseException:
@@ -199,9 +200,8 @@ class Processes:
             raise
         finally:
             process.callers -= 1
-            if feeding is not None:
-                feeding.cancel()
-                await asyncio.gather(feeding, return_exceptions=True)
+            if process.callers == 0 or process.exit is not None:
+                await process.stop_feeding()
         assert process.exit is not None
         return RunResult(process.exit, process.outputs[Stream.STDOUT].ends(), process.outputs[Stream.STDERR].ends())
 

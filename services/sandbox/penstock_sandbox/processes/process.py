@@ -107,6 +107,8 @@ class RunningProcess(ProcessSink):
         self.stdin_open = spec.stdin or spec.pty is not None
         self.stdin_lock = asyncio.Lock()
         self.callers = 0
+        self.feeding: asyncio.Task[None] | None = None
+        """Writes the input of a run. It is the process's, since the caller that began it may leave before others."""
         self._stdin_writer: object = None
         self.started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.ended = Moment()
@@ -392,6 +394,13 @@ class RunningProcess(ProcessSink):
             if self.stdin_open:
                 self.stdin_open = False
                 await self._running().close_stdin()
+
+    async def stop_feeding(self) -> None:
+        """Stops what writes the input of a run; succeeds if nothing does."""
+        feeding, self.feeding = self.feeding, None
+        if feeding is not None:
+            feeding.cancel()
+            await asyncio.gather(feeding, return_exceptions=True)
 
     async def watch(self, offsets: Mapping[Stream, int]) -> AsyncIterator[Event]:
         """Yields output from the offsets on, as it comes; ends after the process's end and the last output."""

@@ -42,7 +42,7 @@ class Channel:
     async def request(self, message: wire.Message, descriptors: Sequence[int] = ()) -> Reply:
         """Sends ``message`` and waits for its reply. Raises Refused or ChannelClosed.
 
-        If the caller is cancelled, the reply is dropped and its descriptors are closed when it arrives.
+        If the caller is cancelled, the reply is dropped and its descriptors are closed, when it arrives or at once.
         """
         if self.closed:
             raise ChannelClosed
@@ -55,7 +55,13 @@ class Channel:
         except BaseException:
             del self._replies[message["seq"]]
             raise
-        answer, given = await reply
+        try:
+            answer, given = await reply
+        except asyncio.CancelledError:
+            # It may have arrived already, in the turn before.
+            if not reply.cancelled() and reply.exception() is None:
+                _close(reply.result()[1])
+            raise
         if "errno" in answer:
             raise Refused(answer["errno"], answer["what"])
         return answer, given
@@ -95,8 +101,7 @@ class Channel:
             return
         reply = self._replies.pop(seq)
         if reply.done():
-            for descriptor in descriptors:
-                os.close(descriptor)
+            _close(descriptors)
         else:
             reply.set_result((message, descriptors))
 
@@ -118,3 +123,8 @@ class Channel:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _close(descriptors: Sequence[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)

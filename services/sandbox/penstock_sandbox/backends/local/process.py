@@ -39,15 +39,19 @@ class SandboxAccess(Protocol):
         """Returns how often the kernel killed in this sandbox for memory."""
 
     def forget(self, process: LocalProcess) -> None:
-        """Drops an ended process: its id may be used again from here on."""
+        """Drops an ended process."""
 
 
 class LocalProcess(ProcessHandle):
-    """One process; the sandbox passes it the helper's exit event."""
+    """One process; the sandbox passes it the helper's exit event.
+
+    ``number`` names it to the helper, for ever; ``pid`` is the host's id of it, and another one's once it has ended.
+    """
 
     def __init__(
         self,
         sandbox: SandboxAccess,
+        number: int,
         pid: int,
         sink: ProcessSink,
         stdin: int | None,
@@ -56,6 +60,7 @@ class LocalProcess(ProcessHandle):
         oom_kills: int,
     ) -> None:
         self._sandbox = sandbox
+        self.number = number
         self.pid = pid
         self._sink = sink
         self._stdin = stdin
@@ -64,6 +69,8 @@ class LocalProcess(ProcessHandle):
         self._loop = asyncio.get_running_loop()
         self._oom_kills = oom_kills
         self._reaped = asyncio.Event()
+        self._room: asyncio.Event | None = None
+        """What a writer waits for while the input is full: room, or the input's end."""
         if stdin is not None:
             os.set_blocking(stdin, False)
 
@@ -103,7 +110,8 @@ class LocalProcess(ProcessHandle):
         del self._outputs[descriptor]
         self._loop.remove_reader(descriptor)
         if descriptor == self._terminal:
-            self._terminal = self._stdin = None
+            self._end_input()
+            self._terminal = None
         os.close(descriptor)
 
     def helper_exited(self, event: wire.Message) -> None:
@@ -137,12 +145,14 @@ class LocalProcess(ProcessHandle):
                 await self._writable(self._stdin)
 
     async def _writable(self, descriptor: int) -> None:
-        ready = asyncio.Event()
-        self._loop.add_writer(descriptor, ready.set)
+        room = self._room = asyncio.Event()
+        self._loop.add_writer(descriptor, room.set)
         try:
-            await ready.wait()
+            await room.wait()
         finally:
-            if self._stdin == descriptor:
+            # At the input's end it is removed already, and the descriptor's number may be another one's.
+            if self._room is room:
+                self._room = None
                 self._loop.remove_writer(descriptor)
 
     async def close_stdin(self) -> None:
@@ -155,10 +165,21 @@ class LocalProcess(ProcessHandle):
             self._close_stdin()
 
     def _close_stdin(self) -> None:
-        if self._stdin is not None and self._stdin != self._terminal:
-            self._loop.remove_writer(self._stdin)
-            os.close(self._stdin)
-        self._stdin = None
+        descriptor = self._end_input()
+        if descriptor is not None and descriptor != self._terminal:
+            os.close(descriptor)
+
+    def _end_input(self) -> int | None:
+        """Takes no more input, and wakes a writer that waits, which must be done before the descriptor is closed.
+
+        Returns the input's descriptor, which is still open.
+        """
+        descriptor, self._stdin = self._stdin, None
+        room, self._room = self._room, None
+        if descriptor is not None and room is not None:
+            self._loop.remove_writer(descriptor)
+            room.set()
+        return descriptor
 
     async def resize(self, size: PtySize) -> None:
         if self._terminal is not None:
@@ -167,14 +188,15 @@ class LocalProcess(ProcessHandle):
     async def signal(self, number: int) -> None:
         try:
             async with self._sandbox.freezing.awake():
-                await self._sandbox.ask_helper({"op": "signal", "pid": self.pid, "signal": int(number)})
+                request = {"op": "signal", "process": self.number, "pid": self.pid, "signal": int(number)}
+                await self._sandbox.ask_helper(request)
         except Refused as refusal:
             if refusal.errno != errno.ESRCH:
                 raise Internal(f"the signal was not sent: {refusal.what}", reason="SIGNAL_FAILED") from refusal
 
     async def kill(self) -> None:
         try:
-            await self._sandbox.kill({"op": "kill", "pid": self.pid})
+            await self._sandbox.kill({"op": "kill", "process": self.number})
             # The helper sends the exit after its reply: it must not be frozen in between.
             async with self._sandbox.freezing.awake():
                 await self._reaped.wait()

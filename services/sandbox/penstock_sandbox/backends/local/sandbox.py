@@ -83,6 +83,7 @@ class LocalSandbox(SandboxHandle):
         self.kept_as: Path | None = None
         self._channel: Channel | None = None
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        # By number: the kernel gives the id of a process that has ended again, while its watchers still have it.
         self._processes: dict[int, LocalProcess] = {}
         self._early_exits: dict[int, wire.Message] = {}
         self._forgotten: list[int] = []
@@ -146,11 +147,11 @@ class LocalSandbox(SandboxHandle):
             case "failed":
                 self._ready.set_exception(OSError(message["errno"], message["what"]))
             case "exit":
-                process = self._processes.get(message["pid"])
+                process = self._processes.get(message["process"])
                 if process is not None:
                     process.helper_exited(message)
                 else:
-                    self._early_exits[message["pid"]] = message
+                    self._early_exits[message["process"]] = message
 
     def _helper_closed(self) -> None:
         if not self._ready.done():
@@ -248,16 +249,16 @@ class LocalSandbox(SandboxHandle):
             outputs = {terminal: Stream.STDOUT}
         else:
             outputs = dict(zip(ours[:2], (Stream.STDOUT, Stream.STDERR), strict=True))
-        process = LocalProcess(self, answer["pid"], sink, input_end, outputs, terminal, oom_kills)
-        self._processes[process.pid] = process
-        early: wire.Message | None = answer.get("exit") or self._early_exits.pop(process.pid, None)
+        process = LocalProcess(self, answer["seq"], answer["pid"], sink, input_end, outputs, terminal, oom_kills)
+        self._processes[process.number] = process
+        early: wire.Message | None = answer.get("exit") or self._early_exits.pop(process.number, None)
         process.attend(early)
         return process
 
     def forget(self, process: LocalProcess) -> None:
-        """Drops an ended process: its id may be used again. The helper is informed with the next start."""
-        if self._processes.pop(process.pid, None) is not None:
-            self._forgotten.append(process.pid)
+        """Drops an ended process. The helper is informed with the next start."""
+        if self._processes.pop(process.number, None) is not None:
+            self._forgotten.append(process.number)
 
     def oom_kills(self) -> int:
         """Returns how often the kernel killed in this sandbox for memory."""

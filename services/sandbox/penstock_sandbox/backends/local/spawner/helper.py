@@ -12,6 +12,7 @@ Invariants
   effect during file work for a caller, which has the rights of the sandbox's user.
 - That UTS namespace is the process's tag: every descendant inherits it, daemons included, and nothing in the sandbox
   can change it. Killing a process means killing all that carry its tag.
+- A process is named by the number of its start's request, since the kernel gives the id of one that has ended again.
 - Requests are answered in order, one reply each. A process's exit is sent after the reply with its pid, or in it, if
   the process had ended by then. For a caller that waits for the end that reply may be delayed a little to include the
   exit, at most until the next request is read.
@@ -55,9 +56,9 @@ class SandboxHelper:
         self._proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._oom_score = oom_score
         self._oom_base = int(os.pread(oom_score, 16, 0) or b"0")
-        self._tags: dict[int, int] = {}  # process id on the host -> descriptor that pins its UTS namespace
+        self._tags: dict[int, int] = {}  # process -> descriptor that pins its UTS namespace
         self._next_tag: int | None = None  # made ahead, while idle: the helper is in it already
-        self._running: set[int] = set()
+        self._running: dict[int, int] = {}  # process id on the host -> process
         self._held: wire.Message | None = None  # a start's reply, delayed a little to include the exit
         # The sandbox's own, for programs without input; all would share the host's.
         self._null = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
@@ -136,20 +137,19 @@ class SandboxHelper:
                 return
             if pid == 0:
                 return
-            if pid in self._jobs:
-                self._jobs.discard(pid)
-            elif pid in self._running:
-                self._running.discard(pid)
-            else:
+            # The end of a job is that of its pipe.
+            self._jobs.discard(pid)
+            process = self._running.pop(pid, None)
+            if process is None:
                 continue
-            ended = self._exit(pid, status, usage)
-            if self._held is not None and self._held["pid"] == pid:
+            ended = self._exit(process, status, usage)
+            if self._held is not None and self._held["seq"] == process:
                 self._held["exit"] = ended
                 self._send_held()
             elif ended is not None:
                 wire.send(self._channel, ended)
 
-    def _exit(self, pid: int, status: int, usage: resource.struct_rusage) -> wire.Message | None:
+    def _exit(self, process: int, status: int, usage: resource.struct_rusage) -> wire.Message | None:
         """Returns a process's exit event; None if it ended with the sandbox, which reports it."""
         if (
             os.WIFSIGNALED(status)
@@ -157,7 +157,7 @@ class SandboxHelper:
             and pdeathsig.is_dying(self._host_proc, self._first_pid)
         ):
             return None
-        return {"event": "exit", "pid": pid, "status": status, **children.used(usage)}
+        return {"event": "exit", "process": process, "status": status, **children.used(usage)}
 
     def _start(self, request: wire.Message, descriptors: list[int]) -> Reply:
         environment: dict[str, str] = request["env"]
@@ -213,12 +213,13 @@ class SandboxHelper:
             for descriptor in held:
                 os.close(descriptor)
             os.chdir("/")
-        self._tags[pid], self._next_tag = self._next_tag, None
+        process: int = request["seq"]
+        self._tags[process], self._next_tag = self._next_tag, None
         # The kernel often runs a short program to its end before it returns here; then one message has both.
         ended, status, usage = os.wait4(pid, os.WNOHANG)
         if ended:
-            return {"pid": pid, "exit": self._exit(pid, status, usage)}, given
-        self._running.add(pid)
+            return {"pid": pid, "exit": self._exit(process, status, usage)}, given
+        self._running[pid] = process
         return {"pid": pid}, given
 
     def _new_tag(self) -> int:
@@ -228,13 +229,13 @@ class SandboxHelper:
 
     def _signal(self, request: wire.Message, _: list[int]) -> Reply:
         pid: int = request["pid"]
-        if pid not in self._running:
+        if self._running.get(pid) != request["process"]:
             raise files.Refused(errno.ESRCH, "the process has ended")
         os.killpg(pid, request["signal"])
         return {}, []
 
     def _kill(self, request: wire.Message, _: list[int]) -> Reply:
-        descriptor = self._tags.get(request["pid"])
+        descriptor = self._tags.get(request["process"])
         if descriptor is None:
             raise files.Refused(errno.ESRCH, "no such process")
         killing.kill_tree(self._proc, f"uts:[{os.fstat(descriptor).st_ino}]", self._jobs_inside(), request["within"])

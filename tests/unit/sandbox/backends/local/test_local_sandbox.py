@@ -1,0 +1,170 @@
+"""Processes of a sandbox whose ids the kernel gives again while ended ones are still known."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import pytest_asyncio
+from tests.unit.sandbox.scripted_domain import pass_turns
+
+from penstock_sandbox.backends.local.disk.limits import Allotment
+from penstock_sandbox.backends.local.disk.usage import DiskUse
+from penstock_sandbox.backends.local.sandbox import LocalSandbox
+from penstock_sandbox.backends.local.spawner import wire
+from penstock_sandbox.backends.local.spawner_process import SpawnerProcess
+from penstock_sandbox.domain.backend import ProcessHandle
+from penstock_sandbox.domain.model import NetworkKind, NetworkPolicy
+from penstock_sandbox.processes.output import Collected
+
+PID = 7
+
+
+class Helper:
+    """A spawner whose sandbox's helper is the test."""
+
+    def __init__(self) -> None:
+        self.end: socket.socket | None = None
+
+    async def create(self, sandbox_id: str, arguments: object, helper: socket.socket, **_: object) -> tuple[int, int]:
+        self.end = helper.dup()
+        self.end.setblocking(False)
+        self.send({"event": "ready"})
+        return 1, 2
+
+    def send(self, message: wire.Message) -> None:
+        assert self.end is not None
+        wire.send(self.end, message)
+
+    async def asked(self) -> wire.Message:
+        """The next request, without its descriptors."""
+        assert self.end is not None
+        await pass_turns()
+        received = wire.receive(self.end)
+        assert received is not None
+        for descriptor in received[1]:
+            os.close(descriptor)
+        return received[0]
+
+    def exits(self, start: wire.Message, code: int) -> None:
+        self.send({"event": "exit", "process": start["seq"], "status": code << 8, "cpu_s": 0.0, "peak_bytes": 0})
+
+
+class Watched:
+    """A sandbox with such a helper; every process in it has one id."""
+
+    def __init__(self, folder: Path) -> None:
+        async def release(_: LocalSandbox) -> None:
+            return None
+
+        self.helper = Helper()
+        disk = Allotment(folder, cast("DiskUse", None))
+        self.sandbox = LocalSandbox("s", None, folder, None, {}, lambda _: None, release, disk)
+
+    async def asks_to_start(self) -> tuple[asyncio.Task[ProcessHandle], Collected, wire.Message]:
+        sink = Collected()
+        work = self.sandbox.start(["x"], {}, "/", sink, stdin=False, pty=None)
+        starting = asyncio.create_task(work)
+        return starting, sink, await self.helper.asked()
+
+    async def starts(self) -> tuple[ProcessHandle, Collected, wire.Message]:
+        starting, sink, request = await self.asks_to_start()
+        self.helper.send({"seq": request["seq"], "pid": PID})
+        return await starting, sink, request
+
+    async def answers(self, work: Any) -> wire.Message:
+        """The request that a piece of work sends; it is answered."""
+        working = asyncio.ensure_future(work)
+        request = await self.helper.asked()
+        self.helper.send({"seq": request["seq"]})
+        await working
+        return request
+
+
+@pytest_asyncio.fixture
+async def watched(tmp_path: Path) -> AsyncIterator[Watched]:
+    made = Watched(tmp_path)
+    network = NetworkPolicy(NetworkKind.NONE)
+    spawner = cast("SpawnerProcess", made.helper)
+    await made.sandbox.open(spawner, (), network, read_only=(), first=(), tmp_inodes=0, fixed_clocks=False)
+    yield made
+    await made.sandbox.destroy()
+    assert made.helper.end is not None
+    made.helper.end.close()
+
+
+def _code(sink: Collected) -> int | None:
+    ended = sink.ended.result() if sink.ended.done() else None
+    return ended.code if ended is not None else None
+
+
+@pytest.mark.requirement("R39")
+async def test_a_process_with_an_ended_ones_id_gets_its_own_exit(watched: Watched) -> None:
+    """The ended one is kept for its watchers, and forgotten while the new one runs."""
+    old, old_sink, old_start = await watched.starts()
+    watched.helper.exits(old_start, 3)
+    await pass_turns()
+    assert _code(old_sink) == 3
+    new, new_sink, new_start = await watched.starts()
+    await old.aclose()
+    watched.helper.exits(new_start, 4)
+    await pass_turns()
+    assert _code(new_sink) == 4
+    await new.aclose()
+
+
+@pytest.mark.requirement("R39")
+async def test_an_exit_that_comes_right_after_the_start_is_the_new_processs(watched: Watched) -> None:
+    old, old_sink, old_start = await watched.starts()
+    watched.helper.exits(old_start, 3)
+    await pass_turns()
+    starting, new_sink, new_start = await watched.asks_to_start()
+    watched.helper.send({"seq": new_start["seq"], "pid": PID})
+    watched.helper.exits(new_start, 4)
+    channel = watched.sandbox._channel
+    assert channel is not None
+    # Both are read before the caller is resumed.
+    channel._readable()
+    channel._readable()
+    new = await starting
+    assert (_code(old_sink), _code(new_sink)) == (3, 4)
+    await old.aclose()
+    await new.aclose()
+    assert not watched.sandbox._early_exits and not watched.sandbox._processes
+
+
+@pytest.mark.requirement("R40", "R39")
+async def test_signals_and_kills_name_the_process_and_not_only_its_id(watched: Watched) -> None:
+    old, _, old_start = await watched.starts()
+    watched.helper.exits(old_start, 0)
+    await pass_turns()
+    new, _, new_start = await watched.starts()
+    for process, start in ((old, old_start), (new, new_start)):
+        assert (await watched.answers(process.signal(15)))["process"] == start["seq"]
+    assert (await watched.answers(old.kill()))["process"] == old_start["seq"]
+    await old.aclose()
+    await new.aclose()
+
+
+@pytest.mark.requirement("R23")
+async def test_each_forgotten_process_is_named_once_to_the_helper(watched: Watched) -> None:
+    """Also one that is forgotten while the start of the next one, with its id, is under way."""
+    old, _, old_start = await watched.starts()
+    watched.helper.exits(old_start, 0)
+    await pass_turns()
+    starting, _, new_start = await watched.asks_to_start()
+    await old.aclose()
+    watched.helper.send({"seq": new_start["seq"], "pid": PID})
+    new = await starting
+    last, _, last_start = await watched.starts()
+    assert (new_start["forget"], last_start["forget"]) == ([], [old_start["seq"]])
+    await new.aclose()
+    await new.aclose()
+    await last.aclose()
+    _, _, final = await watched.starts()
+    assert final["forget"] == [new_start["seq"], last_start["seq"]]
