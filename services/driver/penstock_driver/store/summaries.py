@@ -115,7 +115,7 @@ class Changes:
 
     def add(self, rollout_ids: Iterable[str], *, deleted: bool = False) -> None:
         for rollout_id in rollout_ids:
-            # A write from before the deletion may be told after it.
+            # A write from before the deletion may be reported after it.
             self._ids[rollout_id] = deleted or self._ids.get(rollout_id, False)
         if self._ids:
             self._some.set()
