@@ -114,10 +114,13 @@ class TokenGraph:
             room.check_runs(messages)
         keys, states = keyed.keys, self._states(messages, keyed, room)
         key = prompt_key(messages, tools, kwargs, states, keys)
-        twins = self._prompts.get((key.state, key.kwargs))
-        if twins:
-            return self._retry_of(twins[-1], key, hints)
-        parent, known = self._find_parent(messages, states, key.kwargs)
+        twins = self._prompts.get((key.state, key.kwargs), [])
+        parents, known, told_apart = self._find_parents(messages, states, key.kwargs)
+        # Where reasoning tells equal answers apart, the same messages after another of them are no retry.
+        for twin in reversed(twins):
+            if not told_apart or (twin.continues_parent and twin.parent in parents):
+                return self._retry_of(twin, key, hints)
+        parent = parents[-1] if parents else None
         reason = ""
         if parent is not None:
             if room is not None:
@@ -143,6 +146,10 @@ class TokenGraph:
             Prompt(NO_TOKENS) if self._codec is None else self._codec.prompt(messages, tools, template_kwargs=kwargs)
         )
         ids, media = prompt.ids, self._media(0, prompt.images)
+        if told_apart:
+            for twin in reversed(twins):
+                if np.array_equal(path_ids(twin, twin.prompt_count), ids):
+                    return self._retry_of(twin, key, hints)
         share, keep = self._share(ids, media)
         own = tuple(one for one in media if one.token_start >= keep)
         plan = self._planned(share, keep, ids[keep:], own, key, hints, call_class, True, reason or why)
@@ -170,15 +177,17 @@ class TokenGraph:
         check_sampled(sampled, self._vocab_size if plan.exact else None, int(plan.prompt_ids.size))
         branch_id, call_class, suffix = plan.branch_id, plan.call_class, plan.suffix_ids
         reason = plan.reason
-        twin = next(iter(self._prompts.get((plan.key.state, plan.key.kwargs), ())), None)
+        twins = self._prompts.get((plan.key.state, plan.key.kwargs), [])
+        twin = twins[0] if twins else None
         if twin is not None and np.array_equal(twin.suffix, suffix) and twin.keep == plan.shared_prefix_len:
             suffix = twin.suffix  # an identical prompt is stored once
         if not plan.new_branch and parent is not None and self._has_continuation(parent):
             # Another call took this place during sampling.
             branch_id = random_id()
+            again = any(node.parent is parent for node in twins)
             if plan.hints.call_class is None:
-                call_class = CallClass.EDIT if twin is None else CallClass.RETRY
-            reason = "the same prompt again" if twin is not None else "another call continued the same turn first"
+                call_class = CallClass.RETRY if again else CallClass.EDIT
+            reason = "the same prompt again" if again else "another call continued the same turn first"
         return GraphRecord(
             call_id=call_id,
             branch_id=branch_id,
@@ -285,17 +294,20 @@ class TokenGraph:
             states.append(state)
         return states
 
-    def _find_parent(
+    def _find_parents(
         self, messages: Sequence[Message], states: Sequence[bytes], kwargs: bytes
-    ) -> tuple[CallNode | None, int]:
-        """Returns the call that ends the longest known part of the conversation, and the length of that part."""
+    ) -> tuple[Sequence[CallNode], int, bool]:
+        """Returns the calls that end the longest known part of the conversation, and the length of that part.
+
+        The last one is to be continued. The flag says whether others end it too, with reasoning that was not sent.
+        """
         for known in range(len(messages), 0, -1):
             if messages[known - 1].role is not Role.ASSISTANT:
                 # Clients omit a reply without visible content (cut off while thinking). With other template_kwargs it
                 # would be a different prompt, not a continuation.
                 silent = self._silent.get((states[known], kwargs))
                 if silent is not None:
-                    return silent, known
+                    return [silent], known, False
                 continue
             # An answer that somebody wrote has no tokens: what continues it continues the line before it, so that what
             # was sampled there is not tokenised again.
@@ -303,8 +315,8 @@ class TokenGraph:
             if nodes:
                 thought = reasoning_text(messages[known - 1])
                 same = [node for node in nodes if thought and reasoning_text(node.sampled.message) == thought]
-                return (same or nodes)[-1], known
-        return None, 0
+                return same or nodes, known, 0 < len(same) < len(nodes)
+        return [], 0, False
 
     def _continue(
         self,
