@@ -35,6 +35,7 @@ from penstock_interception.gate.events import CallEvents
 from penstock_interception.gate.gate import Gate
 from penstock_interception.gate.host_tools.broker import HostToolBroker
 from penstock_interception.graph import Plan
+from penstock_interception.graph.inline import TooLongInline
 from penstock_interception.graph.paths import NO_TOKENS
 from penstock_interception.graph.values import IntArray
 from penstock_interception.rollouts.agent_keys import AgentKeys
@@ -143,16 +144,10 @@ class Interceptor:
         """
         rollout.check_open()  # its id may be another rollout's by now
         conversation = self.conversations[rollout.id]
-        # An image's cost is not in proportion to its bytes.
-        inline = request.folded is None and conversation.new_bytes(parsed) <= INLINE_BYTES
-        call = self.gate.admit(rollout, request, journal=not inline)
+        call = self.gate.admit(rollout, request, journal=False)
         conversation.add_tools(parsed)
-        if inline:
-            # 1. `admit` made the call in memory only. 2. `_prepare` makes its prompt; the gate leases it and wakes the
-            # session. 3. The gate submits one insert with the call and its lease. Nothing is awaited in between.
-            # 4. The session's writer sends the call only after `store.settled()`, so it is on disk first.
-            self._prepare(call, parsed, None)
-        else:  # the insert is submitted by `admit`, and the lease is an update of its row
+        if not self._prepare_inline(call, parsed):
+            self.gate.journal(call)  # the insert; the lease is an update of its row
             self._tasks.create_task(self._prepare_in_thread(call, parsed))
         call.attached += 1
         return call
@@ -373,10 +368,33 @@ class Interceptor:
         self.conversations[call.rollout.id].add_tools(parsed)
         self._prepare(call, parsed, lease)
 
-    def _prepare(self, call: Call, request: ChatRequest, lease: tuple[str, str, bytes] | None) -> None:
+    def _prepare_inline(self, call: Call, request: ChatRequest) -> bool:
+        """Prepares a new call here and now, unless that is too much work for the event loop (R32).
+
+        1. `admit` made the call in memory only. 2. `_prepare` makes its prompt; the gate leases it and wakes the
+        session. 3. The gate submits one insert with the call and its lease. Nothing is awaited in between. 4. The
+        session's writer sends the call only after `store.settled()`, so it is on disk first.
+        """
+        if call.request.folded is not None:
+            return False  # an image's cost is not in proportion to its bytes
+        try:
+            self._prepare(call, request, None, INLINE_BYTES)
+        except TooLongInline:
+            return False
+        return True
+
+    def _prepare(
+        self,
+        call: Call,
+        request: ChatRequest,
+        lease: tuple[str, str, bytes] | None,
+        inline_bytes: int | None = None,
+    ) -> None:
         conversation = self.conversations[call.rollout.id]
         try:
-            plan = conversation.plan(request, call.request.agent_session)
+            plan = conversation.plan(request, call.request.agent_session, inline_bytes)
+        except TooLongInline:
+            raise
         except Exception as error:  # noqa: BLE001 - a call that cannot be planned fails, and fails alone
             self._refuse(call, error)
         else:

@@ -78,6 +78,55 @@ async def test_equal_idempotency_key_joins_its_call_and_another_body_is_refused(
 
 
 @pytest.mark.requirement("R34")
+@pytest.mark.parametrize("headers", [{}, {"x-stainless-retry-count": "1"}], ids=["once", "says that it retries"])
+async def test_a_body_sent_to_another_model_is_no_retry(
+    service: Any, http: aiohttp.ClientSession, headers: dict[str, str]
+) -> None:
+    """generateContent names the model in its path: who falls back to another one asks anew."""
+    rollout, trainer = await service.open(), await service.trainer()
+    root = str(rollout.base_url).removesuffix("/v1")
+
+    async def ask(model: str) -> str:
+        url, key = f"{root}/v1beta/models/{model}:generateContent", {"x-goog-api-key": rollout.token}
+        async with http.post(url, json={"contents": [{"parts": [{"text": "hi"}]}]}, headers={**key, **headers}) as sent:
+            return str((await sent.json())["candidates"][0]["content"]["parts"][0]["text"])
+
+    first = asyncio.create_task(ask("a"))
+    call = await trainer.call()
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    second = asyncio.create_task(ask("b"))
+    other = await trainer.call()
+    assert other.call_id != call.call_id
+    await trainer.deliver(trainer.result(other, "of b"))
+    assert await second == "of b"
+    again = asyncio.create_task(ask("a"))
+    await trainer.deliver(trainer.result(call, "of a"))
+    assert await again == "of a"
+    assert len(await calls_of(service, rollout)) == 2
+
+
+@pytest.mark.requirement("R34")
+async def test_an_idempotency_key_with_another_model_is_refused(service: Any, http: aiohttp.ClientSession) -> None:
+    """As with another body, after the answer too; the same model gets it again."""
+    rollout, trainer = await service.open(), await service.trainer()
+    root = str(rollout.base_url).removesuffix("/v1")
+
+    async def ask(model: str) -> tuple[int, Any]:
+        url = f"{root}/v1beta/models/{model}:generateContent"
+        headers = {"x-goog-api-key": rollout.token, "idempotency-key": "k1"}
+        async with http.post(url, json={"contents": [{"parts": [{"text": "hi"}]}]}, headers=headers) as sent:
+            return sent.status, await sent.json()
+
+    first = asyncio.create_task(ask("a"))
+    await trainer.answer("hello")
+    assert (await first)[0] == 200
+    status, answer = await ask("b")
+    assert (status, answer["error"]["details"][0]["reason"]) == (400, "IDEMPOTENCY_KEY_REUSED")
+    assert await ask("a") == await first
+
+
+@pytest.mark.requirement("R34")
 async def test_the_same_body_asked_twice_without_a_retry_is_two_calls(
     service: Any, http: aiohttp.ClientSession
 ) -> None:

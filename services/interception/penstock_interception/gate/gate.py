@@ -116,7 +116,8 @@ class Gate:
     # Calls -----------------------------------------------------------------------------------------------------------
 
     def admit(self, rollout: Rollout, request: CallRequest, *, journal: bool) -> Call:
-        """Creates a call of an agent. Without `journal`, its `offer` or its failure is written with it.
+        """Creates a call of an agent. Without `journal`, its `offer` or its failure is written with it, or
+        the caller writes it by `journal`.
 
         Raises what `Rollout.check_open`, BudgetEnforcer.admit and BudgetEnforcer.pace raise, and:
             Unavailable: DRAINING.
@@ -150,8 +151,25 @@ class Gate:
         telemetry.admitted(call)
         self._events.call_changed(call)
         if journal:
-            self._journal(call)
+            self.journal(call)
         return call
+
+    def journal(self, call: Call) -> None:
+        """Writes an admitted call to the journal in its current state. Called once, before the call can be answered.
+
+        Raises what CallStore.put_call raises; the call has then failed.
+        """
+        call.submitted = True
+        try:
+            written = self._store.put_call(call)
+        except Exception:
+            self.fail(call, Failure("JOURNAL_FAILED"))
+            raise
+        written.add_done_callback(partial(self._call_written, call))
+        if call.state.terminal:
+            _shrink(call)
+        elif call.request.folded is not None:  # the write has it: a waiting call needs its body alone
+            call.request = replace(call.request, folded=None)
 
     def offer(self, call: Call, plan: Plan, sampling: Sampling) -> CallState:
         """Attaches the prompt to the call, and offers it to the trainers or the model source.
@@ -166,7 +184,7 @@ class Gate:
             call.plan, call.prompt, call.sampling = plan, Prompt.of(plan), sampling
             self.leasing.offer(call)
         if not call.submitted:  # one write has both the call and its lease
-            self._journal(call)
+            self.journal(call)
         return call.state
 
     def choose_model(self, call: Call, turn: int, call_class: CallClass) -> None:
@@ -193,7 +211,7 @@ class Gate:
             call.leased_at = self._clock.wall()
             call.min_policy_version = self.leasing.least_version(call)
         if not call.submitted:
-            self._journal(call)
+            self.journal(call)
 
     def accept(self, call: Call, answered: Answered) -> Accepted:
         """Writes a valid answer to an open call, and claims the call: it ends with the commit.
@@ -238,7 +256,7 @@ class Gate:
             call.failure = failure
             self._end(call, CallState.FAILED, failure.reason)
         if not call.submitted:
-            self._journal(call)
+            self.journal(call)
 
     def pass_through(self, call: Call) -> None:
         """Ends a black box call: its answer passed through unread."""
@@ -320,20 +338,6 @@ class Gate:
         self.leasing.restore_lease(call, session_id, lease_id)
 
     # Private ---------------------------------------------------------------------------------------------------------
-
-    def _journal(self, call: Call) -> None:
-        """Writes an admitted call to the journal in its current state. Called once, before the call can be answered."""
-        call.submitted = True
-        try:
-            written = self._store.put_call(call)
-        except Exception:
-            self.fail(call, Failure("JOURNAL_FAILED"))
-            raise
-        written.add_done_callback(partial(self._call_written, call))
-        if call.state.terminal:
-            _shrink(call)
-        elif call.request.folded is not None:  # the write has it: a waiting call needs its body alone
-            call.request = replace(call.request, folded=None)
 
     def _call_written(self, call: Call, done: asyncio.Future[list[int]]) -> None:
         if not recorded(done):

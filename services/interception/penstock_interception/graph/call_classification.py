@@ -4,7 +4,8 @@ A class given by the ingress (from an agent's header or a spec's hint) is final.
 shape:
 
 - the first line that has tools is MAIN; lines without tools that opened beside it and were not continued are TITLE;
-- the same messages again are a RETRY: of several answers, the one that the agent continued keeps its line's class;
+- the same messages again after the same call are a RETRY: of several answers, the one that the agent continued keeps
+  its line's class;
 - a line that leaves another one in the middle is an EDIT;
 - a new root with tools in another session of the agent is a SUB_AGENT;
 - a new root that starts like a known line (same system prompt and first user message) or contains one of its replies
@@ -94,9 +95,9 @@ def _rewritten(key: PromptKey, line: PromptKey) -> tuple[CallClass, str]:
 def settle(nodes: Sequence[CallNode]) -> dict[str, CallClass]:
     """Returns each call's final class, given all calls; `nodes` in commit order."""
     continued = {node.parent.call_id for node in nodes if node.parent is not None and node.continues_parent}
-    winners: dict[tuple[bytes, bytes], CallNode] = {}
+    winners: dict[tuple[bytes, bytes, str], CallNode] = {}
     for node in nodes:
-        twin = (node.key.state, node.key.kwargs)
+        twin = _place(node)
         best = winners.get(twin)
         if best is None or node.call_id in continued or best.call_id not in continued:
             winners[twin] = node
@@ -105,9 +106,9 @@ def settle(nodes: Sequence[CallNode]) -> dict[str, CallClass]:
     )
     settled: dict[str, CallClass] = {}
     lines: dict[str, bytes] = {}  # call -> prompt state that continues its line; others leave it
-    first: dict[tuple[bytes, bytes], CallNode] = {}
+    first: dict[tuple[bytes, bytes, str], CallNode] = {}
     for node in nodes:
-        twin = (node.key.state, node.key.kwargs)
+        twin = _place(node)
         original = first.setdefault(twin, node)
         if node.hinted:
             settled[node.call_id] = node.planned_class
@@ -129,3 +130,9 @@ def settle(nodes: Sequence[CallNode]) -> dict[str, CallClass]:
             root = CallClass.SUB_AGENT
         settled[node.call_id] = root
     return settled
+
+
+def _place(node: CallNode) -> tuple[bytes, bytes, str]:
+    """Returns what is the same for calls with the same prompt: answers that look alike may have different tokens."""
+    parent = node.parent.call_id if node.parent is not None and node.continues_parent else ""
+    return node.key.state, node.key.kwargs, parent

@@ -19,6 +19,7 @@ from typing import Any
 from penstock_codec.chat import ImagePart, Message, Role, TextPart, Tool, ToolCallPart, ToolResultPart
 from penstock_interception import cache
 from penstock_interception.cache import Fingerprinted
+from penstock_interception.graph.inline import Room
 from penstock_interception.graph.values import PromptKey
 
 SIZE = 16
@@ -44,7 +45,8 @@ class Fingerprints:
         """`with_call_ids`: the template renders tool-call ids, so they are significant."""
         self._with_call_ids = with_call_ids
 
-    def key(self, message: Message) -> bytes:
+    def key(self, message: Message, room: Room | None = None) -> bytes:
+        """Returns a message's key. Raises TooLongInline if `room` has not enough for calls that are not known yet."""
         if message.role is not Role.ASSISTANT:
             return _context_key(message, self._with_call_ids)
         calls = message.tool_calls
@@ -58,13 +60,26 @@ class Fingerprints:
         raw = digest(*map(_utf8, written))
         key = cache.REPLY_KEYS.get(raw)
         if key is None:
+            if room is not None:
+                for call in calls:
+                    room.take(call.arguments_json)
             parts = [part for call in calls for part in _call_parts(call, self._with_call_ids)]
             key = digest(b"assistant", _utf8(visible_text(message)), *parts, *map(_utf8, shown))
             cache.REPLY_KEYS.keep({raw: key})
         return key
 
-    def of(self, messages: Sequence[Message], tools: Sequence[Tool], before: Fingerprinted | None) -> Fingerprinted:
-        """Returns the fingerprints of a prompt; `before` are those of an earlier one, to be reused."""
+    def of(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool],
+        before: Fingerprinted | None,
+        *,
+        room: Room | None = None,
+    ) -> Fingerprinted:
+        """Returns the fingerprints of a prompt; `before` are those of an earlier one, to be reused.
+
+        Raises TooLongInline as `key` does.
+        """
         first = tools_key(tools)
         known = at = 0
         keys: list[bytes] = []
@@ -80,7 +95,7 @@ class Fingerprints:
                 states, at = [*before.states[: known + 1]], known
             if before.split < known:
                 split = before.split
-        keys += map(self.key, messages[known:])
+        keys += [self.key(message, room) for message in messages[known:]]
         for key in keys[at:]:
             states.append(next_state(states[-1], key))
         if split == len(messages):

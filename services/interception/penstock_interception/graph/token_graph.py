@@ -32,6 +32,7 @@ from penstock_interception.graph.fingerprint import (
     reasoning_text,
     visible_text,
 )
+from penstock_interception.graph.inline import Room
 from penstock_interception.graph.paths import (
     NO_TOKENS,
     common_prefix,
@@ -96,25 +97,34 @@ class TokenGraph:
         hints: CallHints | None = None,
         *,
         template_kwargs: Mapping[str, Any] | None = None,
+        inline_bytes: int | None = None,
     ) -> Plan:
         """Finds the line that `messages` continue, and makes the prompt. CPU work, about 1 ms for a 400-token append.
 
         Raises penstock_codec.CodecError if the model's template cannot render the conversation, InvalidArgument if
-        there are no messages.
+        there are no messages, TooLongInline if there are more than `inline_bytes` bytes of new text to work on.
         """
         if not messages:
             raise InvalidArgument("a call must have at least one message", reason="MESSAGES_EMPTY")
-        keyed = cache.fingerprinted(self.rollout_id, partial(self._fingerprints.of, messages, tools))
+        room = None if inline_bytes is None else Room(inline_bytes)
         hints = hints or CallHints()
         kwargs = dict(template_kwargs or {})
-        keys, states = keyed.keys, self._states(messages, keyed)
+        keyed = cache.fingerprinted(self.rollout_id, partial(self._fingerprints.of, messages, tools, room=room))
+        if room is not None and keyed.split < len(messages):
+            room.check_runs(messages)
+        keys, states = keyed.keys, self._states(messages, keyed, room)
         key = prompt_key(messages, tools, kwargs, states, keys)
-        twins = self._prompts.get((key.state, key.kwargs))
-        if twins:
-            return self._retry_of(twins[-1], key, hints)
-        parent, known = self._find_parent(messages, states, key.kwargs)
+        twins = self._prompts.get((key.state, key.kwargs), [])
+        parents, known, told_apart = self._find_parents(messages, states, key.kwargs)
+        # Where reasoning tells equal answers apart, the same messages after another of them are no retry.
+        for twin in reversed(twins):
+            if not told_apart or (twin.continues_parent and twin.parent in parents):
+                return self._retry_of(twin, key, hints)
+        parent = parents[-1] if parents else None
         reason = ""
         if parent is not None:
+            if room is not None:
+                room.take_messages(messages[known:])
             continued = self._continue(parent, messages, known, tools, kwargs)
             if not isinstance(continued, Inexact):
                 fork = self._has_continuation(parent)
@@ -124,6 +134,9 @@ class TokenGraph:
                 plan = self._planned(parent, parent.total, continued.ids, media, key, hints, call_class, fork, reason)
                 return replace(plan, mixed_up=True) if continued.mixed_up else plan
             reason = f"{continued.reason}: {continued.detail}"
+        if room is not None:
+            room.take_tools(tools)
+            room.take_messages(messages)
         call_class, why = self._lines.classify_root(key, keys, hints)
         if parent is not None and hints.call_class is None:
             call_class = self._line_class(parent)
@@ -133,6 +146,10 @@ class TokenGraph:
             Prompt(NO_TOKENS) if self._codec is None else self._codec.prompt(messages, tools, template_kwargs=kwargs)
         )
         ids, media = prompt.ids, self._media(0, prompt.images)
+        if told_apart:
+            for twin in reversed(twins):
+                if np.array_equal(path_ids(twin, twin.prompt_count), ids):
+                    return self._retry_of(twin, key, hints)
         share, keep = self._share(ids, media)
         own = tuple(one for one in media if one.token_start >= keep)
         plan = self._planned(share, keep, ids[keep:], own, key, hints, call_class, True, reason or why)
@@ -160,15 +177,17 @@ class TokenGraph:
         check_sampled(sampled, self._vocab_size if plan.exact else None, int(plan.prompt_ids.size))
         branch_id, call_class, suffix = plan.branch_id, plan.call_class, plan.suffix_ids
         reason = plan.reason
-        twin = next(iter(self._prompts.get((plan.key.state, plan.key.kwargs), ())), None)
+        twins = self._prompts.get((plan.key.state, plan.key.kwargs), [])
+        twin = twins[0] if twins else None
         if twin is not None and np.array_equal(twin.suffix, suffix) and twin.keep == plan.shared_prefix_len:
             suffix = twin.suffix  # an identical prompt is stored once
         if not plan.new_branch and parent is not None and self._has_continuation(parent):
             # Another call took this place during sampling.
             branch_id = random_id()
+            again = any(node.parent is parent for node in twins)
             if plan.hints.call_class is None:
-                call_class = CallClass.EDIT if twin is None else CallClass.RETRY
-            reason = "the same prompt again" if twin is not None else "another call continued the same turn first"
+                call_class = CallClass.RETRY if again else CallClass.EDIT
+            reason = "the same prompt again" if again else "another call continued the same turn first"
         return GraphRecord(
             call_id=call_id,
             branch_id=branch_id,
@@ -253,7 +272,7 @@ class TokenGraph:
         classes = self.call_classes()
         return samples.build(self.rollout_id, nodes, classes, policy, include_top=include_top, context=context)
 
-    def _states(self, messages: Sequence[Message], keyed: Fingerprinted) -> Sequence[bytes]:
+    def _states(self, messages: Sequence[Message], keyed: Fingerprinted, room: Room | None) -> Sequence[bytes]:
         """Returns the states before the first message and after each message.
 
         A reply that the client split into several messages counts as one, if such a reply was committed.
@@ -269,23 +288,26 @@ class TokenGraph:
                 run = i + 1
             elif i > run and state not in self._ends:
                 parts: tuple[Part, ...] = tuple(part for item in messages[run : i + 1] for part in item.parts)
-                joined = self._fingerprints.key(Message(Role.ASSISTANT, parts))
+                joined = self._fingerprints.key(Message(Role.ASSISTANT, parts), room)
                 merged = next_state(states[run], joined)
                 state = merged if merged in self._ends else state
             states.append(state)
         return states
 
-    def _find_parent(
+    def _find_parents(
         self, messages: Sequence[Message], states: Sequence[bytes], kwargs: bytes
-    ) -> tuple[CallNode | None, int]:
-        """Returns the call that ends the longest known part of the conversation, and the length of that part."""
+    ) -> tuple[Sequence[CallNode], int, bool]:
+        """Returns the calls that end the longest known part of the conversation, and the length of that part.
+
+        The last one is to be continued. The flag says whether others end it too, with reasoning that was not sent.
+        """
         for known in range(len(messages), 0, -1):
             if messages[known - 1].role is not Role.ASSISTANT:
                 # Clients omit a reply without visible content (cut off while thinking). With other template_kwargs it
                 # would be a different prompt, not a continuation.
                 silent = self._silent.get((states[known], kwargs))
                 if silent is not None:
-                    return silent, known
+                    return [silent], known, False
                 continue
             # An answer that somebody wrote has no tokens: what continues it continues the line before it, so that what
             # was sampled there is not tokenised again.
@@ -293,8 +315,8 @@ class TokenGraph:
             if nodes:
                 thought = reasoning_text(messages[known - 1])
                 same = [node for node in nodes if thought and reasoning_text(node.sampled.message) == thought]
-                return (same or nodes)[-1], known
-        return None, 0
+                return same or nodes, known, 0 < len(same) < len(nodes)
+        return [], 0, False
 
     def _continue(
         self,

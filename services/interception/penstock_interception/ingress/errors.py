@@ -70,9 +70,7 @@ def of_conversation(error: CodecError) -> Problem:
 def of_refusal(error: PenstockError) -> Problem:
     """A call that was not admitted."""
     if error.reason == "BUDGET_EXHAUSTED":
-        # Not 429, its usual status: SDKs would retry.
-        whose = "run" if error.metadata.get("budget", "").startswith("run.") else "rollout"
-        return Problem(403, "budget_exhausted", f"The budget of this {whose} is used up.")
+        return _used_up("run" if error.metadata.get("budget", "").startswith("run.") else "rollout")
     if error.reason == "RATE_LIMIT":
         return Problem(429, "too_many_requests", error.message, retry=True, retry_after_s=error.retry_after_s)
     if error.reason == "CALL_LIMIT":
@@ -99,6 +97,9 @@ def of_ended(call: Call) -> Problem | None:
     failure = call.failure
     if failure is None:
         return INTERNAL
+    if failure.reason == "BUDGET_EXHAUSTED" and call.answerer is None and not failure.retriable:
+        # The gate's own: what a trainer or a source fails may have a reason of the same name.
+        return _used_up("run")
     if failure.reason == "CONTEXT_EXCEEDED":
         return Problem(400, CONTEXT_EXCEEDED, failure.message, "messages")
     if failure.reason in _OWN_CONVERSATION:
@@ -106,3 +107,8 @@ def of_ended(call: Call) -> Problem | None:
     if failure.retriable:
         return Problem(503, "model_unavailable", "The model could not answer.", retry=True)
     return Problem(400, "model_refused", "The model cannot answer this request.")
+
+
+def _used_up(whose: str) -> Problem:
+    # Not 429, its usual status: SDKs would retry.
+    return Problem(403, "budget_exhausted", f"The budget of this {whose} is used up.")

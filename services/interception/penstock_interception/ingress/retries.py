@@ -3,7 +3,7 @@
 An SDK that loses its connection, or gets a retriable error, repeats its request. One generation must stay one turn:
 
 1. A request with an `Idempotency-Key` joins the call with that key, or gets its answer again. The same key with
-   another body is refused.
+   another body or for another model is refused.
 2. A request marked as a retry (`x-stainless-retry-count` above 0) repeats the last call with the same body.
 3. Any other request joins a call with the same body if no client can be waiting for it: an open call without
    connections, or an answered call whose answer was not fully received before its connection ended. An answer still
@@ -12,7 +12,8 @@ An SDK that loses its connection, or gets a retriable error, repeats its request
    been started again.
 5. Everything else is a new call, even with a known body: an agent may ask the same thing twice.
 
-Bodies are the same if their dialect's `essence` is the same: a client may serialise one request in several ways.
+Bodies are the same if their dialect's `essence` is the same: a client may serialise one request in several ways. Where
+the path names the model, the same body for another model is another request.
 
 A call that ended without an answer is never joined: a retry of it is a new call.
 """
@@ -34,16 +35,20 @@ MAX_KEY = 256
 @quick
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """The features that identify a repeated request."""
+    """The features that identify a repeated request. `model` is the one in the path; "" where the body names it."""
 
     retry_key: str
     body_sha256: bytes
     by_key: bool
     says_retry: bool
+    model: str = ""
 
 
-def identify(dialect: DialectCodec, headers: Mapping[str, str], body: bytes) -> Identity:
-    """Returns a request's identity. Raises BadRequest for a key that is too long."""
+def identify(dialect: DialectCodec, headers: Mapping[str, str], body: bytes, model: str = "") -> Identity:
+    """Returns a request's identity; `model` is the one in its path, if any.
+
+    Raises BadRequest for a key that is too long.
+    """
     digest = sha256(body)
     essence = dialect.essence(body)
     same = digest if essence is None else sha256(essence)
@@ -54,12 +59,13 @@ def identify(dialect: DialectCodec, headers: Mapping[str, str], body: bytes) -> 
     if len(key) > MAX_KEY:
         raise BadRequest(f"Idempotency-Key is longer than {MAX_KEY} characters.", None, "invalid_idempotency_key")
     if key:
-        return Identity(f"key:{name}:{key}", digest, True, says_retry)
-    return Identity(f"body:{name}:{same.hex()}", digest, False, says_retry)
+        return Identity(f"key:{name}:{key}", digest, True, says_retry, model)
+    retry_key = f"body:{name}:{same.hex()}"
+    return Identity(f"{retry_key}:{model}" if model else retry_key, digest, False, says_retry, model)
 
 
 def same_call(rollout: Rollout, identity: Identity, is_taken: Callable[[str], bool]) -> Call | None:
-    """Returns the call that a request repeats, or None. Raises BadRequest for a reused key with another body.
+    """Returns the call that a request repeats, or None. Raises BadRequest for a key of another body or model.
 
     `is_taken` returns whether a client on an open connection gets an answered call's answer.
     """
@@ -68,6 +74,8 @@ def same_call(rollout: Rollout, identity: Identity, is_taken: Callable[[str], bo
         return None
     if identity.by_key and call.request.body_sha256 != identity.body_sha256:
         raise BadRequest("This Idempotency-Key was used with another body.", None, "idempotency_key_reused")
+    if identity.by_key and identity.model and call.request.model_requested != identity.model:
+        raise BadRequest("This Idempotency-Key was used with another model.", None, "idempotency_key_reused")
     if call.state.terminal and call.state is not CallState.DELIVERED:
         return None
     if identity.by_key or identity.says_retry or rollout.spec.belongs_to:

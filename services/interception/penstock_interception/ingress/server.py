@@ -200,7 +200,7 @@ class Ingress:
         def read() -> tuple[ChatRequest, Identity, FoldedBody | None]:
             parsed = cache.for_rollout(rollout.id, lambda: dialect.parse(body, route))
             images = parsed.images and images_within_limit(parsed)
-            return parsed, identify(dialect, headers, body), fold(body, images) if images else None
+            return parsed, identify(dialect, headers, body, route.model), fold(body, images) if images else None
 
         parsed, identity, folded = await self._read(body, read)
         call = same_call(rollout, identity, self._connections.is_taken)

@@ -33,6 +33,7 @@ from penstock_interception.domain.results import CompletionRefused, PreparedAnsw
 from penstock_interception.domain.state import Call, Rollout
 from penstock_interception.gate.gate import Gate
 from penstock_interception.graph import CallClass, GraphRecord, Plan, Sampled, TokenGraph
+from penstock_interception.graph.inline import TooLongInline
 from penstock_interception.graph.paths import common_prefix
 from penstock_interception.graph.values import IntArray
 from penstock_interception.sources.base import Resolved
@@ -41,6 +42,10 @@ from penstock_interception.store.reading import StoredRollout
 from penstock_interception.store.store import CallStore
 
 _log = structlog.get_logger(__name__)
+
+# Planning passes over the whole body and all of its messages, known or not: some ns a byte, and some us a part.
+INLINE_BODY_BYTES = 512 << 10
+INLINE_PARTS = 1024
 
 _SPELLED = {
     ControlTokens.PLAIN: "Control tokens in texts of the conversation were treated as text.",
@@ -87,24 +92,27 @@ class Conversation:
         self.recording = asyncio.Lock()
         # The tools of all calls, by digest.
         self.tools: dict[bytes, tuple[Tool, ...]] = {}
-        self._longest_body = 0
 
     def add_tools(self, request: ChatRequest) -> None:
         """Stores the tools of a new call: its answer is parsed with them."""
         if request.tools:
             self.tools.setdefault(request.tools_sha256, request.tools)
 
-    def new_bytes(self, request: ChatRequest) -> int:
-        """Estimates how many bytes of a request's body no answered call had, to judge the cost of planning."""
-        length = len(request.body)
-        return length - self._longest_body if length >= self._longest_body else length
-
-    def plan(self, request: ChatRequest, session: Sequence[tuple[str, str]] = ()) -> Plan:
+    def plan(
+        self, request: ChatRequest, session: Sequence[tuple[str, str]] = (), inline_bytes: int | None = None
+    ) -> Plan:
         """Returns the prompt for a request, and notes to record; `session` are the agent's session headers.
 
-        CPU work, in any thread. Raises CodecError if the template cannot render the conversation.
+        `inline_bytes`: the most bytes of new text to work on, for a caller on the event loop; None for one in a thread.
+
+        CPU work, in any thread. Raises CodecError if the template cannot render the conversation, TooLongInline if
+        there is more to do than `inline_bytes` allows.
         """
         messages = request.messages
+        if inline_bytes is not None:
+            parts = len(messages) + sum([len(message.parts) for message in messages])
+            if parts > INLINE_PARTS or len(request.body) > INLINE_BODY_BYTES:
+                raise TooLongInline
         self._check_images(request)
         if self._volatile:
             messages, _ = blank_volatile(messages, self._volatile)
@@ -113,7 +121,9 @@ class Conversation:
             hints = replace(hints, call_class=CallClass.JUDGE)
         elif self._spec.user_of:
             hints = replace(hints, call_class=CallClass.USER)
-        plan = self.graph.plan(messages, request.tools, hints, template_kwargs=request.template_kwargs)
+        plan = self.graph.plan(
+            messages, request.tools, hints, template_kwargs=request.template_kwargs, inline_bytes=inline_bytes
+        )
         codec = self._codec
         if codec is None or not codec.may_spell_control_tokens(request.body):
             return plan
@@ -198,7 +208,6 @@ class Conversation:
             thought, cached = (usage.reasoning_tokens, usage.cached_tokens) if usage is not None else (None, None)
             usage = Usage(count, completion.count, thought, cached)
         taken = completion.taken(tokens, finish, usage)
-        self._longest_body = max(self._longest_body, call.request.body_bytes)
         return PreparedAnswer(
             completion=taken,
             message=message,

@@ -199,6 +199,62 @@ def test_replies_with_equal_text_differ_by_their_reasoning(codec: Codec, sample:
         assert plan.parent_call_id == name
 
 
+@pytest.mark.requirement("R82", "R84")
+def test_equal_continuations_of_different_reasoning_stay_apart(codec: Codec, sample: Sampler) -> None:
+    """An agent continues both attempts alike: each goes on from its own tokens, and all four answers are trained."""
+    graph, records = TokenGraph("r", codec), list[GraphRecord]()
+    for name, thought in (("a", "one"), ("b", "two")):
+        plan = graph.plan(START, [BASH])
+        records.append(graph.commit(name, plan, sample(plan, f"<think>\n{thought}\n</think>\n\n{CALL}")))
+    histories = {name: [*START, graph.calls[name].sampled.message, Message.tool("x", "kiwi")] for name in ("a", "b")}
+    prompts = {}
+    for name, history in histories.items():
+        plan = graph.plan(history, [BASH])
+        prompts[name] = plan.prompt_ids.tobytes()
+        records.append(graph.commit(f"{name}2", plan, sample(plan, ANSWER)))
+    for name, history in histories.items():
+        node = graph.calls[f"{name}2"]
+        assert node.parent is graph.calls[name] and node.continues_parent and node.branch_id == node.parent.branch_id
+        again = graph.plan(history, [BASH])
+        assert (again.call_class, again.parent_call_id) == (CallClass.RETRY, name)
+        assert again.prompt_ids.tobytes() == prompts[name]
+    restored = TokenGraph.restore("r", codec, records)
+    for known in (graph, restored):
+        assert CallClass.RETRY not in known.call_classes().values()
+        assert [turn.untrained for item in known.samples() for turn in item.turns] == [""] * 4
+
+
+@pytest.mark.requirement("R82", "R85")
+@pytest.mark.parametrize("thought", ["", "another"])
+def test_a_continuation_without_known_reasoning_is_a_retry(codec: Codec, sample: Sampler, thought: str) -> None:
+    """Nothing tells the attempts apart: the same prompt again is what it looks like."""
+    graph = TokenGraph("r", codec)
+    for name in ("one", "two"):
+        plan = graph.plan(START)
+        graph.commit(name, plan, sample(plan, f"<think>\n{name}\n</think>\n\n{ANSWER}"))
+    history = [*START, Message.assistant("I will do that.", reasoning=thought), MORE]
+    first = graph.plan(history)
+    graph.commit("first", first, sample(first, ANSWER))
+    again = graph.plan(history)
+    assert (again.call_class, again.parent_call_id) == (CallClass.RETRY, first.parent_call_id)
+
+
+@pytest.mark.requirement("R82", "R84")
+def test_equal_attempts_continued_alike_are_retries(codec: Codec, sample: Sampler) -> None:
+    """Even if the attempt that was repeated last has no continuation yet: its reasoning is the same."""
+    graph = TokenGraph("r", codec)
+    for name, thought in (("a", "one"), ("other", "two")):
+        plan = graph.plan(START)
+        graph.commit(name, plan, sample(plan, f"<think>\n{thought}\n</think>\n\n{ANSWER}"))
+    history = [*START, graph.calls["a"].sampled.message, MORE]
+    plan = graph.plan(history)
+    graph.commit("a2", plan, sample(plan, ANSWER))
+    plan = graph.plan(START)
+    graph.commit("again", plan, sample(plan, f"<think>\none\n</think>\n\n{ANSWER}"))
+    again = graph.plan(history)
+    assert (again.call_class, again.parent_call_id) == (CallClass.RETRY, "a")
+
+
 @pytest.mark.requirement("R82")
 def test_empty_reply_left_out_by_the_client_stays_in_the_line(codec: Codec, sample: Sampler) -> None:
     """A turn cut off inside its reasoning shows nothing, and clients drop it from the history."""

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from penstock_interception.cache import sha256
+from penstock_interception.domain.calls import Dialect
 from penstock_interception.ingress.dialects.base import BadRequest
 from penstock_interception.ingress.dialects.chat.dialect import ChatCompletions
+from penstock_interception.ingress.dialects.generate_content.dialect import GenerateContent
 from penstock_interception.ingress.dialects.responses.dialect import Responses
 from penstock_interception.ingress.retries import identify
 
@@ -32,3 +35,11 @@ def test_rewritten_body_of_the_same_request_is_equal() -> None:
     assert first.retry_key != identify(Responses(), {}, b'{"input": "ho"}').retry_key
     for odd in (b"{", b"[]", b'{"input": ' + b"[" * 1000 + b"]" * 1000 + b"}"):
         assert identify(Responses(), {}, odd).retry_key
+
+
+@pytest.mark.requirement("R34")
+def test_a_body_that_asks_another_model_is_another_request() -> None:
+    """generateContent has the model in its path; a dialect that has it in the body is as it was."""
+    one, other, again = (identify(GenerateContent(), {}, b"{}", model) for model in ("a", "b", "a"))
+    assert one == again and one.retry_key != other.retry_key
+    assert identify(ChatCompletions(), {}, b"{}").retry_key == f"body:{Dialect.CHAT_COMPLETIONS}:{sha256(b'{}').hex()}"

@@ -22,9 +22,11 @@ from penstock_codec.chat import Sampling
 from penstock_interception.domain import recordings
 from penstock_interception.domain.budgets import Budgets, RunBudgets
 from penstock_interception.domain.calls import Answerer, CallState, PolicyBounds
+from penstock_interception.domain.completions import Failure
 from penstock_interception.domain.host_tools import CallKey, HostTool
 from penstock_interception.domain.results import Accepted
 from penstock_interception.domain.state import Call, Rollout
+from penstock_interception.ingress import errors
 from penstock_interception.interceptor import INLINE_BYTES
 from penstock_interception.rollouts.trajectory import capture
 from penstock_interception.rpc import trajectory
@@ -436,7 +438,9 @@ async def test_replays_at_once_do_not_use_up_their_runs_budget(tmp_path: Path) -
             await gate.ask(new, "another")
 
 
+@pytest.mark.requirement("R88")
 async def test_a_call_that_no_recording_answers_needs_a_budget(tmp_path: Path) -> None:
+    """Its agent reads what it reads of any budget that is used up."""
     async with inner_gate(tmp_path) as gate:
         first = await gate.open(run_id="run", run_budgets=RunBudgets(max_calls=1))
         await answered(gate, first, ["task"], "A")
@@ -444,6 +448,25 @@ async def test_a_call_that_no_recording_answers_needs_a_budget(tmp_path: Path) -
         call = await gate.ask(new, "another")
         await call.ended
         assert call.failure is not None and call.failure.reason == "BUDGET_EXHAUSTED"
+        with pytest.raises(ResourceExhausted) as refused:
+            await gate.open(request_id="q3", rollout_id="r3", run_id="run")
+        problem = errors.of_ended(call)
+        assert problem is not None and problem == errors.of_refusal(refused.value)
+        assert (problem.status, problem.code, problem.retry) == (403, "budget_exhausted", False)
+
+
+@pytest.mark.requirement("R8", "R88")
+async def test_a_trainers_reason_is_no_budget_of_the_gate(tmp_path: Path) -> None:
+    """A trainer that fails a call may have a reason of any name."""
+    async with inner_gate(tmp_path) as gate:
+        rollout, session = await gate.open(), gate.join()
+        call = await gate.ask(rollout, "task")
+        failure = Failure("BUDGET_EXHAUSTED", retriable=False)
+        verdict = await gate.interceptor.deliver(call.id, call.lease_id, failure, session=session)
+        assert isinstance(verdict, Accepted), verdict
+        await call.ended
+        problem = errors.of_ended(call)
+        assert problem is not None and problem.code == "model_refused"
 
 
 async def test_a_call_that_ends_before_its_prompt_is_made_costs_its_run_one_call(tmp_path: Path) -> None:
