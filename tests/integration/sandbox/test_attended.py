@@ -23,9 +23,11 @@ from penstock_sandbox.backends.guest_client.sandbox import BackendHooks, GuestSa
 from penstock_sandbox.backends.guest_client.stream import LinkLost
 from penstock_sandbox.backends.local.backend import LocalBackend, LocalOptions
 from penstock_sandbox.backends.local.sandbox import LocalSandbox
-from penstock_sandbox.domain.model import NetworkKind, NetworkPolicy, PtySize, SandboxSpec
+from penstock_sandbox.domain.model import Command, NetworkKind, NetworkPolicy, PtySize, SandboxSpec
 from penstock_sandbox.domain.model import Stream as Output
 from penstock_sandbox.guest import frames
+from penstock_sandbox.processes import manager
+from penstock_sandbox.processes.manager import Processes
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -281,6 +283,66 @@ async def test_unwritable_content_is_refused_whatever_its_size(local: LocalBacke
             archive.flush()
             with pytest.raises(InvalidArgument):
                 await one.sandbox.write_tree("/workspace/tree", archive.fileno())
+
+
+# Kills of everything -------------------------------------------------------------------------------------------------
+
+
+LEAVES = "setsid sleep %d >/dev/null 2>&1 & until grep -qx sleep /proc/$!/comm; do :; done"
+
+
+@pytest.mark.requirement("R40", "R60")
+async def test_kill_of_everything_reaches_what_forgotten_processes_left(
+    local: LocalBackend, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The service keeps the latest processes only; what an older one left running is killed all the same."""
+    monkeypatch.setattr(manager, "_KEPT", 1)
+    monkeypatch.setattr(manager, "_BATCH", 1)
+    async with beside(local, Path(folder)) as one:
+        await one.sandbox.open()
+        processes = Processes(one.sandbox, {}, tmp_path)
+        await processes.run(Command(shell=LEAVES % 4961), b"", 1000, "oldest")
+        for _ in range(4):
+            await processes.run(Command(argv=("/bin/true",)), b"", 1000)
+        assert "oldest" not in [process.spec.id for process in processes.all()]
+        assert await one.out("pgrep -c sleep") == "1"
+        last = await processes.run(Command(argv=("/bin/true",)), b"", 1000, kill_all_after=True)
+        assert last.exit.all_killed
+        assert await one.out("pgrep -c sleep || true") == "0"
+        assert not one.lost
+
+
+@pytest.mark.requirement("R60", "R80")
+@pytest.mark.parametrize("forgotten", ["before", "after"])
+async def test_kill_of_everything_does_not_claim_a_tree_whose_supervisor_was_killed(
+    local: LocalBackend, folder: str, forgotten: str
+) -> None:
+    """Its leftovers are nobody's any more, so the sandbox ends, whether the process was forgotten by then or not."""
+    seconds = 4971 + ["before", "after"].index(forgotten)
+    async with beside(local, Path(folder)) as one:
+        await one.sandbox.open()
+        handle, heard = await one.start("/bin/bash", "-c", LEAVES % seconds)
+        await heard.end()
+        if forgotten == "before":
+            await handle.aclose()
+        os.kill(_parent_of(b"sleep\0%d\0" % seconds), signal.SIGKILL)
+        if forgotten == "after":
+            await handle.aclose()
+        assert await one.sandbox.kill_everything()
+        assert one.lost == ["TREE_SURVIVED"]
+
+
+def _parent_of(command_line: bytes) -> int:
+    """The parent, in this process's namespace, of the only process with a command line."""
+    (found,) = [entry for entry in Path("/proc").iterdir() if _command_line(entry) == command_line]
+    return int((found / "stat").read_bytes().rpartition(b")")[2].split()[1])
+
+
+def _command_line(entry: Path) -> bytes:
+    try:
+        return (entry / "cmdline").read_bytes()
+    except OSError:
+        return b""  # no process, or it ended meanwhile
 
 
 # Ends ----------------------------------------------------------------------------------------------------------------
