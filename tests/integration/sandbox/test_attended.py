@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
+import io
 import os
 import random
 import signal
+import tarfile
 import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -14,9 +17,9 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 from tests.integration.sandbox.attendants import Attended, Cuts, Heard, TwoWays, beside
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, eventually_async
 
-from penstock_chassis.errors import FailedPrecondition, InvalidArgument, PermissionDenied
+from penstock_chassis.errors import FailedPrecondition, InvalidArgument, NotFound, PermissionDenied
 from penstock_sandbox.backends.guest_client import program
 from penstock_sandbox.backends.guest_client.pipe import Armoured, Opener, Pipe, StreamPipe
 from penstock_sandbox.backends.guest_client.sandbox import BackendHooks, GuestSandbox, ProcessDefaults
@@ -283,6 +286,62 @@ async def test_unwritable_content_is_refused_whatever_its_size(local: LocalBacke
             archive.flush()
             with pytest.raises(InvalidArgument):
                 await one.sandbox.write_tree("/workspace/tree", archive.fileno())
+
+
+MANY_ENTRIES = 10_000
+"""Of an archive: unpacking them takes much longer than a cancellation."""
+
+
+@pytest.mark.requirement("R44")
+async def test_a_cancelled_write_of_a_tree_stops_unpacking(
+    local: LocalBackend, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was asked for by nobody any more does not go on beside the next request."""
+    replies: list[asyncio.Future[frames.Message]] = []
+
+    async with beside(local, Path(folder)) as one:
+        await one.sandbox.open()
+        link = one.sandbox._link
+        ask = link.ask
+
+        def overheard(op: str, **fields: object) -> asyncio.Future[frames.Message]:
+            reply = ask(op, **fields)
+            if op != "write_tree":
+                return reply
+            replies.append(reply)
+            # The cancelled caller no longer hears the reply, but this test does.
+            return asyncio.shield(reply)
+
+        monkeypatch.setattr(link, "ask", overheard)
+        with tempfile.TemporaryFile() as archive:
+            _pack(archive.fileno(), MANY_ENTRIES)
+            writing = asyncio.create_task(one.sandbox.write_tree("/workspace/tree", archive.fileno()))
+
+            async def begun() -> bool:
+                try:
+                    await one.sandbox.stat("/workspace/tree/0")
+                except NotFound:
+                    return False
+                return True
+
+            await eventually_async(begun, "the first file is unpacked")
+            writing.cancel()
+            await asyncio.wait([writing])
+        assert writing.cancelled()
+        assert (await replies[0]).get("errno") == errno.EINTR
+        with pytest.raises(NotFound):
+            await one.sandbox.stat(f"/workspace/tree/{MANY_ENTRIES - 1}")
+        with tempfile.TemporaryFile() as archive:
+            _pack(archive.fileno(), 3)
+            assert await one.sandbox.write_tree("/workspace/next", archive.fileno()) == (3, 0)
+        assert await one.out("ls next") == "0\n1\n2"
+
+
+def _pack(archive: int, entries: int) -> None:
+    """Writes a tar of empty files, named by number."""
+    with os.fdopen(os.dup(archive), "wb") as file, tarfile.open(fileobj=file, mode="w") as tar:
+        for number in range(entries):
+            tar.addfile(tarfile.TarInfo(str(number)), io.BytesIO())
 
 
 # Kills of everything -------------------------------------------------------------------------------------------------
