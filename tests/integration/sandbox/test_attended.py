@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
+import io
 import os
 import random
 import signal
+import tarfile
 import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -14,18 +17,20 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 from tests.integration.sandbox.attendants import Attended, Cuts, Heard, TwoWays, beside
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, eventually_async
 
-from penstock_chassis.errors import FailedPrecondition, InvalidArgument, PermissionDenied
+from penstock_chassis.errors import FailedPrecondition, InvalidArgument, NotFound, PermissionDenied
 from penstock_sandbox.backends.guest_client import program
 from penstock_sandbox.backends.guest_client.pipe import Armoured, Opener, Pipe, StreamPipe
 from penstock_sandbox.backends.guest_client.sandbox import BackendHooks, GuestSandbox, ProcessDefaults
 from penstock_sandbox.backends.guest_client.stream import LinkLost
 from penstock_sandbox.backends.local.backend import LocalBackend, LocalOptions
 from penstock_sandbox.backends.local.sandbox import LocalSandbox
-from penstock_sandbox.domain.model import NetworkKind, NetworkPolicy, PtySize, SandboxSpec
+from penstock_sandbox.domain.model import Command, NetworkKind, NetworkPolicy, PtySize, SandboxSpec
 from penstock_sandbox.domain.model import Stream as Output
 from penstock_sandbox.guest import frames
+from penstock_sandbox.processes import manager
+from penstock_sandbox.processes.manager import Processes
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -281,6 +286,122 @@ async def test_unwritable_content_is_refused_whatever_its_size(local: LocalBacke
             archive.flush()
             with pytest.raises(InvalidArgument):
                 await one.sandbox.write_tree("/workspace/tree", archive.fileno())
+
+
+MANY_ENTRIES = 10_000
+"""Of an archive: unpacking them takes much longer than a cancellation."""
+
+
+@pytest.mark.requirement("R44")
+async def test_a_cancelled_write_of_a_tree_stops_unpacking(
+    local: LocalBackend, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was asked for by nobody any more does not go on beside the next request."""
+    replies: list[asyncio.Future[frames.Message]] = []
+
+    async with beside(local, Path(folder)) as one:
+        await one.sandbox.open()
+        link = one.sandbox._link
+        ask = link.ask
+
+        def overheard(op: str, **fields: object) -> asyncio.Future[frames.Message]:
+            reply = ask(op, **fields)
+            if op != "write_tree":
+                return reply
+            replies.append(reply)
+            # The cancelled caller no longer hears the reply, but this test does.
+            return asyncio.shield(reply)
+
+        monkeypatch.setattr(link, "ask", overheard)
+        with tempfile.TemporaryFile() as archive:
+            _pack(archive.fileno(), MANY_ENTRIES)
+            writing = asyncio.create_task(one.sandbox.write_tree("/workspace/tree", archive.fileno()))
+
+            async def begun() -> bool:
+                try:
+                    await one.sandbox.stat("/workspace/tree/0")
+                except NotFound:
+                    return False
+                return True
+
+            await eventually_async(begun, "the first file is unpacked")
+            writing.cancel()
+            await asyncio.wait([writing])
+        assert writing.cancelled()
+        assert (await replies[0]).get("errno") == errno.EINTR
+        with pytest.raises(NotFound):
+            await one.sandbox.stat(f"/workspace/tree/{MANY_ENTRIES - 1}")
+        with tempfile.TemporaryFile() as archive:
+            _pack(archive.fileno(), 3)
+            assert await one.sandbox.write_tree("/workspace/next", archive.fileno()) == (3, 0)
+        assert await one.out("ls next") == "0\n1\n2"
+
+
+def _pack(archive: int, entries: int) -> None:
+    """Writes a tar of empty files, named by number."""
+    with os.fdopen(os.dup(archive), "wb") as file, tarfile.open(fileobj=file, mode="w") as tar:
+        for number in range(entries):
+            tar.addfile(tarfile.TarInfo(str(number)), io.BytesIO())
+
+
+# Kills of everything -------------------------------------------------------------------------------------------------
+
+
+LEAVES = "setsid sleep %d >/dev/null 2>&1 & until grep -qx sleep /proc/$!/comm; do :; done"
+
+
+@pytest.mark.requirement("R40", "R60")
+async def test_kill_of_everything_reaches_what_forgotten_processes_left(
+    local: LocalBackend, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The service keeps the latest processes only; what an older one left running is killed all the same."""
+    monkeypatch.setattr(manager, "_KEPT", 1)
+    monkeypatch.setattr(manager, "_BATCH", 1)
+    async with beside(local, Path(folder)) as one:
+        await one.sandbox.open()
+        processes = Processes(one.sandbox, {}, tmp_path)
+        await processes.run(Command(shell=LEAVES % 4961), b"", 1000, "oldest")
+        for _ in range(4):
+            await processes.run(Command(argv=("/bin/true",)), b"", 1000)
+        assert "oldest" not in [process.spec.id for process in processes.all()]
+        assert await one.out("pgrep -c sleep") == "1"
+        last = await processes.run(Command(argv=("/bin/true",)), b"", 1000, kill_all_after=True)
+        assert last.exit.all_killed
+        assert await one.out("pgrep -c sleep || true") == "0"
+        assert not one.lost
+
+
+@pytest.mark.requirement("R60", "R80")
+@pytest.mark.parametrize("forgotten", ["before", "after"])
+async def test_kill_of_everything_does_not_claim_a_tree_whose_supervisor_was_killed(
+    local: LocalBackend, folder: str, forgotten: str
+) -> None:
+    """Its leftovers are nobody's any more, so the sandbox ends, whether the process was forgotten by then or not."""
+    seconds = 4971 + ["before", "after"].index(forgotten)
+    async with beside(local, Path(folder)) as one:
+        await one.sandbox.open()
+        handle, heard = await one.start("/bin/bash", "-c", LEAVES % seconds)
+        await heard.end()
+        if forgotten == "before":
+            await handle.aclose()
+        os.kill(_parent_of(b"sleep\0%d\0" % seconds), signal.SIGKILL)
+        if forgotten == "after":
+            await handle.aclose()
+        assert await one.sandbox.kill_everything()
+        assert one.lost == ["TREE_SURVIVED"]
+
+
+def _parent_of(command_line: bytes) -> int:
+    """The parent, in this process's namespace, of the only process with a command line."""
+    (found,) = [entry for entry in Path("/proc").iterdir() if _command_line(entry) == command_line]
+    return int((found / "stat").read_bytes().rpartition(b")")[2].split()[1])
+
+
+def _command_line(entry: Path) -> bytes:
+    try:
+        return (entry / "cmdline").read_bytes()
+    except OSError:
+        return b""  # no process, or it ended meanwhile
 
 
 # Ends ----------------------------------------------------------------------------------------------------------------

@@ -181,8 +181,8 @@ class SandboxHandle(abc.ABC):
     async def kill_everything(self) -> bool:
         """Kills every process in the sandbox, whoever started it; returns True once none is left but its first one.
 
-        Default: returns False and does nothing; the caller then kills the tree of each started process. Raises
-        Internal (KILL_FAILED).
+        Default: returns False and does nothing; the caller then kills the tree of each process that it still knows, so
+        what an older one left running may survive. Raises Internal (KILL_FAILED).
         """
         return False
 

@@ -340,10 +340,15 @@ class Process:
 
     # Orders from the service --------------------------------------------------------------------------------------
 
+    @property
+    def escaped(self) -> bool:
+        """Whether its supervisor was killed while some of its tree may have been left, which nothing kills now."""
+        return self._control is None and self._running and not self._empty
+
     def order(self, order: frames.Message, reply: Reply) -> None:
         """Makes the supervisor signal the group, or kill the tree."""
         if self._control is None:
-            if self._empty or "signal" in order or not self._running:
+            if "signal" in order or not self.escaped:
                 reply.answer({})
             else:
                 reply.refuse(errno.ECHILD, "the supervisor of the process's tree was killed")
@@ -369,7 +374,7 @@ class Process:
             self._sink.stop()
 
     def forget(self, on_over: Callable[[], None]) -> None:
-        """Drops the process; ``on_over`` is called when nothing of its tree is left."""
+        """Drops the process; ``on_over`` is called when nothing of its tree is left, or once it has ``escaped``."""
         self.stop()
         self._on_over = on_over
         if self._control is None:

@@ -1,9 +1,9 @@
-"""The reply to one request: sent exactly once, when its result is known."""
+"""The reply to one request: sent exactly once, when its result, or that of all its parts, is known."""
 
 from __future__ import annotations
 
 import errno
-from typing import Callable
+from typing import Callable, Optional
 
 from penstock_sandbox.guest import frames
 
@@ -28,3 +28,20 @@ class Reply:
         if failed:
             refusal["failed"] = True
         self.answer(refusal)
+
+
+class SharedReply(Reply):
+    """The reply to a request of at least one part: sent when each part has replied; the first refusal prevails."""
+
+    def __init__(self, whole: Reply, parts: int) -> None:
+        self._whole = whole
+        self._missing = parts
+        self._refusal: Optional[frames.Message] = None
+
+    def answer(self, message: frames.Message) -> None:
+        """Reports one part's result; called once for each."""
+        if "errno" in message and self._refusal is None:
+            self._refusal = message
+        self._missing -= 1
+        if self._missing == 0:
+            self._whole.answer(self._refusal or {})

@@ -23,7 +23,7 @@ from penstock_sandbox.guest.connections import Link
 from penstock_sandbox.guest.endpoint import Endpoints
 from penstock_sandbox.guest.loop import Loop
 from penstock_sandbox.guest.processes import Process, Streams, Supervisors
-from penstock_sandbox.guest.replies import Reply
+from penstock_sandbox.guest.replies import Reply, SharedReply
 from penstock_sandbox.guest.transfers import Transfers
 
 
@@ -47,11 +47,13 @@ class GuestAgent:
         self._transfers = Transfers(self._loop, send_frame, room, self._streams, workload, spool)
         self._endpoints = Endpoints(self._loop, send_frame, room, self._streams)
         self._processes: Dict[int, Process] = {}
+        self._has_escaped = False
         self._operations: Dict[str, Callable[[frames.Message, Reply], None]] = {
             "ping": lambda _, reply: reply.answer({}),
             "start": self._start,
             "signal": self._signal,
             "kill": self._kill,
+            "kill_all": self._kill_all,
             "resize": self._resize,
             "forget": self._forget,
             "listen": self._listen,
@@ -169,6 +171,18 @@ class GuestAgent:
     def _kill(self, request: frames.Message, reply: Reply) -> None:
         self._process(request).order({"kill": True}, reply)
 
+    def _kill_all(self, _: frames.Message, reply: Reply) -> None:
+        """Kills every tree, those of forgotten processes too."""
+        if self._has_escaped:
+            raise files.Refused(errno.ECHILD, "the supervisor of a forgotten process's tree was killed")
+        processes = list(self._processes.values())
+        if not processes:
+            reply.answer({})
+            return
+        shared = SharedReply(reply, len(processes))
+        for process in processes:
+            process.order({"kill": True}, shared)
+
     def _resize(self, request: frames.Message, reply: Reply) -> None:
         self._process(request).resize(request["size"])
         reply.answer({})
@@ -181,7 +195,10 @@ class GuestAgent:
         reply.answer({})
 
     def _forgotten(self, number: int) -> None:
-        self._processes.pop(number, None)
+        process = self._processes.pop(number, None)
+        if process is not None and process.escaped:
+            # One flag, not the process: a workload could kill any number of supervisors.
+            self._has_escaped = True
 
     def _process(self, request: frames.Message) -> Process:
         process = self._processes.get(request["process"])

@@ -163,9 +163,11 @@ class Transfers:
     def _write_tree(self, request: frames.Message, reply: Reply) -> None:
         write = self._take_write(request["stream"])
         try:
-            self._start({**request, "job": "write_tree"}, write.given[0], reply)
+            job = self._start({**request, "job": "write_tree"}, write.given[0], reply)
         finally:
             write.close()
+        # All has arrived, but its reset still cancels; one after the reply finds the job at its end.
+        job.stream = request["stream"]
 
     def _read_tree(self, request: frames.Message, reply: Reply) -> None:
         kept, given = os.pipe()

@@ -227,7 +227,7 @@ class Processes:
         if not await self._handle.kill_everything():
             await process.kill_leftovers()
             for other in others:
-                # Hundreds of ended processes are kept, and a guest is asked about each.
+                # Hundreds of ended processes are kept, and the backend is asked about each.
                 if not other.is_tree_dead:
                     await other.kill()
 

@@ -14,6 +14,8 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequen
 from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
 from dataclasses import dataclass
 
+import structlog
+
 from penstock_chassis.aio.tasks import TaskOwner
 from penstock_chassis.errors import FailedPrecondition
 from penstock_sandbox.backends.guest_client.endpoint import Endpoint
@@ -35,6 +37,8 @@ from penstock_sandbox.domain.diffs import DEFAULT_BYTES
 from penstock_sandbox.domain.errno import Refused, file_error
 from penstock_sandbox.domain.model import FileInfo, NetworkPolicy, PtySize, Stats
 from penstock_sandbox.guest import frames
+
+_log = structlog.get_logger(__name__)
 
 _BY_A_GUEST = frozenset({"ATTENDANT_ENDED", "ATTENDANT_RESTARTED"})
 
@@ -199,6 +203,21 @@ class GuestSandbox(SandboxHandle):
     def woken(self) -> AbstractAsyncContextManager[bool]:
         """Keeps the guest agent awake where a pause freezes it; yields whether it was and will be again afterwards."""
         return nullcontext(False)
+
+    async def kill_everything(self) -> bool:
+        """Kills the trees of all processes that were started, also of those that the service has forgotten.
+
+        As with one process's kill, what cannot be killed ends the sandbox: its processes are then reported as lost.
+        """
+        try:
+            async with self.woken():
+                await self._link.request("kill_all")
+        except LinkLost:
+            pass  # everything ended with the sandbox
+        except Refused as refusal:
+            _log.warning("not every process tree was killed, so the sandbox ends", reason=refusal.what)
+            self._link.lose("TREE_SURVIVED")
+        return True
 
     def _forget(self, number: int) -> None:
         self._processes.pop(number, None)
