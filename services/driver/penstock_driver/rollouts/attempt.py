@@ -192,7 +192,8 @@ class Attempt:
     async def _start_agent(self, sandbox: SandboxFacts, prepared: PreparedEnvironment, launch: Launch) -> None:
         deadline = time.time() + self._spec.limits.agent_s
         names = (self._attempt.node, self._attempt.gate)
-        place = AttemptPlace(*names, sandbox, prepared.snapshot, prepared.toolbox, deadline, self._gate_request)
+        state, paused_s = (prepared.snapshot, prepared.toolbox), self._recorder.paused_s
+        place = AttemptPlace(*names, sandbox, *state, deadline, self._gate_request, paused_s)
         self._recorder.enter(Phase.RUNNING, place=place)
         await self._recorder.secure()  # what an agent samples is not sampled again by the next process
         self._conversation.begin()

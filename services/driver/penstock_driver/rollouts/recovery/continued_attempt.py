@@ -66,7 +66,7 @@ class ContinuedAttempt(Attempt):
             )
         try:
             async with self._attempt.pausing.holding(self._held(sandbox)):
-                self._conversation.begin(place.deadline)
+                self._conversation.begin(place)
                 refused: AgentRun | None = None
                 if self._conversation.is_further and not self._conversation.is_over:
                     with suppress(AlreadyExists):  # it was started before the driver died
