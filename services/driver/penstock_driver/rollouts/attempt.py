@@ -527,7 +527,7 @@ class Attempt:
             await self._release()
 
     async def _release(self) -> None:
-        is_closed = self._gate_closing is not None and not (self._asked and self._asked.is_open)
+        is_closed = self._gate_closing is not None and not (self._asked and self._asked.may_be_open)
         await self._resources.release(gate_is_closed=is_closed)
         self._close_files()
         if self._carried:
