@@ -1,10 +1,11 @@
-"""Attempts whose agent ran when their driver was killed: the agent's time."""
+"""Attempts whose agent ran when their driver was killed: the agent's time, and a sandbox service that is full."""
 
 from __future__ import annotations
 
 import json
 from asyncio import Event
 from collections.abc import Callable
+from pathlib import Path
 from time import time
 from typing import Any
 
@@ -13,11 +14,14 @@ from tests.unit.driver.conftest import Driver, accepted, wire_spec
 from tests.unit.driver.rollouts.test_users import obeys
 
 from penstock.driver.v1 import rollout_pb2
+from penstock_chassis.errors import ResourceExhausted
 from penstock_driver.domain.pauses import Pause
 from penstock_driver.domain.records import Record, RequestKey, new_id
 
 LIMIT_S, RAN_S = 600_000.0, 100_000.0
 """Days, so that what a test takes does not count."""
+FULL = ResourceExhausted("full", reason="SANDBOX_LIMIT", metadata={"permanent": "true"})
+"""For longer than anyone waits."""
 
 
 async def started(driver: Driver, wire: rollout_pb2.RolloutSpec) -> Record:
@@ -110,3 +114,77 @@ async def test_a_place_of_an_earlier_version_is_taken_up(driver: Driver) -> None
     record = await left_before_its_second_instruction(driver)
     seconds = await goes_on(driver, record, lambda place: place.pop("paused_s"))
     assert seconds == pytest.approx(LIMIT_S, rel=0.01)
+
+
+async def left_at_work(driver: Driver, wire: rollout_pb2.RolloutSpec) -> tuple[Record, Event]:
+    """A rollout whose driver is gone while its agent waits for an answer, until the event is set."""
+    driver.gate.hold = Event()
+    record = await started(driver, wire)
+    await driver.gate.called.wait()
+    await driver.manager.leave(60)
+    driver.sandboxes.calls.clear()
+    driver.manager = driver.make()
+    return record, driver.gate.hold
+
+
+@pytest.mark.requirement("R127", "R26", "R51")
+async def test_a_full_sandbox_service_costs_a_taken_up_attempt_its_diff_alone(driver: Driver) -> None:
+    """Its own sandbox may hold the slot for which it would wait."""
+    wire = wire_spec()
+    wire.task.keep_diff = True
+    record, answer = await left_at_work(driver, wire)
+    driver.sandboxes.fail["fork"] = [FULL]
+    answer.set()
+    assert await driver.manager.recover() == 1
+    outcome = await driver.outcome(record)
+    assert not outcome.HasField("failure") and outcome.reward.value == 1.0, outcome
+    assert (await driver.manager.get(record.rollout_id)).attempts == 1
+    events = await driver.events(record.rollout_id)
+    told = [event.progress.message for event in events]
+    assert any("is not kept, though the task asks for it" in line and "full" in line for line in told), told
+    assert not any(event.HasField("artifact") for event in events)
+
+
+@pytest.mark.requirement("R127", "R76")
+@pytest.mark.parametrize("restores", [False, True], ids=["diff", "restore"])
+async def test_a_taken_up_agent_is_watched_before_another_sandbox_is_asked_for(
+    driver: Driver, tmp_path: Path, *, restores: bool
+) -> None:
+    """What was saved before the agent's start is saved again, once the agent has ended."""
+    (tmp_path / "tests").write_text("kept")
+    wire = wire_spec()
+    wire.task.keep_diff = True
+    if restores:
+        wire.task.verifier.restore.append(str(tmp_path / "tests"))
+    record, answer = await left_at_work(driver, wire)
+    fork, exits = driver.sandboxes.fork, list[bool]()
+
+    async def forked(snapshot_id: str, **how: Any) -> Any:
+        await driver.history.flush()
+        exits.append(any(event.HasField("agent_exited") for event in await driver.events(record.rollout_id)))
+        return await fork(snapshot_id, **how)
+
+    driver.sandboxes.fork = forked  # type: ignore[method-assign]
+    answer.set()
+    assert await driver.manager.recover() == 1
+    outcome = await driver.outcome(record)
+    assert not outcome.HasField("failure") and outcome.reward.value == 1.0, outcome
+    assert exits == [True]
+    assert outcome.grading.restored == restores
+    artifacts = [event.artifact for event in await driver.events(record.rollout_id) if event.HasField("artifact")]
+    assert [artifact.name for artifact in artifacts] == ["changes.diff"]
+    assert b"+++ b/out.txt" in artifacts[0].content
+
+
+@pytest.mark.requirement("R127", "R49")
+async def test_an_agent_that_failed_before_its_baseline_was_refused_has_failed(driver: Driver, tmp_path: Path) -> None:
+    """The first cause stays."""
+    wire = wire_spec()
+    wire.task.verifier.restore.append(str(tmp_path))
+    driver.gate.script = lambda messages: 400
+    record, answer = await left_at_work(driver, wire)
+    driver.sandboxes.fail["fork"] = [FULL]
+    answer.set()
+    assert await driver.manager.recover() == 1
+    outcome = await driver.outcome(record)
+    assert outcome.failure.reason == "AGENT_CRASHED", outcome
