@@ -6,7 +6,7 @@ another result is not done again: the attempt is lost instead, and says so.
 
 from __future__ import annotations
 
-import math
+import random
 from contextlib import suppress
 from dataclasses import replace
 
@@ -152,7 +152,9 @@ class ContinuedAttempt(Attempt):
         needs_before = before and self._work.needs_before
         if grader is None and not needs_before:
             return
-        patience_s = DIFF_S if grader is None else math.inf
+        # Attempts that hold all slots wait for each other: the first to give up makes room for those that still wait.
+        share = random.uniform(0.5, 1.0)  # noqa: S311 - jitter
+        patience_s = DIFF_S if grader is None else share * self._spec.limits.prepare_s
         try:
             fork = await self._resources.fork(prepared, purpose="/baseline", patience_s=patience_s)
             try:

@@ -10,13 +10,16 @@ from time import time
 from typing import Any
 
 import pytest
+from tests.support.waiting import eventually
 from tests.unit.driver.conftest import Driver, accepted, wire_spec
 from tests.unit.driver.rollouts.test_users import obeys
 
 from penstock.driver.v1 import rollout_pb2
 from penstock_chassis.errors import ResourceExhausted
 from penstock_driver.domain.pauses import Pause
+from penstock_driver.domain.ports import SandboxFacts
 from penstock_driver.domain.records import Record, RequestKey, new_id
+from penstock_driver.environments.forks import ThrottledForks
 
 LIMIT_S, RAN_S = 600_000.0, 100_000.0
 """Days, so that what a test takes does not count."""
@@ -174,6 +177,32 @@ async def test_a_taken_up_agent_is_watched_before_another_sandbox_is_asked_for(
     artifacts = [event.artifact for event in await driver.events(record.rollout_id) if event.HasField("artifact")]
     assert [artifact.name for artifact in artifacts] == ["changes.diff"]
     assert b"+++ b/out.txt" in artifacts[0].content
+
+
+@pytest.mark.requirement("R127", "R51")
+async def test_attempts_that_wait_for_each_others_slots_do_not_all_give_up_at_once(
+    driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one makes room for the others, whose agents may all have ended while no driver ran."""
+    wire = wire_spec()
+    wire.task.verifier.restore.append(str(tmp_path / "none"))
+    driver.gate.hold = Event()
+    records = [await started(driver, wire) for _ in range(3)]
+    await eventually(lambda: len(driver.gate.requests) == len(records), "the agents' calls")
+    await driver.manager.leave(60)
+    driver.manager, patience, fork = driver.make(), list[float](), ThrottledForks.fork
+
+    async def forked(forks: ThrottledForks, snapshot_id: str, **how: Any) -> SandboxFacts:
+        patience.append(how["patience_s"])
+        return await fork(forks, snapshot_id, **how)
+
+    monkeypatch.setattr(ThrottledForks, "fork", forked)
+    driver.gate.hold.set()
+    assert await driver.manager.recover() == len(records)
+    for record in records:
+        assert not (await driver.outcome(record)).HasField("failure")
+    assert len(set(patience)) == len(records)
+    assert all(450.0 <= seconds <= 900.0 for seconds in patience)
 
 
 @pytest.mark.requirement("R127", "R49")
