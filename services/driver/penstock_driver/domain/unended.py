@@ -31,7 +31,8 @@ class AttemptPlace:
     """Where an agent runs: names of the members, its sandbox, and the state that this is a fork of.
 
     `deadline` is when the sandbox service ends the agent, in seconds since the epoch. `gate_request` is the id of the
-    request that opened the rollout at the gate: a repeat returns the same agent key.
+    request that opened the rollout at the gate: a repeat returns the same agent key. `paused_s` is for how many seconds
+    the rollout had been paused before its agent's start; 0 in places of earlier versions, which did not record it.
     """
 
     node: str
@@ -41,6 +42,7 @@ class AttemptPlace:
     toolbox: PreparedToolbox
     deadline: float
     gate_request: str = ""
+    paused_s: float = 0.0
 
     def to_json(self) -> str:
         """As it is stored."""
@@ -61,6 +63,7 @@ class AttemptPlace:
                 PreparedToolbox(**data["toolbox"]),
                 data["deadline"],
                 data.get("gate_request", ""),
+                data.get("paused_s", 0.0),
             )
         except (KeyError, TypeError) as error:
             raise ValueError(f"not a place of an attempt: {error}") from error

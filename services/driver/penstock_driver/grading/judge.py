@@ -57,10 +57,12 @@ class Judge:
         self._request = request
         self._port = port
         self._opening: GateOpening | None = None
+        self.may_be_open = False
+        """Whether the gate may have it, so that it is to be closed: also if the request to open it was interrupted."""
 
     @property
     def is_open(self) -> bool:
-        """Whether the gate has it, so that it is to be closed."""
+        """Whether the gate is known to have it."""
         return self._opening is not None
 
     async def open(self, insisting: Insisting) -> str:
@@ -69,6 +71,7 @@ class Judge:
         RolloutFailed (GATE_LOST: the gate closed it meanwhile, or does not know the rollout any more; others of the
         gate).
         """
+        self.may_be_open = True
         try:
             self._opening = await insisting(lambda: self._gate.open_judge(self._request))
         except NotFound as error:

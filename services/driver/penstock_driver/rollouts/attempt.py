@@ -176,7 +176,8 @@ class Attempt:
         async with self._attempt.pausing.holding(self._held(sandbox)):
             await self._attempt.pausing.start(partial(self._start_agent, sandbox, prepared, launch))
             failure = await self._run_agent(sandbox, prepared, self._spec.limits.agent_s)
-        await self._judge(failure, sandbox, prepared)
+        if await self._is_judged(failure):
+            await self._judge(sandbox, prepared)
 
     def _held(self, sandbox: SandboxFacts) -> HeldAgent:
         return HeldAgent(self._sandboxes, self._gate, sandbox.sandbox_id, self._id, self._spec.limits.sandbox_s)
@@ -192,7 +193,8 @@ class Attempt:
     async def _start_agent(self, sandbox: SandboxFacts, prepared: PreparedEnvironment, launch: Launch) -> None:
         deadline = time.time() + self._spec.limits.agent_s
         names = (self._attempt.node, self._attempt.gate)
-        place = AttemptPlace(*names, sandbox, prepared.snapshot, prepared.toolbox, deadline, self._gate_request)
+        state, paused_s = (prepared.snapshot, prepared.toolbox), self._recorder.paused_s
+        place = AttemptPlace(*names, sandbox, *state, deadline, self._gate_request, paused_s)
         self._recorder.enter(Phase.RUNNING, place=place)
         await self._recorder.secure()  # what an agent samples is not sampled again by the next process
         self._conversation.begin()
@@ -221,12 +223,14 @@ class Attempt:
         self._recorder.append(run.exit)
         return run
 
-    async def _judge(self, failure: Failure | None, sandbox: SandboxFacts, prepared: PreparedEnvironment) -> None:
-        """Grade and collect after the agent's end, unless its failure says nothing of the policy."""
+    async def _is_judged(self, failure: Failure | None) -> bool:
+        """Record the agent's failure, and return whether its work is judged: unless that says nothing of the policy."""
         if failure:
             await self._fail_classified(failure)
-        if failure is not None and not failure.is_gradable:
-            return
+        return failure is None or failure.is_gradable
+
+    async def _judge(self, sandbox: SandboxFacts, prepared: PreparedEnvironment) -> None:
+        """Grade and collect after the agent's end."""
         await self._work.collect(sandbox)
         if self._end_state_grader:
             await self._end_states.take(self._end_state_grader, sandbox)
@@ -526,7 +530,7 @@ class Attempt:
             await self._release()
 
     async def _release(self) -> None:
-        is_closed = self._gate_closing is not None and not (self._asked and self._asked.is_open)
+        is_closed = self._gate_closing is not None and not (self._asked and self._asked.may_be_open)
         await self._resources.release(gate_is_closed=is_closed)
         self._close_files()
         if self._carried:

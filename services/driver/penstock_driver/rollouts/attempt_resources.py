@@ -7,6 +7,7 @@ ended (R49). What a lost service has is not waited for: it is released when that
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 from collections.abc import Awaitable
 from typing import Final
@@ -71,9 +72,18 @@ class AttemptResources:
         """Keeps this process's requests for forks apart from those of an attempt that began before."""
 
     async def fork(
-        self, prepared: PreparedEnvironment, *, upstream: str = "", purpose: str = "", joins: str = ""
+        self,
+        prepared: PreparedEnvironment,
+        *,
+        upstream: str = "",
+        purpose: str = "",
+        joins: str = "",
+        patience_s: float = math.inf,
     ) -> SandboxFacts:
-        """Fork the prepared state; `purpose` distinguishes the attempt's forks, so that each request is idempotent."""
+        """Fork the prepared state; `purpose` distinguishes the attempt's forks, so that each request is idempotent.
+
+        Waits `patience_s` for a full service, at most the rollout's `prepare_s`.
+        """
         snapshot_id = prepared.snapshot.snapshot_id
         return await self._services.forks.fork(
             snapshot_id,
@@ -81,7 +91,7 @@ class AttemptResources:
             backend=self._spec.sandbox.backend,
             lease_s=self._spec.limits.sandbox_s,
             labels=self._attempt.labels,
-            patience_s=self._spec.limits.prepare_s,
+            patience_s=min(patience_s, self._spec.limits.prepare_s),
             port=self._services.agent_port if upstream else 0,
             upstream=upstream,
             repeatable=self._spec.repeatable and not purpose,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tarfile
+from asyncio import Event
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -13,8 +14,8 @@ from tests.unit.driver.conftest import Driver
 
 from penstock.driver.v1 import rollout_pb2
 from penstock.interception.v1 import interception_pb2
-from penstock_chassis.errors import FailedPrecondition, InvalidArgument, NotFound
-from penstock_driver.domain.ports import BackendFacts, Command, GateClosing
+from penstock_chassis.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
+from penstock_driver.domain.ports import BackendFacts, Command, GateClosing, ModelRequest
 from penstock_driver.domain.rollout import RolloutSpec, Verifier
 from penstock_driver.grading import grader
 from penstock_driver.rollouts.preflight import Preflight, check_backend
@@ -116,6 +117,39 @@ async def test_a_judge_that_the_gate_has_lost_is_the_gates_failure(
         driver.gate.fail["open_judge"] = [NotFound("No such rollout.", reason="ROLLOUT_UNKNOWN")]
     failure = (await driver.run(judged("true"))).failure
     assert (failure.reason, failure.retriable) == ("GATE_LOST", True)
+
+
+@pytest.mark.requirement("R134", "R49")
+@pytest.mark.parametrize("reason", ["CHANGES_TOO_LARGE", "CANCELLED"])
+async def test_a_judge_is_closed_whose_opening_was_interrupted(
+    driver: Driver, judged: Callable[..., RolloutSpec], monkeypatch: pytest.MonkeyPatch, reason: str
+) -> None:
+    """The gate may open it all the same, and would count it among its rollouts for good."""
+    asked, closings, close = Event(), list[str](), driver.gate.close
+
+    async def open_judge(opening: ModelRequest) -> None:
+        asked.set()
+        await Event().wait()
+
+    async def noted(rollout_id: str, reason: str) -> GateClosing:
+        closings.append(reason)
+        return await close(rollout_id, reason)
+
+    async def large(sandbox_id: str, below: Any, sink: Any, max_bytes: int) -> list[str]:
+        await asked.wait()
+        raise ResourceExhausted("large", reason="DIFF_TOO_LARGE")
+
+    spec = judged("true")
+    monkeypatch.setattr(driver.gate, "open_judge", open_judge)
+    monkeypatch.setattr(driver.gate, "close", noted)
+    if reason == "CHANGES_TOO_LARGE":
+        monkeypatch.setattr(driver.sandboxes, "diff", large)
+    record = await driver.start(spec)
+    await asked.wait()
+    if reason == "CANCELLED":
+        await driver.manager.cancel(record.rollout_id, "")
+    assert (await driver.outcome(record)).failure.reason == reason
+    assert closings == ["AGENT_EXITED", "ROLLOUT_ENDED"]
 
 
 @pytest.mark.requirement("R134", "R46")

@@ -14,6 +14,7 @@ from typing import Final
 from penstock_driver.agents.launch import Start
 from penstock_driver.domain.ports import Gate, ModelRequest
 from penstock_driver.domain.rollout import Cause, Failure, Phase
+from penstock_driver.domain.unended import AttemptPlace
 from penstock_driver.domain.users import EndReason, UserTurn
 from penstock_driver.environments.cleanup import DRIVER_LABEL
 from penstock_driver.rollouts.context import AttemptSpec
@@ -80,11 +81,18 @@ class Conversation:
         """The id of the process that has it."""
         return f"{AGENT_PROCESS}-{len(self._instructions) + 1}" if self.is_further else AGENT_PROCESS
 
-    def begin(self, deadline: float | None = None) -> None:
-        """Count the agent's time from now on. `deadline`, in seconds since the epoch, is of one that runs already."""
+    def begin(self, place: AttemptPlace | None = None) -> None:
+        """Count the agent's time from now on. `place` is of one that runs already; pauses since its start cost no time.
+
+        Called before this process holds that agent: `held_s` then has what is still to come of a pause in force.
+        """
         left_s = self._limit_s
-        if deadline is not None:
-            left_s = min(left_s, deadline - time.time() + self._recorder.paused_s)
+        if place is not None:
+            now, pause = time.time(), self._recorder.pause
+            paused_s = self._recorder.paused_s - place.paused_s
+            if pause is not None:
+                paused_s += max(0.0, now - pause.start_time)
+            left_s = min(left_s, place.deadline - now + paused_s)
         self._until = asyncio.get_running_loop().time() + left_s - self._held_s()
 
     @property

@@ -6,6 +6,7 @@ another result is not done again: the attempt is lost instead, and says so.
 
 from __future__ import annotations
 
+import random
 from contextlib import suppress
 from dataclasses import replace
 
@@ -14,6 +15,7 @@ from penstock_chassis.telemetry.tracing import working_for
 from penstock_driver.domain.failures import OF_THE_SANDBOX
 from penstock_driver.domain.ports import SandboxFacts
 from penstock_driver.domain.rollout import (
+    DIFF_S,
     CallFinished,
     Cause,
     Component,
@@ -66,7 +68,7 @@ class ContinuedAttempt(Attempt):
             )
         try:
             async with self._attempt.pausing.holding(self._held(sandbox)):
-                self._conversation.begin(place.deadline)
+                self._conversation.begin(place)
                 refused: AgentRun | None = None
                 if self._conversation.is_further and not self._conversation.is_over:
                     with suppress(AlreadyExists):  # it was started before the driver died
@@ -74,7 +76,6 @@ class ContinuedAttempt(Attempt):
                 if refused is None:
                     async with self._attempt.pausing.undisturbed():
                         await rejoin_agent(self._sandboxes, sandbox.sandbox_id, self._spec, self._conversation)
-                await self._restore_baselines(prepared, before=True)
                 await self._record_missed_calls()
                 if refused is None:
                     # The sandbox service ends the agent in time, by a clock that does not jump.
@@ -88,7 +89,9 @@ class ContinuedAttempt(Attempt):
                 raise
             await self._begin_again()
         else:
-            await self._judge(failure, sandbox, prepared)
+            if await self._is_judged(failure):
+                await self._restore_baselines(prepared, before=True)
+                await self._judge(sandbox, prepared)
 
     async def _begin_again(self) -> None:
         """Begin the attempt again, whose agent was never started."""
@@ -142,20 +145,29 @@ class ContinuedAttempt(Attempt):
     async def _restore_baselines(self, prepared: PreparedEnvironment, *, before: bool) -> None:
         """Save again what was saved from the sandbox before its agent started, of a fork of the same state.
 
-        `before`: also what the working directory's record needs.
+        `before`: also what the working directory's record needs. Called after the agent's end: in a full service the
+        fork may take long, and nobody would watch the agent meanwhile. A record alone costs no attempt.
         """
-        needs_baseline = self._grader is not None and self._grader.needs_baseline
+        grader = self._grader if self._grader is not None and self._grader.needs_baseline else None
         needs_before = before and self._work.needs_before
-        if not needs_baseline and not needs_before:
+        if grader is None and not needs_before:
             return
-        fork = await self._resources.fork(prepared, purpose="/baseline")
+        # Attempts that hold all slots wait for each other: the first to give up makes room for those that still wait.
+        share = random.uniform(0.5, 1.0)  # noqa: S311 - jitter
+        patience_s = DIFF_S if grader is None else share * self._spec.limits.prepare_s
         try:
-            if needs_baseline and self._grader is not None:
-                await self._grader.save_baseline(fork, prepared.plain)
-            if needs_before:
-                await self._work.keep(fork)
-        finally:
-            await self._resources.try_release("sandbox", self._sandboxes.delete(fork.sandbox_id))
+            fork = await self._resources.fork(prepared, purpose="/baseline", patience_s=patience_s)
+            try:
+                if grader is not None:
+                    await grader.save_baseline(fork, prepared.plain)
+                if needs_before:
+                    await self._work.keep(fork)
+            finally:
+                await self._resources.try_release("sandbox", self._sandboxes.delete(fork.sandbox_id))
+        except PenstockError as error:
+            if grader is not None:
+                raise
+            self._work.give_up(error.message)
 
     async def _record_missed_calls(self) -> None:
         """Record the calls that ended while no driver watched."""

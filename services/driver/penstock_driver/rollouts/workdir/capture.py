@@ -64,13 +64,17 @@ class WorkdirCapture:
                 if self._task.keep_files:
                     self._collect_files(await asyncio.to_thread(small_files, after))
             except (tarfile.TarError, TooMany) as error:
-                self._give_up(str(error))
+                self.give_up(str(error))
 
     def _collect_files(self, found: SmallFiles) -> None:
         for path, content in found.files:
             self._record(ArtifactCollected(PREFIX + path, content, len(content)))
         if found.more:
             self._record(Progress(f"{found.more} more files of the working directory are not kept"))
+
+    def give_up(self, why: str) -> None:
+        """Record why there is no record."""
+        self._record(Progress(f"the agent's work is not kept, though the task asks for it: {why}"))
 
     def close(self) -> None:
         """Remove the temporary files; idempotent."""
@@ -87,17 +91,14 @@ class WorkdirCapture:
             tree.close()
             match error:
                 case ResourceExhausted():
-                    self._give_up(f"the working directory has more than {MAX_TREE_BYTES >> 20} MiB")
+                    self.give_up(f"the working directory has more than {MAX_TREE_BYTES >> 20} MiB")
                 case TimeoutError():
-                    self._give_up(f"the working directory could not be read in {DIFF_S:g} s")
+                    self.give_up(f"the working directory could not be read in {DIFF_S:g} s")
                 case PenstockError() if error.reason not in OF_THE_SANDBOX:
-                    self._give_up(error.message)
+                    self.give_up(error.message)
                 case OSError():
-                    self._give_up(f"the driver's disk refused the working directory: {error.strerror}")
+                    self.give_up(f"the driver's disk refused the working directory: {error.strerror}")
                 case _:
                     raise
             return None
         return tree
-
-    def _give_up(self, why: str) -> None:
-        self._record(Progress(f"the agent's work is not kept, though the task asks for it: {why}"))
