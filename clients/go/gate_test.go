@@ -37,6 +37,7 @@ type server struct {
 	getRollout func(context.Context, *driverv1.GetRolloutRequest) (*driverv1.GetRolloutResponse, error)
 	create     func(context.Context, *driverv1.CreateRolloutRequest) (*driverv1.CreateRolloutResponse, error)
 	watch      func(*driverv1.WatchRolloutRequest, driverv1.RolloutService_WatchRolloutServer) error
+	watchAll   func(*driverv1.WatchRolloutsRequest, driverv1.RolloutService_WatchRolloutsServer) error
 	waitGroup  func(context.Context, *driverv1.WaitGroupRequest) (*driverv1.WaitGroupResponse, error)
 	getCall    func(context.Context, *interceptionv1.GetCallRequest) (*interceptionv1.GetCallResponse, error)
 }
@@ -63,6 +64,12 @@ func (s *server) WatchRollout(
 	request *driverv1.WatchRolloutRequest, stream driverv1.RolloutService_WatchRolloutServer,
 ) error {
 	return s.watch(request, stream)
+}
+
+func (s *server) WatchRollouts(
+	request *driverv1.WatchRolloutsRequest, stream driverv1.RolloutService_WatchRolloutsServer,
+) error {
+	return s.watchAll(request, stream)
 }
 
 func (s *server) WaitGroup(
