@@ -39,6 +39,7 @@ type server struct {
 	watch      func(*driverv1.WatchRolloutRequest, driverv1.RolloutService_WatchRolloutServer) error
 	watchAll   func(*driverv1.WatchRolloutsRequest, driverv1.RolloutService_WatchRolloutsServer) error
 	waitGroup  func(context.Context, *driverv1.WaitGroupRequest) (*driverv1.WaitGroupResponse, error)
+	register   func(context.Context, *interceptionv1.RegisterToolsRequest) error
 	getCall    func(context.Context, *interceptionv1.GetCallRequest) (*interceptionv1.GetCallResponse, error)
 }
 
@@ -46,6 +47,12 @@ func (s *server) GetCall(
 	ctx context.Context, request *interceptionv1.GetCallRequest,
 ) (*interceptionv1.GetCallResponse, error) {
 	return s.getCall(ctx, request)
+}
+
+func (s *server) RegisterTools(
+	ctx context.Context, request *interceptionv1.RegisterToolsRequest,
+) (*interceptionv1.RegisterToolsResponse, error) {
+	return &interceptionv1.RegisterToolsResponse{}, s.register(ctx, request)
 }
 
 func (s *server) GetRollout(
