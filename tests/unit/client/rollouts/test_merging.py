@@ -110,7 +110,8 @@ async def test_a_driver_that_was_away_says_what_it_has_no_more(
     """What was deleted meanwhile is named; what its limit leaves out is not."""
     monkeypatch.setattr(Backoff, "next", lambda *_: 0.0)
     again = [rows(*after), RolloutChanges(complete=True), rows("last")]
-    half = [RolloutChanges(), rows(*after), AWAY]  # a stream that breaks before its snapshot was complete
+    # A stream that breaks before its snapshot was complete.
+    half: list[RolloutChanges | PenstockError] = [RolloutChanges(), rows(*after), AWAY]
     drivers = Drivers(d0=[rows("r0", complete=True)], d1=[rows(*before, complete=True), AWAY, *half, *again])
     assert await gone_of(drivers, ended_limit) == gone
 
