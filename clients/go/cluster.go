@@ -17,9 +17,10 @@ import (
 	opsv1 "penstock.example/penstock/gen/ops/v1"
 )
 
+// fresh is how long a list of members is used before the driver is asked again; tests ask more often.
+var fresh = 5 * time.Second
+
 const (
-	// fresh is how long a list of members is used before the driver is asked again.
-	fresh      = 5 * time.Second
 	askTimeout = 5 * time.Second
 	// freshForNew is the greatest age of the list for a creation. A service that has begun to drain since says so, and another
 	// one is asked.

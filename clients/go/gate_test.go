@@ -37,7 +37,9 @@ type server struct {
 	getRollout func(context.Context, *driverv1.GetRolloutRequest) (*driverv1.GetRolloutResponse, error)
 	create     func(context.Context, *driverv1.CreateRolloutRequest) (*driverv1.CreateRolloutResponse, error)
 	watch      func(*driverv1.WatchRolloutRequest, driverv1.RolloutService_WatchRolloutServer) error
+	watchAll   func(*driverv1.WatchRolloutsRequest, driverv1.RolloutService_WatchRolloutsServer) error
 	waitGroup  func(context.Context, *driverv1.WaitGroupRequest) (*driverv1.WaitGroupResponse, error)
+	register   func(context.Context, *interceptionv1.RegisterToolsRequest) error
 	getCall    func(context.Context, *interceptionv1.GetCallRequest) (*interceptionv1.GetCallResponse, error)
 }
 
@@ -45,6 +47,12 @@ func (s *server) GetCall(
 	ctx context.Context, request *interceptionv1.GetCallRequest,
 ) (*interceptionv1.GetCallResponse, error) {
 	return s.getCall(ctx, request)
+}
+
+func (s *server) RegisterTools(
+	ctx context.Context, request *interceptionv1.RegisterToolsRequest,
+) (*interceptionv1.RegisterToolsResponse, error) {
+	return &interceptionv1.RegisterToolsResponse{}, s.register(ctx, request)
 }
 
 func (s *server) GetRollout(
@@ -63,6 +71,12 @@ func (s *server) WatchRollout(
 	request *driverv1.WatchRolloutRequest, stream driverv1.RolloutService_WatchRolloutServer,
 ) error {
 	return s.watch(request, stream)
+}
+
+func (s *server) WatchRollouts(
+	request *driverv1.WatchRolloutsRequest, stream driverv1.RolloutService_WatchRolloutsServer,
+) error {
+	return s.watchAll(request, stream)
 }
 
 func (s *server) WaitGroup(

@@ -3,7 +3,9 @@ package penstock
 import (
 	"context"
 	"errors"
+	"slices"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -126,6 +128,96 @@ func TestASessionOutlastsALostGateAndTakesInANewOne(t *testing.T) {
 		t.Fatalf("%s was handed out", call.ID())
 	}
 	for _, talk := range []*conversation{stays, joins} {
+		talk.finished <- status.Error(codes.Unavailable, "the test is over")
+	}
+	session.end(&Error{Kind: ErrSessionLost, Reason: "SESSION_CLOSED", Message: "The test is over"})
+	if err := session.Close(); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// Tools that are withdrawn while a gate is away are withdrawn there too, once it has resumed the session, which has them still;
+// a new session has none (R22).
+func TestToolsWithdrawnWhileAGateWasAwayAreWithdrawnThereToo(t *testing.T) {
+	withdrawWhileAway(t, true, 1, 0)
+}
+
+func TestToolsWithdrawnWhileAGateWasAwayAreUnknownToANewSession(t *testing.T) {
+	withdrawWhileAway(t, false, 1)
+}
+
+// withdrawWhileAway expects how many tools the gate that was away is told of, each time.
+func withdrawWhileAway(t *testing.T, resumed bool, expected ...int) {
+	t.Helper()
+	defer func(look, age time.Duration) { lookForGates, gatesFresh = look, age }(lookForGates, gatesFresh)
+	lookForGates, gatesFresh = 20*time.Millisecond, 0
+	leakFree(t)
+	known := &listing{}
+	var away atomic.Bool
+	told := make(chan int, 8) // how many tools the second gate was told of, each time
+	register := func(ctx context.Context, request *interceptionv1.RegisterToolsRequest) error {
+		if away.Load() {
+			<-ctx.Done()
+			return ctx.Err()
+		}
+		told <- len(request.GetTools())
+		return nil
+	}
+	accept := func(context.Context, *interceptionv1.RegisterToolsRequest) error { return nil }
+	gates := []*server{
+		{sessions: make(chan *conversation, 8), operations: known, register: accept},
+		{sessions: make(chan *conversation, 8), register: register},
+	}
+	for _, gate := range gates {
+		gate.listen(t, "127.0.0.1:0")
+	}
+	up, lost := opsv1.MemberState_MEMBER_STATE_UP, opsv1.MemberState_MEMBER_STATE_LOST
+	known.list(gateAt(gates[0], "g0", up), gateAt(gates[1], "g1", up))
+	ps := connectTo(t, gates[0].address)
+	t.Cleanup(func() {
+		for _, gate := range gates {
+			gate.grpc.Stop()
+		}
+	})
+	opening := make(chan *Session, 1)
+	go func() {
+		session, err := ps.Intercept(bounded(t), Selector{}, WithCredits(8))
+		if err != nil {
+			t.Error(err)
+		}
+		opening <- session
+	}()
+	stays, breaks := gates[0].session(t), gates[1].session(t)
+	stays.welcome(&interceptionv1.Welcome{SessionId: "stays"})
+	breaks.welcome(&interceptionv1.Welcome{SessionId: "old"})
+	session := <-opening
+	if session == nil {
+		t.FailNow()
+	}
+	tool := HostTool{Name: "look_up", Function: func(context.Context, *HostToolCall) (any, error) { return "", nil }}
+	if err := session.OfferTools(bounded(t), []HostTool{tool}, nil); err != nil {
+		t.Fatal(err)
+	}
+	away.Store(true)
+	known.list(gateAt(gates[0], "g0", up), gateAt(gates[1], "g1", lost))
+	breaks.finished <- status.Error(codes.Unavailable, "the gate restarts")
+	again := gates[1].session(t)
+	if err := session.OfferTools(bounded(t), nil, nil); err != nil {
+		t.Fatal(err)
+	}
+	away.Store(false)
+	again.welcome(&interceptionv1.Welcome{SessionId: "new", Resumed: resumed})
+	again.lease("late")
+	nextCall(t, session)
+	close(told)
+	var counts []int
+	for count := range told {
+		counts = append(counts, count)
+	}
+	if !slices.Equal(counts, expected) {
+		t.Fatalf("the gate was told of %v tools", counts)
+	}
+	for _, talk := range []*conversation{stays, again} {
 		talk.finished <- status.Error(codes.Unavailable, "the test is over")
 	}
 	session.end(&Error{Kind: ErrSessionLost, Reason: "SESSION_CLOSED", Message: "The test is over"})

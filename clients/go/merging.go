@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"context"
 	"iter"
+	"maps"
 	"slices"
 	"sync"
 	"time"
@@ -13,8 +14,16 @@ import (
 	driverv1 "penstock.example/penstock/gen/driver/v1"
 )
 
-// lookAgain is how often a watch looks for new drivers.
-const lookAgain = 2 * time.Second
+// lookAgain is how often a watch looks for new drivers; tests look more often.
+var lookAgain = 2 * time.Second
+
+const (
+	// endedSent is how many ended rollouts a driver sends at first, unless it is asked for another number.
+	endedSent = 1000
+	// mostEnded is of how many ended rollouts of a driver the ids are remembered: the most that it sends at first.
+	mostEnded  = 10_000
+	endedSlack = 1000
+)
 
 // newestFirst yields the items of several lists, each newest first, as one. The error of a driver that is away comes after the
 // items of all others.
@@ -109,6 +118,9 @@ func failing[T any](err error) iter.Seq2[T, error] {
 
 // RolloutChanges are states of rollouts at one moment. SnapshotComplete is true from when each driver that can be watched has
 // given all that it had.
+//
+// GoneRolloutIds names also what a driver that was away has no more: deleted ones, and what ended meanwhile and is beyond the
+// request's EndedLimit. When a driver leaves the installation, it names all of its rollouts.
 type RolloutChanges struct {
 	*driverv1.WatchRolloutsResponse
 	// Away are the names of the drivers that cannot be watched now: what these have is not known.
@@ -139,7 +151,16 @@ func (c *Client) watchAll(
 		given, found := make(chan watched), make(chan []*driver)
 		names, stops := map[string]string{}, map[string]context.CancelFunc{}
 		broken, complete := map[string]bool{}, map[string]bool{}
-		follow := func(drivers []*driver) {
+		has := map[string]*rolloutsGiven{}
+		nowhere := func(id string) bool { // a driver that changed its address is a new one here
+			for _, other := range has {
+				if other.has(id) {
+					return false
+				}
+			}
+			return true
+		}
+		follow := func(drivers []*driver) (gone []string) {
 			present := map[string]bool{}
 			for _, one := range drivers {
 				address := one.service().address
@@ -149,6 +170,7 @@ func (c *Client) watchAll(
 				}
 				own, stop := context.WithCancel(ctx)
 				names[address], stops[address] = cmp.Or(one.name, address), stop
+				has[address] = newRolloutsGiven(request)
 				pumps.Add(1)
 				go func() {
 					defer pumps.Done()
@@ -158,13 +180,16 @@ func (c *Client) watchAll(
 			}
 			for address, stop := range stops {
 				if !present[address] {
+					gone = append(gone, has[address].all()...)
 					stop()
 					delete(stops, address)
 					delete(names, address)
 					delete(broken, address)
 					delete(complete, address)
+					delete(has, address)
 				}
 			}
+			return filter(gone, nowhere)
 		}
 		follow(drivers)
 		pumps.Add(1)
@@ -183,27 +208,33 @@ func (c *Client) watchAll(
 			var one watched
 			select {
 			case drivers := <-found:
-				follow(drivers)
-				continue
+				gone := follow(drivers)
+				if len(gone) == 0 {
+					continue
+				}
+				one.message = &driverv1.WatchRolloutsResponse{GoneRolloutIds: gone}
 			case one = <-given:
+				if names[one.address] == "" {
+					continue // it is no driver any more
+				}
 			case <-ctx.Done():
 				yield(nil, fromRPC(ctx, ctx.Err(), anyone))
 				return
 			}
-			if names[one.address] == "" {
-				continue // it is no driver any more
-			}
 			changes := &RolloutChanges{WatchRolloutsResponse: one.message}
 			if one.err != nil {
 				broken[one.address] = true
+				has[one.address].broke()
 				if !isAway(one.err) || len(broken) == len(names) {
 					yield(nil, one.err)
 					return
 				}
 				changes.WatchRolloutsResponse = &driverv1.WatchRolloutsResponse{}
-			} else {
+			} else if one.address != "" {
 				delete(broken, one.address)
 				complete[one.address] = complete[one.address] || one.message.GetSnapshotComplete()
+				lost := filter(has[one.address].taken(one.message), nowhere)
+				changes.GoneRolloutIds = append(changes.GoneRolloutIds, lost...)
 			}
 			changes.SnapshotComplete = true
 			for address, name := range names {
@@ -245,4 +276,119 @@ func (d *driver) watch(ctx context.Context, request *driverv1.WatchRolloutsReque
 			return
 		}
 	}
+}
+
+// rolloutsGiven are the rollouts that a driver's watch has given: what it has no more after a broken stream, it does not say
+// itself.
+//
+// Invariant: it holds the ids of running rollouts, and of no more than mostEnded + endedSlack ended ones.
+type rolloutsGiven struct {
+	endedLimit int
+	// Of this stream, and of those before it what this one has not sent: when each was created, if it has ended; else nil.
+	now, earlier map[string]*timestamppb.Timestamp
+	most         int
+}
+
+func newRolloutsGiven(request *driverv1.WatchRolloutsRequest) *rolloutsGiven {
+	limit := endedSent
+	if request != nil && request.EndedLimit != nil {
+		limit = int(request.GetEndedLimit())
+	}
+	return &rolloutsGiven{
+		endedLimit: limit, now: map[string]*timestamppb.Timestamp{}, earlier: map[string]*timestamppb.Timestamp{},
+		most: mostEnded + endedSlack,
+	}
+}
+
+func (g *rolloutsGiven) has(id string) bool {
+	_, now := g.now[id]
+	_, earlier := g.earlier[id]
+	return now || earlier
+}
+
+func (g *rolloutsGiven) all() []string {
+	return slices.AppendSeq(slices.Collect(maps.Keys(g.now)), maps.Keys(g.earlier))
+}
+
+// broke: the next stream begins with what there is then.
+func (g *rolloutsGiven) broke() {
+	maps.Copy(g.earlier, g.now)
+	dropOldest(g.earlier)
+	clear(g.now)
+}
+
+// taken notes a message, and tells which rollouts the driver had before the stream broke and has no more.
+func (g *rolloutsGiven) taken(message *driverv1.WatchRolloutsResponse) (lost []string) {
+	for _, row := range message.GetRollouts() {
+		delete(g.earlier, row.GetRolloutId())
+		g.now[row.GetRolloutId()] = nil
+		if row.GetPhase() == driverv1.Phase_PHASE_ENDED {
+			g.now[row.GetRolloutId()] = cmp.Or(row.GetCreateTime(), &timestamppb.Timestamp{})
+		}
+	}
+	for _, id := range message.GetGoneRolloutIds() {
+		delete(g.earlier, id)
+		delete(g.now, id)
+	}
+	if message.GetSnapshotComplete() && len(g.earlier) > 0 {
+		lost = g.lost()
+	}
+	if len(g.now) > g.most {
+		dropOldest(g.now)
+		g.most = max(mostEnded, len(g.now)) + endedSlack
+	}
+	return lost
+}
+
+// lost are the earlier ones that a whole snapshot would have; the others stay.
+func (g *rolloutsGiven) lost() (lost []string) {
+	sent := 0
+	var oldest *timestamppb.Timestamp
+	for _, created := range g.now {
+		if created != nil {
+			sent++
+			if oldest == nil || later(oldest, created) {
+				oldest = created
+			}
+		}
+	}
+	// With as many ended ones as were asked for, older ones were left out. One that ran is in every snapshot while it runs; if
+	// it ended and was left out, it would seem to run for ever.
+	for id, created := range g.earlier {
+		if created == nil || sent < g.endedLimit || oldest != nil && later(created, oldest) {
+			lost = append(lost, id)
+		} else {
+			g.now[id] = created
+		}
+	}
+	clear(g.earlier)
+	return lost
+}
+
+// dropOldest leaves the newest ended ones, and all that run.
+func dropOldest(known map[string]*timestamppb.Timestamp) {
+	var ended []string
+	for id, created := range known {
+		if created != nil {
+			ended = append(ended, id)
+		}
+	}
+	slices.SortFunc(ended, func(one, other string) int {
+		switch {
+		case later(known[one], known[other]):
+			return -1
+		case later(known[other], known[one]):
+			return 1
+		default:
+			return 0
+		}
+	})
+	for at := mostEnded; at < len(ended); at++ {
+		delete(known, ended[at])
+	}
+}
+
+// filter gives those that satisfy a condition.
+func filter(ids []string, satisfies func(string) bool) []string {
+	return slices.DeleteFunc(ids, func(id string) bool { return !satisfies(id) })
 }

@@ -158,16 +158,21 @@ func (s *stream) offerTools(ctx context.Context, tools []HostTool, whose *interc
 		undo()
 		return err
 	}
+	s.tools.registered(request)
 	return nil
 }
 
-// adoptTools has tools offered with the next stream, before any call of it is handed out. They were checked before.
+// adoptTools has tools offered, or withdrawn, with the next stream, before any call of it is handed out. They were checked
+// before.
 func (s *stream) adoptTools(tools []HostTool, whose *interceptionv1.CallSelector) {
 	if _, _, err := s.tools.offer(tools, whose); err != nil {
 		return // the same check refused them when they were offered
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	if len(tools) == 0 && s.id != "" {
+		s.tools.withdraws(whose) // a session that is resumed keeps them
+	}
 	s.unregistered = true
 }
 
@@ -321,15 +326,19 @@ func (s *stream) converse(parent context.Context) *Error {
 	if welcome == nil {
 		return &Error{Kind: ErrInternal, Reason: "PROTOCOL", Message: "The gate's first message was not Welcome"}
 	}
-	register := s.takeUp(welcome)
-	if register {
+	s.takeUp(welcome)
+	for !s.stands() { // more tools may be adopted meanwhile
 		for _, request := range s.tools.registrations(welcome.GetSessionId()) {
 			if _, err := call(ctx, s.service, s.stub.RegisterTools, request, handshakeTimeout, false); err != nil {
+				s.mu.Lock()
+				s.unregistered = true // the next stream does it
+				s.mu.Unlock()
 				return broke(err)
 			}
+			s.tools.registered(request)
 		}
 	}
-	s.stands()
+	s.changed()
 	interval := welcome.GetHeartbeatInterval().AsDuration()
 	if interval <= 0 {
 		interval = 10 * time.Second
@@ -396,9 +405,8 @@ func (s *stream) hello() *interceptionv1.Hello {
 	return hello
 }
 
-// takeUp, after Welcome: calls that were lost end, what is unanswered is sent again. It tells whether the gate has to learn the
-// tools.
-func (s *stream) takeUp(welcome *interceptionv1.Welcome) bool {
+// takeUp, after Welcome: calls that were lost end, what is unanswered is sent again.
+func (s *stream) takeUp(welcome *interceptionv1.Welcome) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.id, s.lastReceived = welcome.GetSessionId(), time.Now()
@@ -410,16 +418,20 @@ func (s *stream) takeUp(welcome *interceptionv1.Welcome) bool {
 			s.send(flowFrame(pause))
 		}
 	}
-	return !welcome.GetResumed() || s.unregistered
+	s.unregistered = s.unregistered || !welcome.GetResumed()
 }
 
-// stands: the gate has what the session has set, but for the frames that follow.
-func (s *stream) stands() {
+// stands tells whether the gate has what the session has set, but for the frames that follow. If not, it is to be told of the
+// tools first.
+func (s *stream) stands() bool {
 	s.mu.Lock()
-	s.unregistered = false
+	defer s.mu.Unlock()
+	if s.unregistered {
+		s.unregistered = false
+		return false
+	}
 	s.connected = s.failure == nil
-	s.mu.Unlock()
-	s.changed()
+	return true
 }
 
 // write sends what is ready, as soon as it is; heartbeats in between; Goodbye at the end. Where the stream breaks, the

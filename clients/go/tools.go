@@ -90,12 +90,13 @@ type hostTools struct {
 	whole  context.Context // of all calls
 	end    context.CancelFunc
 
-	mu      sync.Mutex
-	offers  map[string]offer
-	running map[string]context.CancelFunc
-	results map[string]*interceptionv1.HostToolResult
-	unsent  []string
-	calls   sync.WaitGroup
+	mu        sync.Mutex
+	offers    map[string]offer
+	withdrawn map[string]*interceptionv1.CallSelector // of offers that the gate may still have: it could not be told
+	running   map[string]context.CancelFunc
+	results   map[string]*interceptionv1.HostToolResult
+	unsent    []string
+	calls     sync.WaitGroup
 }
 
 func newHostTools(wake chan<- struct{}, report func(*HostToolCall, error)) *hostTools {
@@ -107,7 +108,8 @@ func newHostTools(wake chan<- struct{}, report func(*HostToolCall, error)) *host
 	whole, end := context.WithCancel(context.Background())
 	return &hostTools{
 		wake: wake, report: report, whole: whole, end: end, offers: map[string]offer{},
-		running: map[string]context.CancelFunc{}, results: map[string]*interceptionv1.HostToolResult{},
+		withdrawn: map[string]*interceptionv1.CallSelector{},
+		running:   map[string]context.CancelFunc{}, results: map[string]*interceptionv1.HostToolResult{},
 	}
 }
 
@@ -175,16 +177,44 @@ func (h *hostTools) all() []offer {
 	return all
 }
 
-// registrations are what a session that begins anew has to send.
+// withdraws: the offer to a selector was withdrawn, and the gate has yet to be told.
+func (h *hostTools) withdraws(selector *interceptionv1.CallSelector) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.withdrawn[keyOf(selector)] = selector
+}
+
+// registrations are what a stream has to send; withdrawals first, as a gate limits the selectors.
 func (h *hostTools) registrations(session string) []*interceptionv1.RegisterToolsRequest {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	var all []*interceptionv1.RegisterToolsRequest
+	for key, selector := range h.withdrawn {
+		if _, offered := h.offers[key]; !offered {
+			all = append(all, &interceptionv1.RegisterToolsRequest{SessionId: session, Selector: selector})
+		}
+	}
 	for _, known := range h.offers {
 		request := &interceptionv1.RegisterToolsRequest{SessionId: session, Selector: known.selector, Tools: known.messages}
 		all = append(all, request)
 	}
 	return all
+}
+
+// registered: the gate has these tools in place of what it had.
+func (h *hostTools) registered(request *interceptionv1.RegisterToolsRequest) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	key := keyOf(request.GetSelector())
+	if _, offered := h.offers[key]; offered || len(request.GetTools()) == 0 { // else they were withdrawn meanwhile
+		delete(h.withdrawn, key)
+	}
+}
+
+// keyOf tells selectors apart. One that cannot be sent was refused when it was offered.
+func keyOf(selector *interceptionv1.CallSelector) string {
+	key, _ := proto.MarshalOptions{Deterministic: true}.Marshal(selector)
+	return string(key)
 }
 
 // called takes a call from the gate, which may be a repeat.
@@ -367,6 +397,7 @@ func (h *hostTools) takenUp(resumed bool) {
 			ids = append(ids, id)
 		}
 		clear(h.results)
+		clear(h.withdrawn) // the gate has nothing of the old session
 		h.mu.Unlock()
 		h.cancelled(ids)
 	}

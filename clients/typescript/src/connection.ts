@@ -137,7 +137,7 @@ export class Rollouts {
       name: driver.name,
       changes: (ended: AbortSignal) => of(driver, ended),
     });
-    return changesOfAll(async (looking) => (await this.#drivers.all(looking)).map(watched), signal);
+    return changesOfAll(async (looking) => (await this.#drivers.all(looking)).map(watched), signal, endedLimit);
   }
 
   /**

@@ -3,13 +3,19 @@
 import type { Timestamp } from "@bufbuild/protobuf/wkt";
 import { isAway } from "../cluster.js";
 import { type PenstockError, Unavailable } from "../errors.js";
+import { Phase } from "../gen/penstock/driver/v1/rollout_pb.js";
 import { Backoff, pause } from "../rpc.js";
 import type { RolloutChanges } from "./changes.js";
 
-/** How often a watch looks for new drivers. */
-const LOOK_AGAIN_MS = 2000;
+/** How often a watch looks for new drivers; tests look more often. */
+export const LOOKS = { againMs: 2000 };
 /** Most messages of all drivers that wait for the caller. */
 const MOST_WAITING = 64;
+/** How many ended rollouts a driver sends at first, unless it is asked for another number. */
+const ENDED = 1000;
+/** Of how many ended rollouts of a driver the ids are remembered: the most that it sends at first. */
+const MOST_ENDED = 10_000;
+const SLACK = 1000;
 
 /**
  * The items of several lists, each newest first, as one, newest first. A driver that is away rejects it after the items of all
@@ -81,6 +87,7 @@ export interface Watched {
   changes(signal: AbortSignal): AsyncGenerator<RolloutChanges, void>;
 }
 
+/** Without `changes` and `error`: it is no driver any more. */
 interface Message {
   readonly address: string;
   readonly changes?: RolloutChanges;
@@ -89,11 +96,15 @@ interface Message {
 
 /**
  * The changes of all drivers, those that come later included. A driver that goes away is watched again, and named in `away`
- * meanwhile. Rejects with Unavailable where the only driver, or every one, went away.
+ * meanwhile. `gone` names also what it has no more then, and all that was of one that is no driver any more. Rejects with
+ * Unavailable where the only driver, or every one, went away.
+ *
+ * @param endedLimit how many ended rollouts each driver was asked for; absent = the driver's default.
  */
 export async function* changesOfAll(
   drivers: (signal: AbortSignal) => Promise<readonly Watched[]>,
   signal?: AbortSignal,
+  endedLimit = ENDED,
 ): AsyncGenerator<RolloutChanges, void> {
   const left = new AbortController();
   const either = signal === undefined ? left.signal : AbortSignal.any([signal, left.signal]);
@@ -105,6 +116,14 @@ export async function* changesOfAll(
   const running = new Set<Promise<void>>();
   const broken = new Map<string, unknown>();
   const complete = new Set<string>();
+  const given = new Map<string, Given>();
+  const givenBy = (address: string): Given => {
+    const found = given.get(address) ?? new Given(endedLimit);
+    given.set(address, found);
+    return found;
+  };
+  // A driver that changed its address is a new one here.
+  const nowhere = (ids: readonly string[]) => ids.filter((id) => ![...given.values()].some((other) => other.has(id)));
 
   const put = async (message: Message, ended: AbortSignal) => {
     while (waiting.length >= MOST_WAITING && !ended.aborted) {
@@ -148,12 +167,14 @@ export async function* changesOfAll(
         names.delete(address);
         broken.delete(address);
         complete.delete(address);
+        waiting.push({ address });
+        arrived.resolve();
       }
     }
   };
   const look = async () => {
     while (!either.aborted) {
-      await pause(LOOK_AGAIN_MS, either).catch(() => {}); // the loop looks at `either`
+      await pause(LOOKS.againMs, either).catch(() => {}); // the loop looks at `either`
       if (!either.aborted) {
         await drivers(either).then(follow, () => {}); // a driver's own stream says more
       }
@@ -179,11 +200,19 @@ export async function* changesOfAll(
       taken.resolve();
       taken = Promise.withResolvers<void>();
       const { address, changes, error } = message;
-      if (!names.has(address)) {
+      let lost: readonly string[] = [];
+      if (changes === undefined && error === undefined) {
+        const had = given.get(address)?.ids ?? [];
+        given.delete(address);
+        lost = nowhere(had);
+        if (lost.length === 0) {
+          continue;
+        }
+      } else if (!names.has(address)) {
         continue; // it is no driver any more
-      }
-      if (changes === undefined) {
+      } else if (changes === undefined) {
         broken.set(address, error);
+        givenBy(address).broke();
         if (!isAway(error) || broken.size === names.size) {
           throw error;
         }
@@ -192,10 +221,11 @@ export async function* changesOfAll(
         if (changes.complete) {
           complete.add(address);
         }
+        lost = nowhere(givenBy(address).taken(changes));
       }
       yield {
         rollouts: changes?.rollouts ?? [],
-        gone: changes?.gone ?? [],
+        gone: [...(changes?.gone ?? []), ...lost],
         complete: [...names.keys()].every((item) => complete.has(item) || broken.has(item)),
         away: [...broken.keys()].map((item) => names.get(item) ?? item).sort(),
       };
@@ -206,4 +236,89 @@ export async function* changesOfAll(
     either.removeEventListener("abort", abort);
     await Promise.all([looking, ...running]);
   }
+}
+
+/** When a rollout was created, in seconds, if it has ended; undefined while it runs. */
+type Ended = number | undefined;
+
+/**
+ * The rollouts that a driver's watch has given: what it has no more after a broken stream, it does not say itself. Invariant: it
+ * holds the ids of running rollouts, and of no more than `MOST_ENDED + SLACK` ended ones.
+ */
+export class Given {
+  readonly #endedLimit: number;
+  /** Of this stream, and of those before it what this one has not sent. */
+  #now = new Map<string, Ended>();
+  #earlier = new Map<string, Ended>();
+  #most = MOST_ENDED + SLACK;
+
+  constructor(endedLimit: number = ENDED) {
+    this.#endedLimit = endedLimit;
+  }
+
+  has(id: string): boolean {
+    return this.#now.has(id) || this.#earlier.has(id);
+  }
+
+  get ids(): readonly string[] {
+    return [...this.#now.keys(), ...this.#earlier.keys()];
+  }
+
+  /** The stream broke: the next one begins with what there is then. */
+  broke(): void {
+    this.#earlier = newest(new Map([...this.#earlier, ...this.#now]));
+    this.#now = new Map();
+  }
+
+  /** Notes a message. @returns the rollouts that the driver had before the stream broke, and has no more. */
+  taken({ rollouts, gone, complete }: Pick<RolloutChanges, "rollouts" | "gone" | "complete">): readonly string[] {
+    for (const { rolloutId, phase, createTime } of rollouts) {
+      this.#earlier.delete(rolloutId);
+      const created = Number(createTime?.seconds ?? 0n) + (createTime?.nanos ?? 0) / 1e9;
+      this.#now.set(rolloutId, phase === Phase.ENDED ? created : undefined);
+    }
+    for (const id of gone) {
+      this.#earlier.delete(id);
+      this.#now.delete(id);
+    }
+    const lost = complete && this.#earlier.size > 0 ? this.#lost() : [];
+    if (this.#now.size > this.#most) {
+      this.#now = newest(this.#now);
+      this.#most = Math.max(MOST_ENDED, this.#now.size) + SLACK;
+    }
+    return lost;
+  }
+
+  /** The earlier ones that a whole snapshot would have; the others stay. */
+  #lost(): readonly string[] {
+    const ended = [...this.#now.values()].filter((created) => created !== undefined);
+    // With as many ended ones as were asked for, older ones were left out.
+    const since =
+      ended.length < this.#endedLimit
+        ? Number.NEGATIVE_INFINITY
+        : ended.reduce((oldest, created) => Math.min(oldest, created), Number.POSITIVE_INFINITY);
+    const lost: string[] = [];
+    for (const [id, created] of this.#earlier) {
+      // One that ran is in every snapshot while it runs. If it ended and was left out, it would seem to run for ever.
+      if (created === undefined || created > since) {
+        lost.push(id);
+      } else {
+        this.#now.set(id, created);
+      }
+    }
+    this.#earlier = new Map();
+    return lost;
+  }
+}
+
+/** Leaves out the oldest ended ones. */
+function newest(known: ReadonlyMap<string, Ended>): Map<string, Ended> {
+  const ended = [...known].filter((item): item is [string, number] => item[1] !== undefined);
+  const old = new Set(
+    ended
+      .sort(([, one], [, other]) => other - one)
+      .slice(MOST_ENDED)
+      .map(([id]) => id),
+  );
+  return new Map([...known].filter(([id]) => !old.has(id)));
 }

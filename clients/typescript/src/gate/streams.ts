@@ -163,11 +163,15 @@ export class GateStream {
       undo();
       throw error;
     }
+    this.#tools.registered(selector, tools);
   }
 
-  /** Tools that are offered with the next stream, before any call of it is handed out. */
+  /** Tools that are offered, or withdrawn, with the next stream, before any call of it is handed out. */
   adoptTools(tools: readonly HostTool[], selector: SelectorMessage): void {
     this.#tools.offer(tools, selector);
+    if (tools.length === 0 && this.sessionId) {
+      this.#tools.withdrawn(selector); // a session that is resumed keeps them
+    }
     this.#hasUnregistered = true;
   }
 
@@ -298,15 +302,28 @@ export class GateStream {
     if (!resumed || this.pauses.isUnconfirmed) {
       this.pauses.forgotten();
     }
-    if (!resumed || this.#hasUnregistered) {
-      for (const { selector, tools } of this.#tools.registrations) {
-        const request = { sessionId, selector, tools: [...tools] };
-        await this.service.call((call) => this.#client.registerTools(request, call));
-      }
-      this.#hasUnregistered = false;
+    this.#hasUnregistered ||= !resumed;
+    while (this.#hasUnregistered) {
+      await this.#register(); // more may be adopted meanwhile
     }
     this.isConnected = true;
     this.#listener.changed();
+  }
+
+  /** Tells the gate which tools are offered and which are not any more. */
+  async #register(): Promise<void> {
+    const { sessionId } = this;
+    this.#hasUnregistered = false;
+    try {
+      for (const { selector, tools } of this.#tools.registrations) {
+        const request = { sessionId, selector, tools: [...tools] };
+        await this.service.call((call) => this.#client.registerTools(request, call));
+        this.#tools.registered(selector, tools);
+      }
+    } catch (error) {
+      this.#hasUnregistered = true; // the next stream does it
+      throw error;
+    }
   }
 
   #nextFrame(): Frame | undefined {

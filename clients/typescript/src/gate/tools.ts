@@ -75,6 +75,8 @@ export class HostTools {
   readonly #wake: () => void;
   readonly #report: (error: unknown, call: HostToolCallMessage | undefined) => void;
   readonly #offers = new Map<string, Offer>();
+  /** Selectors of offers that the gate may still have: it could not be told. */
+  readonly #withdrawn = new Map<string, Selector>();
   readonly #running = new Map<string, AbortController>();
   readonly #results = new Map<string, HostToolResult>();
   readonly #unsent = new Set<string>();
@@ -113,9 +115,26 @@ export class HostTools {
     return [...this.#offers.values()];
   }
 
-  /** What a session that begins anew has to register. */
+  /** The offer to a selector was withdrawn, and the gate has yet to be told. */
+  withdrawn(selector: Selector): void {
+    this.#withdrawn.set(keyOf(selector), selector);
+  }
+
+  /** What a stream has to register; withdrawals first, as a gate limits the selectors. */
   get registrations(): { readonly selector: Selector; readonly tools: readonly ToolMessage[] }[] {
-    return [...this.#offers.values()].map(({ selector, tools }) => ({ selector, tools: tools.map(toolMessage) }));
+    const withdrawn = [...this.#withdrawn].filter(([key]) => !this.#offers.has(key));
+    return [
+      ...withdrawn.map(([, selector]) => ({ selector, tools: [] })),
+      ...[...this.#offers.values()].map(({ selector, tools }) => ({ selector, tools: tools.map(toolMessage) })),
+    ];
+  }
+
+  /** The gate has these tools in place of what it had. */
+  registered(selector: Selector, tools: readonly unknown[]): void {
+    const key = keyOf(selector);
+    if (tools.length === 0 || this.#offers.has(key)) {
+      this.#withdrawn.delete(key); // else they were withdrawn meanwhile
+    }
   }
 
   /** A call from the gate, which may be a repeat. */
@@ -160,6 +179,7 @@ export class HostTools {
   /** A new stream stands: what was not acknowledged is sent again. A gate that forgot the session has no calls of it. */
   takenUp(resumed: boolean): void {
     if (!resumed) {
+      this.#withdrawn.clear(); // the gate has nothing of the old session
       this.#results.clear();
       this.cancelled([...this.#running.keys()]);
     }

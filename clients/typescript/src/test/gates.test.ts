@@ -49,8 +49,13 @@ describe("a session over gates", () => {
   let connections: ServerHttp2Session[] = [];
   let states = new Map<string, MemberState>();
 
-  /** A gate; the first one is the driver too. */
-  async function gate(script: Script, offered: string[] = []): Promise<string> {
+  /** A gate; the first one is the driver too. It refuses offers while `isAway` says so. */
+  async function gate(
+    script: Script,
+    offered: string[] = [],
+    resumes?: Script,
+    isAway: () => boolean = () => false,
+  ): Promise<string> {
     const server = createServer(
       connectNodeAdapter({
         routes: (router) => {
@@ -60,17 +65,20 @@ describe("a session over gates", () => {
               members: [...states].map(([address, state]) => ({ service: "interception", name: address, address, state })),
             }),
           });
-          let used = false;
+          const scripts = [script, ...(resumes === undefined ? [] : [resumes])];
           router.service(InterceptService, {
             registerTools: ({ tools }) => {
-              offered.push(...tools.map(({ name }) => name));
+              if (isAway()) {
+                throw new ConnectError("the gate is away", Code.Unavailable);
+              }
+              offered.push(...(tools.length === 0 ? ["none"] : tools.map(({ name }) => name)));
               return {};
             },
             async *intercept(requests) {
-              if (used) {
+              const current = scripts.shift();
+              if (current === undefined) {
                 throw new ConnectError("the gate is away", Code.Unavailable);
               }
-              used = true;
               const frames = requests[Symbol.asyncIterator]();
               const next = async (): Promise<Heard> => {
                 for (;;) {
@@ -81,7 +89,7 @@ describe("a session over gates", () => {
                   }
                 }
               };
-              for await (const frame of script(next)) {
+              for await (const frame of current(next)) {
                 yield { frame };
               }
             },
@@ -202,4 +210,47 @@ describe("a session over gates", () => {
       ["pause", "results"],
     );
   });
+
+  for (const resumed of [true, false]) {
+    it(`withdraws tools at a gate that was away meanwhile and ${resumed ? "resumes the session" : "forgot it"}`, async () => {
+      TIMES.goneMs = 30_000;
+      const leaves = Promise.withResolvers<void>();
+      const withdrawn = Promise.withResolvers<void>();
+      let away = false;
+      const stays: Script = async function* (next) {
+        await next();
+        yield WELCOME;
+        yield* serve(next);
+      };
+      const breaks: Script = async function* (next) {
+        await next();
+        yield WELCOME;
+        await leaves.promise;
+        throw new ConnectError("the gate restarts", Code.Unavailable);
+      };
+      const comesBack: Script = async function* (next) {
+        await next();
+        await withdrawn.promise;
+        yield { case: "welcome", value: { sessionId: "new", resumed, heartbeatInterval: duration(10_000) } };
+        yield leased("late");
+        yield* serve(next);
+      };
+      const tools: string[] = [];
+      const first = await gate(stays);
+      const second = await gate(breaks, tools, comesBack, () => away);
+      states.set(first, MemberState.UP).set(second, MemberState.UP);
+      await using ps = connect({ addresses: { driver: first, interception: first }, token: "secret" });
+      const session = await ps.intercept();
+      await session.offerTools([{ name: "look_up", run: () => "" }]);
+      away = true;
+      states.set(second, MemberState.LOST);
+      leaves.resolve();
+      await session.offerTools([]);
+      away = false;
+      withdrawn.resolve();
+      assert.equal((await session.nextCall())?.callId, "late");
+      await session.close();
+      assert.deepEqual(tools, resumed ? ["look_up", "none"] : ["look_up"]);
+    });
+  }
 });

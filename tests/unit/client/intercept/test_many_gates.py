@@ -35,11 +35,14 @@ class Cluster(operations_service_pb2_grpc.OperationsServiceServicer):
 
 
 class ScriptedGate(intercept_service_pb2_grpc.InterceptServiceServicer):
-    """A gate. `tools` are the names of the offers that it accepted."""
+    """A gate. `tools` are the names of the offers that it accepted; while `answers` is not set it answers none."""
 
     def __init__(self, *scripts: Script) -> None:
         self.scripts = list(scripts)
         self.tools: list[list[str]] = []
+        self.asked = asyncio.Event()
+        self.answers = asyncio.Event()
+        self.answers.set()
 
     async def Intercept(  # type: ignore[override]  # noqa: N802
         self, requests: Any, context: Any
@@ -49,6 +52,8 @@ class ScriptedGate(intercept_service_pb2_grpc.InterceptServiceServicer):
         await self.scripts.pop(0)(Gate(requests, context))
 
     async def RegisterTools(self, request: Any, context: Any) -> icpt.RegisterToolsResponse:  # noqa: N802
+        self.asked.set()
+        await self.answers.wait()
         self.tools.append([tool.name for tool in request.tools])
         return icpt.RegisterToolsResponse()
 
@@ -174,3 +179,89 @@ async def test_a_session_outlasts_a_lost_gate_and_takes_in_a_new_one(monkeypatch
             await calls.aclose()
     assert third.tools == [["look_up"]]
     assert [item for item in new if item in ("pause", "results")] == ["pause", "results"]
+
+
+@pytest.mark.requirement("R22")
+@pytest.mark.parametrize("resumed", [True, False])
+async def test_tools_withdrawn_while_a_gate_was_away_are_withdrawn_there_too(resumed: bool) -> None:
+    """A session that it resumes has them still; a new one has none."""
+    leaves, withdrawn = asyncio.Event(), asyncio.Event()
+
+    async def stays(stream: Gate) -> None:
+        await stream.hello()
+        await _left(stream)
+
+    async def breaks(stream: Gate) -> None:
+        await stream.hello("old")
+        await leaves.wait()
+        await stream.fail(Refusal(grpc.StatusCode.UNAVAILABLE))
+
+    async def comes_back(stream: Gate) -> None:
+        await stream.hello("new", resumed=resumed, answered=withdrawn)
+        await stream.calls("late")
+        await _left(stream)
+
+    cluster, gates = listing(), [scripted(stays), scripted(breaks, comes_back)]
+    async with (
+        served(add_gate, gates[0]) as first,
+        served(add_gate, gates[1]) as second,
+        served(add_driver, cluster) as driver,
+    ):
+        cluster.gates = dict.fromkeys((first, second), ops.MEMBER_STATE_UP)
+        target = {"driver": driver, "interception": first}
+        async with connect(target, TOKEN) as ps, ps.intercept() as session:
+            await session.offer_tools([HostTool(name="look_up", function=str)])
+            gates[1].answers.clear()
+            cluster.gates[second] = ops.MEMBER_STATE_LOST
+            leaves.set()
+            await session.offer_tools([])
+            assert gates[1].tools == [["look_up"]]
+            gates[1].answers.set()
+            withdrawn.set()
+            assert [call.call_id async for call in _first(session)] == ["late"]
+    assert gates[1].tools == [["look_up"]] + [[]] * resumed
+
+
+@pytest.mark.requirement("R22")
+async def test_tools_withdrawn_while_they_are_registered_are_withdrawn_there_too() -> None:
+    """A gate that has just come back is told again before its calls are handed out."""
+    joins = asyncio.Event()
+
+    async def stays(stream: Gate) -> None:
+        await stream.hello()
+        await _left(stream)
+
+    async def comes_late(stream: Gate) -> None:
+        await stream.hello("new", answered=joins)
+        await stream.calls("late")
+        await _left(stream)
+
+    cluster, gates = listing(), [scripted(stays), scripted(comes_late)]
+    async with (
+        served(add_gate, gates[0]) as first,
+        served(add_gate, gates[1]) as second,
+        served(add_driver, cluster) as driver,
+    ):
+        cluster.gates = {first: ops.MEMBER_STATE_UP, second: ops.MEMBER_STATE_LOST}
+        target = {"driver": driver, "interception": first}
+        async with connect(target, TOKEN) as ps, ps.intercept() as session:
+            gates[1].answers.clear()
+            await session.offer_tools([HostTool(name="look_up", function=str)])
+            gates[1].asked.clear()
+            joins.set()
+            await gates[1].asked.wait()
+            await session.offer_tools([])
+            gates[1].answers.set()
+            assert [call.call_id async for call in _first(session)] == ["late"]
+    assert gates[1].tools == [["look_up"], []]
+
+
+async def _first(session: Any) -> AsyncIterator[Any]:
+    async for call in session.calls():
+        yield call
+        return
+
+
+async def _left(stream: Gate) -> None:
+    while (frame := await stream.read()) is not None and not frame.HasField("goodbye"):
+        pass

@@ -94,6 +94,8 @@ class Serving:
     def __init__(self, wake: asyncio.Event) -> None:
         self._wake = wake
         self._offers: dict[bytes, tuple[pb.CallSelector, dict[str, HostTool]]] = {}
+        # Of offers that the gate may still have: it could not be told.
+        self._withdrawn: dict[bytes, pb.CallSelector] = {}
         self._running: dict[str, asyncio.Task[None]] = {}
         self._results: dict[str, pb.HostToolResult] = {}
         self._unsent: dict[str, pb.HostToolResult] = {}
@@ -129,12 +131,27 @@ class Serving:
         """Returns all current offers."""
         return [(selector, list(tools.values())) for selector, tools in self._offers.values()]
 
+    def withdrawn(self, selector: pb.CallSelector) -> None:
+        """The offer to this selector was withdrawn, and the gate has yet to be told."""
+        self._withdrawn[selector.SerializeToString(deterministic=True)] = selector
+
     def registrations(self, session_id: str) -> list[pb.RegisterToolsRequest]:
-        """Returns the registrations that a new session has to send."""
-        return [
+        """Returns the registrations that a stream has to send; withdrawals first, as a gate limits the selectors."""
+        withdrawn = [
+            pb.RegisterToolsRequest(session_id=session_id, selector=selector)
+            for key, selector in self._withdrawn.items()
+            if key not in self._offers
+        ]
+        return withdrawn + [
             pb.RegisterToolsRequest(session_id=session_id, selector=selector, tools=map(_tool_to, tools.values()))
             for selector, tools in self._offers.values()
         ]
+
+    def registered(self, request: pb.RegisterToolsRequest) -> None:
+        """The gate has these tools in place of what it had."""
+        key = request.selector.SerializeToString(deterministic=True)
+        if not request.tools or key in self._offers:  # else they were withdrawn meanwhile
+            self._withdrawn.pop(key, None)
 
     # For the stream.
 
@@ -169,6 +186,7 @@ class Serving:
         """Handles a new stream: unacknowledged results are sent again if their calls are still open."""
         self._unsent.clear()
         if not resumed:
+            self._withdrawn.clear()  # the gate has nothing of the old session
             self._results.clear()
             self.cancelled(list(self._running))
         for result in self._results.values():

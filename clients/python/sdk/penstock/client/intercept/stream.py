@@ -182,10 +182,13 @@ class GateStream:
         except BaseException:
             self.tools.offered(before, whose)
             raise
+        self.tools.registered(request)
 
     def adopt_tools(self, tools: Sequence[HostTool], whose: pb.CallSelector) -> None:
-        """Tools that are offered with the next stream, before any call of it is handed out."""
+        """Tools that are offered, or withdrawn, with the next stream, before any call of it is handed out."""
         self.tools.offered(tools, whose)
+        if not tools and self.session_id:
+            self.tools.withdrawn(whose)  # a session that is resumed keeps them
         self._has_unregistered = True
 
     def raise_if_over(self) -> None:
@@ -265,10 +268,9 @@ class GateStream:
             if welcome is None or not welcome.HasField("welcome"):
                 raise Internal("The gate's first message was not Welcome", reason="PROTOCOL")
             self._take_up(welcome.welcome)
-            if not welcome.welcome.resumed or self._has_unregistered:
-                for request in self.tools.registrations(self.session_id):
-                    await self.service.call(self._stub.RegisterTools, request)
-                self._has_unregistered = False
+            self._has_unregistered |= not welcome.welcome.resumed
+            while self._has_unregistered:  # more may be adopted meanwhile
+                await self._register()
             self.is_connected = True
             self._changed()
             interval = seconds(welcome.welcome, "heartbeat_interval") or 10.0
@@ -301,6 +303,17 @@ class GateStream:
                     task.result()
         if not self._closing.is_set():
             raise Unavailable(f"{self.service.peer} ended the session", reason="STREAM_ENDED")
+
+    async def _register(self) -> None:
+        """Tells the gate which tools are offered and which are not any more."""
+        self._has_unregistered = False
+        try:
+            for request in self.tools.registrations(self.session_id):
+                await self.service.call(self._stub.RegisterTools, request)
+                self.tools.registered(request)
+        except BaseException:
+            self._has_unregistered = True  # the next stream does it
+            raise
 
     def _hello(self) -> pb.Hello:
         """Returns the session's current wishes. Frames queued from here on are sent after Welcome."""

@@ -442,7 +442,7 @@ class RolloutsClient:
                 for driver in await self._drivers.all()
             ]
 
-        async with aclosing(changes_of_all(drivers)) as changes:
+        async with aclosing(changes_of_all(drivers, ended_limit)) as changes:
             async for change in changes:
                 yield change
 

@@ -309,7 +309,10 @@ class RolloutSummary:
 
 @dataclass(frozen=True, slots=True)
 class RolloutChanges:
-    """Changes among the watched rollouts: current summaries, and ids of deleted ones.
+    """Changes among the watched rollouts: current summaries, and ids of those that were deleted or no longer match.
+
+    After a driver was away, `gone` names what it has no more: also a rollout that ended meanwhile and is beyond
+    `ended_limit`. When a driver leaves the installation, it names all of its rollouts.
 
     `complete`: all initial summaries have been sent. `away`: names of the drivers that do not answer now; what is known
     of their rollouts may be out of date.
