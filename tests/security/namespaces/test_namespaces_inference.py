@@ -171,6 +171,11 @@ async def generated(team: Any, asked: pb.GenerateRequest) -> int:
     return int(events[-1].done.completion.finish_reason)
 
 
+async def scored(team: Any) -> pb.ScoreResponse:
+    response: pb.ScoreResponse = await team.Score(pb.ScoreRequest(token_ids=ids(), start=1))
+    return response
+
+
 async def load(team: Any, name: str, path: str = "") -> pb.Adapter:
     data = b"weights"
 
@@ -210,14 +215,19 @@ async def in_flight(teams: Teams, *asked: tuple[Any, pb.GenerateRequest]) -> Asy
     """Generations that wait, because the engine is paused; at the end it resumes and they end."""
     await teams.operator.Pause(pb.PauseRequest(mode=pb.PAUSE_MODE_KEEP))
     tasks = [asyncio.create_task(generated(team, one)) for team, one in asked]
-    watch = teams.operator.WatchStats(pb.WatchStatsRequest(interval={"nanos": 100_000_000}))  # type: ignore[arg-type]
-    async for stats in watch:
-        if stats.waiting + stats.running == len(tasks):
-            break
-    watch.cancel()
+    await counted(teams, len(tasks))
     yield tasks
     await teams.operator.Resume(pb.ResumeRequest())
     await asyncio.gather(*tasks)
+
+
+async def counted(teams: Teams, requests: int) -> None:
+    """Wait until the engine has so many requests, scores among them."""
+    watch = teams.operator.WatchStats(pb.WatchStatsRequest(interval={"nanos": 100_000_000}))  # type: ignore[arg-type]
+    async for stats in watch:
+        if stats.waiting + stats.running == requests:
+            break
+    watch.cancel()
 
 
 def _call(team: Any, method: str, **metadata: Any) -> Awaitable[Any]:
@@ -330,6 +340,23 @@ async def test_aborts_reach_the_callers_namespace_alone(opened: Open) -> None:
         assert await of_a == chat_pb2.FINISH_REASON_ABORT
         assert not of_default.done()
         assert (await teams.operator.Abort(both)).aborted_count == 1
+
+
+async def test_an_abort_of_an_empty_id_reaches_no_score_of_another_team(opened: Open) -> None:
+    """An engine may have no id for a score; an empty one is refused, since it names no request."""
+    async with opened() as teams, in_flight(teams, (teams.b, request("r"))) as (of_b,):
+        score = asyncio.create_task(scored(teams.a))
+        await counted(teams, 2)
+        for names in ([""], ["r", ""]):
+            abort = teams.b.Abort(pb.AbortRequest(requests=pb.AbortRequest.RequestIds(request_ids=names)))
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await abort
+            error = error_from_rpc(caught.value)
+            where = f"requests.request_ids[{len(names) - 1}]"
+            assert (error.reason, error.violations[0].field) == ("FIELD_INVALID", where)
+        assert not of_b.done() and not score.done()
+        await teams.operator.Resume(pb.ResumeRequest())
+        assert len((await score).logprobs) == 4 * 3
 
 
 async def test_request_ids_of_two_teams_in_flight_are_independent(opened: Open) -> None:

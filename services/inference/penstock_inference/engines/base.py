@@ -199,7 +199,7 @@ class GenerateRequest:
     min_policy_version: int | None = None
     """Wait in the queue until at least this version is in force."""
     exact_policy_version: int | None = None
-    """Refuse the request if another version is in force at the start."""
+    """Refuse the request if another version is in force, or fail it if another one samples its first token."""
     adapter: str = ""
     """A loaded adapter's name; versions are then the adapter's. Empty: the base weights."""
     tensor_start: int = 0

@@ -32,7 +32,12 @@ class StopTexts:
         if token >= self._known_ids:
             return None
         text = self._tail + self._stream.push((token,))
-        found = [(at, -len(stop), stop) for stop in self._texts if (at := text.find(stop)) >= 0]
+        found = []
+        for stop in self._texts:
+            # Only what ends in this token's text: the caller may have let an earlier one pass.
+            at = text.find(stop, max(0, len(self._tail) - len(stop) + 1))
+            if at >= 0:
+                found.append((at, -len(stop), stop))
         self._tail = text[-self._keep :] if self._keep else ""
         return min(found)[2] if found else None
 

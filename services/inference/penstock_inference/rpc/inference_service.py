@@ -138,6 +138,9 @@ class InferenceServicer(rpc.InferenceServiceServicer):
             or (target == "session_id" and not request.session_id)
         ):
             raise invalid_field("target", "must name requests, a session, or all = true")
+        for index, request_id in enumerate(request.requests.request_ids):
+            if not request_id:
+                raise invalid_field(f"requests.request_ids[{index}]", "must not be empty: no request has that id")
         ids = [scoped(namespace, request_id) for request_id in request.requests.request_ids]
         count = await self._engine.abort(
             request_ids=self.served.ids(scope) if target == "all" and scope is not None else ids,

@@ -293,6 +293,18 @@ async def _last(stream: Any) -> Done:
     return done
 
 
+@pytest.mark.requirement("R23", "R107")
+async def test_an_abort_of_the_empty_id_ends_no_score(open_engine: OpenEngine) -> None:
+    """Scores have no id, and any caller of the engine may have asked for one."""
+    engine = await open_engine()
+    await engine.pause(PauseMode.KEEP)
+    score = asyncio.create_task(engine.score(prompt(9)))
+    await asyncio.sleep(0)
+    assert await engine.abort(request_ids=["", "unknown"]) == 0
+    await engine.resume()
+    assert (await score).logprobs.size == 8
+
+
 @pytest.mark.requirement("R23", "R32")
 async def test_leaving_a_generation_frees_its_slot_and_its_id(open_engine: OpenEngine) -> None:
     """A cancelled wait releases what it held."""

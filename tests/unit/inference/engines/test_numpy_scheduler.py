@@ -1,8 +1,11 @@
 """The scheduler step by step, where exactly when something happens matters."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
+from penstock_chassis.errors import FailedPrecondition
 from penstock_inference.engines.base import Delta, Done, FinishReason, GenerateRequest, Sampling, VersionSpan
 from penstock_inference.engines.numpy.model import ModelConfig, Weights
 from penstock_inference.engines.numpy.scheduler import PREFILL_TOKENS_PER_STEP, Scheduler
@@ -57,6 +60,35 @@ def test_prompt_under_way_during_a_swap_uses_the_new_policy_alone() -> None:
     assert one.version_spans == (VersionSpan(1, 0, 20),)
     np.testing.assert_array_equal(one.token_ids, other.token_ids)
     np.testing.assert_array_equal(one.logprobs, other.logprobs)
+
+
+@pytest.mark.requirement("R87")
+def test_a_prompt_under_way_for_an_exact_version_ends_at_a_swap_and_frees_its_slot() -> None:
+    """The new policy would sample all of it."""
+    running = scheduler(slots=1)
+    exact = sequence("exact", 2 * PREFILL_TOKENS_PER_STEP)
+    exact.request = replace(exact.request, exact_policy_version=0)
+    running.submit(exact)
+    running.step()
+    assert running.running == 1 and not exact.token_ids
+    ((ended, error),) = running.replace_weights(NEW, 1, "")
+    assert ended is exact
+    assert isinstance(error, FailedPrecondition) and error.reason == "POLICY_VERSION_UNAVAILABLE"
+    assert (running.running, running.stats().failed, running.has_work) == (0, 1, False)
+    running.submit(sequence("next", 30))
+    assert finish(running)["next"].version_spans == (VersionSpan(1, 0, 20),)
+
+
+@pytest.mark.requirement("R87")
+def test_a_completion_for_an_exact_version_that_has_begun_goes_on_after_a_swap() -> None:
+    """The version is asked for at the start."""
+    running = scheduler()
+    exact = sequence("exact", 30)
+    exact.request = replace(exact.request, exact_policy_version=0)
+    running.submit(exact)
+    running.step()
+    running.replace_weights(NEW, 1, "")
+    assert finish(running)["exact"].version_spans == (VersionSpan(0, 0, 1), VersionSpan(1, 1, 20))
 
 
 @pytest.mark.requirement("R32")

@@ -328,6 +328,8 @@ class OneScoreAStep(Llm):
         self.inside: dict[str, asyncio.Event] = {}
         """Its requests, and when each ends."""
         self.most = 0
+        self.sampled: list[int] = []
+        """The tokens of every completion."""
 
     async def add_request(self, name: str, *_: object, lora_request: object) -> Any:
         self.inside[name] = asyncio.Event()
@@ -337,7 +339,9 @@ class OneScoreAStep(Llm):
             await self.inside[name].wait()
             del self.inside[name]
             flat = SimpleNamespace(logprobs=[-1.0] * 2, token_ids=[1] * 2, ranks=[1] * 2, start_indices=[0, 1])
-            completion = SimpleNamespace(token_ids=[], logprobs=None, finish_reason="length", stop_reason=None)
+            completion = SimpleNamespace(
+                token_ids=self.sampled, logprobs=flat, finish_reason="length", stop_reason=None
+            )
             return SimpleNamespace(prompt_logprobs=flat, num_cached_tokens=0, outputs=[completion], metrics=None)
 
         if any(each.startswith("score-") for each in self.inside) and len(self.inside) > 1:
@@ -427,6 +431,29 @@ async def test_a_reader_that_does_not_read_its_completion_delays_no_score(core: 
     assert core.admission.running == 1
     await events.aclose()
     assert core.admission.running == 0
+
+
+@pytest.mark.requirement("R87")
+async def test_weights_that_come_before_the_first_token_fail_a_request_for_exact_ones(
+    core: Any, generations: Any
+) -> None:
+    """It had been admitted under the weights that it requires."""
+    llm = core.runtime.llm
+
+    async def complete() -> list[Any]:
+        wanted = GenerateRequest("exact", TWO, Sampling(max_tokens=2), exact_policy_version=0)
+        return [event async for event in generations.generate(wanted)]
+
+    completing = asyncio.create_task(complete())
+    await turns()
+    assert list(llm.inside) == ["exact"]
+    llm.sampled = [1, 1]
+    await core.put_in_force(1, "", None)
+    llm.end()
+    with pytest.raises(FailedPrecondition) as caught:
+        await completing
+    assert caught.value.reason == "POLICY_VERSION_UNAVAILABLE"
+    assert (core.admission.running, core.counts.failed, core.counts.finished) == (0, 1, 0)
 
 
 @pytest.mark.requirement("R63", "R87")

@@ -210,7 +210,7 @@ class NumpyEngine:
     async def abort(
         self, *, request_ids: Sequence_[str] = (), session_id: str | None = None, everything: bool = False
     ) -> int:
-        ids = frozenset(request_ids)
+        ids = frozenset(request_ids) - {""}  # every score's
 
         def chosen(sequence: Sequence) -> bool:
             request = sequence.request

@@ -90,14 +90,20 @@ class Scheduler:
         self._queue(sequence)
 
     def replace_weights(self, weights: Weights, version: int, label: str) -> list[tuple[Sequence, Event]]:
-        """Swap the policy.
+        """Swap the policy; return the events of the swap.
 
         Sequences that have sampled something continue with their keys and values; prompts in progress are computed
-        again, so only a completion that spans the swap is of mixed origin.
+        again, so only a completion that spans the swap is of mixed origin. A prompt for an exact version ends in error.
         """
         now = time.monotonic()
-        deltas: list[tuple[Sequence, Event]] = [(s, s.delta(now)) for s in self._running.values() if s.unsent]
+        events: list[tuple[Sequence, Event]] = [(s, s.delta(now)) for s in self._running.values() if s.unsent]
         self.weights, self.version, self.label = weights, version, label
+        for sequence in tuple(self._running.values()):
+            refusal = None if sequence.token_ids else self._version_refusal(sequence.request)
+            if refusal is not None:
+                self._counts["failed"] += 1
+                self._let_go(sequence)
+                events.append((sequence, refusal))
         self._slots.weights_changed()
         for slot, sequence in self._running.items():
             if not sequence.token_ids:
@@ -108,7 +114,7 @@ class Scheduler:
         early, self._early = self._early, []
         for sequence in early:
             self._queue(sequence)
-        return deltas
+        return events
 
     def abort(self, chosen: Callable[[Sequence], bool]) -> list[tuple[Sequence, Event]]:
         """End every sequence for which `chosen` is true, queued or running."""

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.values.token_tensors import ROUTED_EXPERTS, TokenTensor
-from penstock_chassis.errors import Internal, PenstockError
+from penstock_chassis.errors import FailedPrecondition, Internal, PenstockError
 from penstock_inference.engines.base import (
     Delta,
     Done,
@@ -81,7 +81,8 @@ class Flight:
     def take(self, output: Any) -> None:
         """Append one `RequestOutput`.
 
-        Raises Internal (LOGITS_NOT_FINITE) for a value that is no logprob; FailedPrecondition (MEDIA_MISMATCH).
+        Raises Internal (LOGITS_NOT_FINITE) for a value that is no logprob; FailedPrecondition (MEDIA_MISMATCH;
+        POLICY_VERSION_UNAVAILABLE at the end, if another version than the one required sampled the first token).
         """
         if self.over:
             return
@@ -95,6 +96,7 @@ class Flight:
         if self.finish is None and completion.finish_reason is not None:
             self._finish(completion, output)
         if self.finish is not None:
+            self._check_version()
             self.ended.set()
         self.moved.set()
 
@@ -146,6 +148,23 @@ class Flight:
         spans = getattr(completion, "weight_versions", None)
         if spans and not self.pinned:
             self.starts = [(int(span.version), span.start) for span in spans if span.end > span.start]
+
+    def _check_version(self) -> None:
+        """Raises FailedPrecondition if weights came between admission and the first token.
+
+        Before the end a label may be a step late. An adapter's completion has the version of its admission.
+        """
+        exact, spans = self.request.exact_policy_version, self.spans()
+        if exact is None or self.pinned or not spans or spans[0].policy_version == exact:
+            return
+        # It ends with the error: `fail` leaves alone what is over.
+        self.finish = None
+        version = spans[0].policy_version
+        raise FailedPrecondition(
+            f"policy version {exact} was requested, but {version} was in force at the start",
+            reason="POLICY_VERSION_UNAVAILABLE",
+            metadata={"policy_version": str(version)},
+        )
 
     def deltas(self) -> Iterator[Delta]:
         """The tokens that no delta has carried, one delta per version."""
