@@ -546,6 +546,40 @@ async def test_a_completion_keeps_the_adapter_version_with_which_it_began(opened
 
 
 @pytest.mark.requirement("R47")
+async def test_the_last_user_of_an_unloaded_adapter_leaves_its_successor_loaded(opened: Open, tmp_path: Path) -> None:
+    """A version may be loaded again with other files, once it is unloaded; a slow reader still counts as a user."""
+    async with sglang_server() as server:
+        engine = await opened(server)
+        await engine.load_adapter(source(tmp_path, 1))
+        slow = engine.generate(replace(request("slow", stream=True), adapter="style"))
+        async with aclosing(slow):
+            await anext(slow)
+            await engine.unload_adapter("style")
+            await engine.load_adapter(source(tmp_path, 1, rank=4))
+            assert len(server.adapters) == 2
+        await eventually(lambda: len(server.adapters) < 2, "the one that was unloaded is gone")
+        (left,) = server.adapters.values()
+        assert left.endswith("adapter-1-4-True")
+        assert versions(await finished(engine, replace(request(), adapter="style"))) == [1] * 4
+
+
+@pytest.mark.requirement("R47")
+async def test_an_adapter_whose_load_is_given_up_does_not_stay_at_the_server(opened: Open, tmp_path: Path) -> None:
+    """Its name is of this load alone, so no later one would replace it."""
+    async with sglang_server(held=True) as server:
+        engine = await opened(server)
+        running = asyncio.create_task(finished(engine, request()))
+        loading = asyncio.create_task(engine.load_adapter(source(tmp_path, 1), PauseMode.WAIT))
+        await eventually(lambda: len(server.adapters) == 1, "the server has it, and the engine waits for what runs")
+        loading.cancel()
+        await asyncio.gather(loading, return_exceptions=True)
+        await eventually(lambda: not server.adapters, "it is unloaded")
+        assert engine.adapters() == ()
+        server.permit(4)
+        await running
+
+
+@pytest.mark.requirement("R47")
 async def test_adapters_are_refused_where_the_server_has_none(opened: Open, tmp_path: Path) -> None:
     """By their capability."""
     async with sglang_server(lora=False) as server:
