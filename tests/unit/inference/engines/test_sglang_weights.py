@@ -363,7 +363,7 @@ async def test_a_server_that_starts_anew_gets_the_weights_and_adapters_in_force(
         await finished(engine, request())
     async with sglang_server(port) as server:
         await eventually(lambda: not engine._lookout.lost, "it is found")
-        assert (server.number, server.weight_version, list(server.adapters)) == (1, "1", ["style@1"])
+        assert (server.number, server.weight_version, list(server.adapters)) == (1, "1", ["style@1#1"])
         assert versions(await finished(engine, request())) == [1] * 4
 
 
@@ -519,10 +519,10 @@ async def test_a_completion_keeps_the_adapter_version_with_which_it_began(opened
         await engine.load_adapter(source(tmp_path, 2))
         new = asyncio.create_task(finished(engine, replace(request("new"), adapter="style")))
         await eventually(lambda: len(server.sequences) == 2, "both run there")
-        assert sorted(server.adapters) == ["style@1", "style@2"]
+        assert sorted(server.adapters) == ["style@1#1", "style@2#2"]
         server.permit(8)
         assert versions(await old) == [1] * 4 and versions(await new) == [2] * 4
-        await eventually(lambda: list(server.adapters) == ["style@2"], "the older version is unloaded")
+        await eventually(lambda: list(server.adapters) == ["style@2#2"], "the older version is unloaded")
         assert (await engine.score(PROMPT, adapter="style")).policy_version == 2
         other = replace(source(tmp_path, 3), name="other")
         for wrong, error, reason in (
@@ -536,9 +536,9 @@ async def test_a_completion_keeps_the_adapter_version_with_which_it_began(opened
             assert caught.value.reason == reason
         await engine.unload_adapter("style")
         await eventually(lambda: not server.adapters, "it is unloaded")
-        server.adapters["style@6"] = "of an attempt that was given up"
+        server.adapters["style@6#4"] = "of a service before this one"
         await engine.load_adapter(source(tmp_path, 6))
-        assert server.adapters["style@6"].endswith("adapter-6-8-True")
+        assert server.adapters["style@6#4"].endswith("adapter-6-8-True")
         await engine.unload_adapter("style")
         with pytest.raises(InvalidArgument) as unknown:
             await finished(engine, replace(request(), adapter="style"))
