@@ -82,7 +82,7 @@ class Dns:
         while True:
             try:
                 found: Mapping[str, Member] | None = await self._resolved()
-            except OSError as error:
+            except (OSError, ValueError) as error:  # ValueError, and UnicodeError: it can be no name
                 _log.warning("a name of services cannot be resolved", host=self.host, error=str(error))
                 found = {} if known is None else None
             if found is not None and found != known:

@@ -255,7 +255,7 @@ async def _found(address: str) -> Host:
             _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
     except ConnectionRefusedError:
         return Host.REFUSING
-    except OSError:  # TimeoutError too
+    except (OSError, ValueError):  # TimeoutError too; ValueError, and UnicodeError, for a host that can be no name
         return Host.SILENT
     writer.close()
     return Host.ACCEPTING

@@ -28,8 +28,8 @@ class LoadedAdapter:
 
     @property
     def versioned_name(self) -> str:
-        """Its name at the server."""
-        return f"{self.info.name}@{self.info.policy_version}"
+        """Its name at the server, of this load alone: a version may come again while an older load of it is in use."""
+        return f"{self.info.name}@{self.info.policy_version}#{self.number}"
 
 
 @dataclass(slots=True)

@@ -57,6 +57,13 @@ async def test_a_name_of_dns_has_every_address_and_is_what_certificates_must_say
     assert {member.certified for member in found.values()} == {"localhost"}
 
 
+@pytest.mark.requirement("R119")
+@pytest.mark.parametrize("host", ["node7..cluster", "n" * 64, "a\0b"])
+async def test_what_is_no_name_of_dns_has_no_members(host: str) -> None:
+    """As a name that is unknown; the service that follows it goes on."""
+    assert await anext(aiter(members.parse(f"dns:{host}:7701").read())) == {}
+
+
 async def test_a_file_is_followed_through_every_state_it_can_be_in(tmp_path: Path) -> None:
     path = tmp_path / "peers.json"
     seen = aiter(File(path, every_s=0.01).read())

@@ -6,6 +6,7 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
 
 import grpc
 import pytest
@@ -205,3 +206,21 @@ async def test_the_host_of_a_lost_peer_is_tried_less_and_less(monkeypatch: pytes
             await probes.acquire()
     assert peer.host is Host.SILENT
     assert tries == 1
+
+
+@pytest.mark.requirement("R119")
+@pytest.mark.parametrize("host", ["node7..cluster", "n" * 64, "a\0b"])
+async def test_a_member_whose_host_is_no_name_is_lost_alone(host: str) -> None:
+    """One wrong line of a list ended the probes of all, and with them the service, at each of its starts."""
+    async with served("n0") as (address, _):
+        source = Members(Member("n7", f"{host}:7701"), Member("n0", address))
+        async with following("sandbox", source, lambda member: connect(member.address)) as peers:
+            serving = asyncio.ensure_future(until(peers, "n0", State.SERVING))
+            lost = asyncio.ensure_future(until(peers, "n7", State.LOST))
+            broken = asyncio.ensure_future(peers.until_broken())
+            ends: list[asyncio.Future[Any]] = [broken, asyncio.gather(serving, lost)]
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            assert not broken.done()
+            assert (await lost).host is Host.SILENT
+            assert not (await serving).is_lost
+            broken.cancel()

@@ -363,7 +363,7 @@ async def test_a_server_that_starts_anew_gets_the_weights_and_adapters_in_force(
         await finished(engine, request())
     async with sglang_server(port) as server:
         await eventually(lambda: not engine._lookout.lost, "it is found")
-        assert (server.number, server.weight_version, list(server.adapters)) == (1, "1", ["style@1"])
+        assert (server.number, server.weight_version, list(server.adapters)) == (1, "1", ["style@1#1"])
         assert versions(await finished(engine, request())) == [1] * 4
 
 
@@ -519,10 +519,10 @@ async def test_a_completion_keeps_the_adapter_version_with_which_it_began(opened
         await engine.load_adapter(source(tmp_path, 2))
         new = asyncio.create_task(finished(engine, replace(request("new"), adapter="style")))
         await eventually(lambda: len(server.sequences) == 2, "both run there")
-        assert sorted(server.adapters) == ["style@1", "style@2"]
+        assert sorted(server.adapters) == ["style@1#1", "style@2#2"]
         server.permit(8)
         assert versions(await old) == [1] * 4 and versions(await new) == [2] * 4
-        await eventually(lambda: list(server.adapters) == ["style@2"], "the older version is unloaded")
+        await eventually(lambda: list(server.adapters) == ["style@2#2"], "the older version is unloaded")
         assert (await engine.score(PROMPT, adapter="style")).policy_version == 2
         other = replace(source(tmp_path, 3), name="other")
         for wrong, error, reason in (
@@ -536,13 +536,47 @@ async def test_a_completion_keeps_the_adapter_version_with_which_it_began(opened
             assert caught.value.reason == reason
         await engine.unload_adapter("style")
         await eventually(lambda: not server.adapters, "it is unloaded")
-        server.adapters["style@6"] = "of an attempt that was given up"
+        server.adapters["style@6#4"] = "of a service before this one"
         await engine.load_adapter(source(tmp_path, 6))
-        assert server.adapters["style@6"].endswith("adapter-6-8-True")
+        assert server.adapters["style@6#4"].endswith("adapter-6-8-True")
         await engine.unload_adapter("style")
         with pytest.raises(InvalidArgument) as unknown:
             await finished(engine, replace(request(), adapter="style"))
         assert unknown.value.reason == "ADAPTER_UNKNOWN"
+
+
+@pytest.mark.requirement("R47")
+async def test_the_last_user_of_an_unloaded_adapter_leaves_its_successor_loaded(opened: Open, tmp_path: Path) -> None:
+    """A version may be loaded again with other files, once it is unloaded; a slow reader still counts as a user."""
+    async with sglang_server() as server:
+        engine = await opened(server)
+        await engine.load_adapter(source(tmp_path, 1))
+        slow = engine.generate(replace(request("slow", stream=True), adapter="style"))
+        async with aclosing(slow):
+            await anext(slow)
+            await engine.unload_adapter("style")
+            await engine.load_adapter(source(tmp_path, 1, rank=4))
+            assert len(server.adapters) == 2
+        await eventually(lambda: len(server.adapters) < 2, "the one that was unloaded is gone")
+        (left,) = server.adapters.values()
+        assert left.endswith("adapter-1-4-True")
+        assert versions(await finished(engine, replace(request(), adapter="style"))) == [1] * 4
+
+
+@pytest.mark.requirement("R47")
+async def test_an_adapter_whose_load_is_given_up_does_not_stay_at_the_server(opened: Open, tmp_path: Path) -> None:
+    """Its name is of this load alone, so no later one would replace it."""
+    async with sglang_server(held=True) as server:
+        engine = await opened(server)
+        running = asyncio.create_task(finished(engine, request()))
+        loading = asyncio.create_task(engine.load_adapter(source(tmp_path, 1), PauseMode.WAIT))
+        await eventually(lambda: len(server.adapters) == 1, "the server has it, and the engine waits for what runs")
+        loading.cancel()
+        await asyncio.gather(loading, return_exceptions=True)
+        await eventually(lambda: not server.adapters, "it is unloaded")
+        assert engine.adapters() == ()
+        server.permit(4)
+        await running
 
 
 @pytest.mark.requirement("R47")

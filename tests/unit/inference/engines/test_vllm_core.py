@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import importlib
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -13,10 +15,19 @@ from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
-from tests.support.waiting import eventually
+from tests.support.vision import png
+from tests.support.waiting import GUARD_S, eventually
 
 from penstock_chassis.errors import FailedPrecondition, PenstockError, Unsupported
-from penstock_inference.engines.base import Done, EngineOptions, GenerateRequest, PauseMode, Sampling, UpdateFormat
+from penstock_inference.engines.base import (
+    Done,
+    EngineOptions,
+    GenerateRequest,
+    Media,
+    PauseMode,
+    Sampling,
+    UpdateFormat,
+)
 from penstock_inference.engines.checks import closed
 
 HOUSE = "penstock_inference.engines.vllm"
@@ -480,3 +491,116 @@ async def test_experts_are_not_replaced_where_their_layout_would_be_lost(
         await updates.begin(1, "", UpdateFormat.FULL)
         with pytest.raises(PenstockError):  # it is open
             await updates.begin(2, "", UpdateFormat.FULL)
+
+
+class Salts(Llm):
+    """A vLLM that reads images itself, which takes until the test lets it go on, and notes the salts that it got."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.salts: dict[str, str] = {}
+        self.reads = asyncio.Event()
+        self.has_read = asyncio.Event()
+
+    async def add_request(self, name: str, prompt: dict[str, Any], *_: object, lora_request: object) -> Any:
+        self.reads.set()
+        await self.has_read.wait()
+        self.salts[name] = prompt["cache_salt"]
+        completion = SimpleNamespace(token_ids=[], logprobs=None, finish_reason="length", stop_reason=None)
+        output = SimpleNamespace(outputs=[completion], num_cached_tokens=0, metrics=None, prompt_token_ids=None)
+        return SimpleNamespace(get_nowait=lambda: output)
+
+
+def seeing(generations: Any, name: str) -> asyncio.Task[list[Any]]:
+    """A completion of a prompt with an image."""
+    data = png(1, 1)
+    media = (Media("image/png", hashlib.sha256(data).digest(), data, 0, 1, 5),)
+
+    async def complete() -> list[Any]:
+        wanted = GenerateRequest(name, TWO, Sampling(max_tokens=1), media=media)
+        return [event async for event in generations.generate(wanted)]
+
+    return asyncio.create_task(complete())
+
+
+@pytest.mark.requirement("R87", "R137")
+async def test_a_prompt_whose_images_are_decoded_across_an_update_matches_no_older_prefix(
+    house: Any, core: Any, generations: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All its tokens are reported as of the new version, so none may rest on what the old weights computed."""
+    llm = core.runtime.llm = Salts()
+    llm.has_read.set()
+    decodes, go_on, known = threading.Event(), threading.Event(), house.generation.prompt_with_images
+
+    def slowly(*given: Any) -> Any:
+        decodes.set()
+        assert go_on.wait(GUARD_S)
+        return known(*given)
+
+    monkeypatch.setattr(house.generation, "prompt_with_images", slowly)
+    generating = seeing(generations, "r")
+    await eventually(decodes.is_set, "its image is being decoded")
+    async with core.stopped(PauseMode.KEEP):
+        await core.put_in_force(2, "", None)
+    go_on.set()
+    await generating
+    assert llm.salts == {"r": "v2"}
+
+
+@pytest.mark.requirement("R87", "R137")
+async def test_an_update_and_the_way_of_a_request_into_vllm_exclude_each_other(
+    house: Any, core: Any, generations: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM reads images before its core gets the request, whose salt is chosen by then."""
+    llm = core.runtime.llm = Salts()
+    decoded: list[Any] = []
+    known = house.generation.prompt_with_images
+
+    def counted(*given: Any) -> Any:
+        decoded.append(known(*given))
+        return decoded[-1]
+
+    monkeypatch.setattr(house.generation, "prompt_with_images", counted)
+    first = seeing(generations, "first")
+    await llm.reads.wait()
+    stands, go_on = asyncio.Event(), asyncio.Event()
+
+    async def update() -> None:
+        async with core.stopped(PauseMode.KEEP):
+            stands.set()
+            await go_on.wait()
+            await core.put_in_force(2, "", None)
+
+    second = seeing(generations, "second")
+    updating = asyncio.create_task(update())
+    await turns()
+    assert not stands.is_set()
+    llm.has_read.set()
+    await stands.wait()
+    assert isinstance((await first)[-1], Done)
+    await eventually(lambda: len(decoded) == 2, "the second one's image is decoded")
+    await turns()
+    assert llm.salts == {"first": "v0"}
+    go_on.set()
+    await asyncio.gather(updating, second)
+    assert llm.salts == {"first": "v0", "second": "v2"}
+
+
+@pytest.mark.requirement("R49", "R87")
+async def test_an_update_that_is_given_up_before_vllm_stops_holds_no_request(core: Any, generations: Any) -> None:
+    llm = core.runtime.llm = Salts()
+    first = seeing(generations, "first")
+    await llm.reads.wait()
+
+    async def update() -> None:
+        async with core.stopped(PauseMode.KEEP):
+            raise AssertionError
+
+    updating = asyncio.create_task(update())
+    await turns()
+    updating.cancel()
+    await asyncio.gather(updating, return_exceptions=True)
+    second = seeing(generations, "second")
+    llm.has_read.set()
+    await asyncio.gather(first, second)
+    assert llm.salts == {"first": "v0", "second": "v0"}

@@ -19,7 +19,7 @@ from penstock_inference.engines.vllm.images import prompt_with_images
 
 def decoded(data: bytes) -> tuple[int, int]:
     media = Media("image/png", hashlib.sha256(data).digest(), data, 0, 1, 5)
-    prompt = prompt_with_images(np.array([5], np.int32), [media], "salt")
+    prompt = prompt_with_images(np.array([5], np.int32), [media])
     size: tuple[int, int] = prompt["multi_modal_data"]["image"][0].size
     return size
 

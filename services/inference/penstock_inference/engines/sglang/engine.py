@@ -395,15 +395,21 @@ class SglangEngine:
         if not self._has_adapters(self._found()):
             raise missing_capability("adapters")
         adapter = self._adapters.prepare(source)
-        await self._server.add_adapter(adapter)
-        if mode is not PauseMode.KEEP:
-            self._admission.hold()
-            try:
-                if mode is PauseMode.ABORT:
-                    self._calls.abort(lambda request: request.adapter == source.name)
-                await self._server.idle()
-            finally:
-                self._admission.release()
+        try:
+            await self._server.add_adapter(adapter)
+            if mode is not PauseMode.KEEP:
+                self._admission.hold()
+                try:
+                    if mode is PauseMode.ABORT:
+                        self._calls.abort(lambda request: request.adapter == source.name)
+                    await self._server.idle()
+                finally:
+                    self._admission.release()
+        except BaseException:
+            # The server may have it, under a name that no later load has.
+            adapter.replaced = True
+            self._server.drop_if_unused(adapter)
+            raise
         if (older := self._adapters.put(adapter)) is not None:
             self._server.drop_if_unused(older)
         self._admission.look()

@@ -257,7 +257,7 @@ class Server:
             text = error.violations[0].description if error.violations else "is refused"
             if ALREADY_LOADED not in text:
                 raise adapter_invalid(f"cannot be loaded: {text}") from error
-            # Of an attempt that was given up, perhaps with other files.
+            # Of a service before this one, perhaps with other files.
             await self._drop(adapter)
             await self._load_adapter(adapter)
 

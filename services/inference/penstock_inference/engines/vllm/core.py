@@ -4,6 +4,7 @@ Invariants:
 
 - Weights change only while vLLM is stopped (`stopped`). vLLM itself reports which weights sampled a token. Before 0.32
   it does not: then a token is labelled on arrival, the label may be a step late, and exact spans are not declared.
+- No weights change while a request is on its way into vLLM (`handing_over`), so its salt is of those that compute it.
 - `checkpoint` and `version` always describe the weights in force. A dead vLLM is restarted with exactly these, and one
   with doubtful weights is killed.
 """
@@ -20,6 +21,7 @@ from typing import Any, TypeVar
 
 import structlog
 
+from penstock_chassis.aio.broadcast import Signal
 from penstock_chassis.aio.tasks import TaskOwner
 from penstock_chassis.errors import FailedPrecondition, Internal, PenstockError
 from penstock_inference.engines.adapters import AdapterTable, LoadedAdapter
@@ -96,6 +98,10 @@ class Core:
         self._frozen_for: set[str] = set()
         self._frozen = False
         self._freezing = asyncio.Lock()
+        self._handing_over = 0
+        self._updates = 0
+        self._turns = Signal()
+        """Counts changes of these two: how many requests are on their way into vLLM, and how many updates are open."""
         self._settling = TaskOwner()
         """Stops and continuations of vLLM, which must not be cancelled halfway: it would be unknown which one it is."""
 
@@ -197,15 +203,43 @@ class Core:
         try:
             if mode is PauseMode.WAIT:
                 await self.idle()
-            await self.freeze("update")
-            try:
-                if mode is PauseMode.ABORT:
-                    await self.abort(lambda _: True, waiting=False)
-                yield
-            finally:
-                await self.thaw("update")
+            async with self._nothing_handed_over():
+                await self.freeze("update")
+                try:
+                    if mode is PauseMode.ABORT:
+                        await self.abort(lambda _: True, waiting=False)
+                    yield
+                finally:
+                    await self.thaw("update")
         finally:
             self.admission.release()
+
+    @asynccontextmanager
+    async def handing_over(self) -> AsyncIterator[None]:
+        """While the context is open, the weights in force stay: a request's salt is chosen, and vLLM takes the request.
+
+        That may take long: vLLM processes images before its core gets them. Waits for an update that is under way.
+        """
+        while self._updates:
+            await self._turns.wait(self._turns.number)
+        self._handing_over += 1
+        try:
+            yield
+        finally:
+            self._handing_over -= 1
+            self._turns.notify()
+
+    @asynccontextmanager
+    async def _nothing_handed_over(self) -> AsyncIterator[None]:
+        """While the context is open, no request is on its way into vLLM: those that were have arrived, others wait."""
+        self._updates += 1
+        try:
+            while self._handing_over:
+                await self._turns.wait(self._turns.number)
+            yield
+        finally:
+            self._updates -= 1
+            self._turns.notify()
 
     async def abort(self, chosen: Callable[[GenerateRequest], bool], *, waiting: bool = True) -> int:
         """Abort the generations for which `chosen` is true; return their number."""

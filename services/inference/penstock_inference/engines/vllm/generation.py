@@ -238,17 +238,23 @@ class Generations:
             self._core.admission.rest()
 
     async def _hand_over(self, llm: Any, request: GenerateRequest, params: Any, adapter: LoadedAdapter | None) -> Any:
+        lora = None if adapter is None else lora_request(adapter)
+        ids, media = request.prompt_token_ids, request.media
+        if not media:
+            async with self._core.handing_over():
+                prompt: Any = _prompt(ids.tolist(), cache_salt=self._salt(adapter))
+                return await llm.add_request(request.request_id, prompt, params, lora_request=lora)
+        async with self._decoding:  # decoded images take hundreds of megabytes
+            prompt = await asyncio.to_thread(prompt_with_images, ids, media)
+            async with self._core.handing_over():  # other weights may be in force by now
+                prompt["cache_salt"] = self._salt(adapter)
+                return await llm.add_request(request.request_id, prompt, params, lora_request=lora)
+
+    def _salt(self, adapter: LoadedAdapter | None) -> str:
         # Cached blocks of another version or adapter must never match: a salt costs nothing and never fails, while vLLM
         # refuses its own reset when anything runs.
-        salt = f"v{self._core.version}" if adapter is None else f"v{self._core.version}:{adapter.number}"
-        lora = None if adapter is None else lora_request(adapter)
-        if not request.media:
-            prompt: Any = _prompt(request.prompt_token_ids.tolist(), cache_salt=salt)
-            return await llm.add_request(request.request_id, prompt, params, lora_request=lora)
-        async with self._decoding:  # decoded images take hundreds of megabytes
-            ids, media = request.prompt_token_ids, request.media
-            prompt = await asyncio.to_thread(prompt_with_images, ids, media, salt)
-            return await llm.add_request(request.request_id, prompt, params, lora_request=lora)
+        version = self._core.version
+        return f"v{version}" if adapter is None else f"v{version}:{adapter.number}"
 
     def _params(self, flight: Flight) -> Any:
         sampling = flight.request.sampling

@@ -19,7 +19,7 @@ from penstock_codec.image_files import measure
 from penstock_inference.engines.base import Media, TokenIds
 
 
-def prompt_with_images(ids: TokenIds, media: Sequence[Media], salt: str) -> dict[str, Any]:
+def prompt_with_images(ids: TokenIds, media: Sequence[Media]) -> dict[str, Any]:
     """vLLM's raw prompt: ids with one placeholder for each image, and decoded images. CPU work, and much memory.
 
     Raises InvalidArgument naming an image that cannot be decoded.
@@ -35,7 +35,6 @@ def prompt_with_images(ids: TokenIds, media: Sequence[Media], salt: str) -> dict
         "prompt_token_ids": collapsed,
         "multi_modal_data": {"image": [_decoded(one, index) for index, one in enumerate(media)]},
         "multi_modal_uuids": {"image": [one.sha256.hex() for one in media]},
-        "cache_salt": salt,
     }
 
 
