@@ -104,6 +104,7 @@ class Link:
         self._malformed = 0
         self._runner: asyncio.Task[None] | None = None
         self._suspended = False
+        self._suspensions = 0
         self.greeting: Greeting | None = None
         self.lost: LinkLost | None = None
         self._ready: asyncio.Future[Greeting] = asyncio.get_running_loop().create_future()
@@ -125,6 +126,7 @@ class Link:
     async def suspend(self) -> None:
         """Closes the pipe and opens none until ``resume``, because the guest agent is going to be frozen."""
         self._suspended = True
+        self._suspensions += 1
         if self._runner is not None:
             self._runner.cancel()
             await asyncio.wait([self._runner])
@@ -200,9 +202,21 @@ class Link:
         self.send_frame(frames.REQUEST, number, payload)
         return reply
 
-    async def request(self, op: str, **fields: object) -> frames.Message:
-        """Sends a request and waits for its reply. Raises Refused (NotExecuted if a program cannot run) or LinkLost."""
-        return self.outcome(await self.ask(op, **fields))
+    async def request(self, op: str, *, within_s: float | None = None, **fields: object) -> frames.Message:
+        """Sends a request and waits for its reply, with ``within_s`` so many seconds, anew after each suspension.
+
+        Raises Refused (NotExecuted if a program cannot run), LinkLost, TimeoutError (a later reply is ignored).
+        """
+        reply = self.ask(op, **fields)
+        while within_s is not None:
+            suspensions = self._suspensions
+            await asyncio.wait([reply], timeout=within_s)
+            if reply.done():
+                break
+            if not self._suspended and suspensions == self._suspensions:
+                reply.cancel()
+                raise TimeoutError(op)
+        return self.outcome(await reply)
 
     def outcome(self, reply: frames.Message) -> frames.Message:
         """Returns a reply that is not a refusal. Raises Refused or NotExecuted."""
