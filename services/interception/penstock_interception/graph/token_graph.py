@@ -115,10 +115,10 @@ class TokenGraph:
         keys, states = keyed.keys, self._states(messages, keyed, room)
         key = prompt_key(messages, tools, kwargs, states, keys)
         twins = self._prompts.get((key.state, key.kwargs), [])
-        parents, known, told_apart = self._find_parents(messages, states, key.kwargs)
-        # Where reasoning tells equal answers apart, the same messages after another of them are no retry.
+        parents, known, distinguished = self._find_parents(messages, states, key.kwargs)
+        # Where reasoning distinguishes equal answers, the same messages after another of them are no retry.
         for twin in reversed(twins):
-            if not told_apart or (twin.continues_parent and twin.parent in parents):
+            if not distinguished or (twin.continues_parent and twin.parent in parents):
                 return self._retry_of(twin, key, hints)
         parent = parents[-1] if parents else None
         reason = ""
@@ -146,7 +146,7 @@ class TokenGraph:
             Prompt(NO_TOKENS) if self._codec is None else self._codec.prompt(messages, tools, template_kwargs=kwargs)
         )
         ids, media = prompt.ids, self._media(0, prompt.images)
-        if told_apart:
+        if distinguished:
             for twin in reversed(twins):
                 if np.array_equal(path_ids(twin, twin.prompt_count), ids):
                     return self._retry_of(twin, key, hints)

@@ -9,7 +9,8 @@ received (HELLO) and continue from there. READY, HELLO and ACK have number 0: th
 
 Invariants
 - No cut loses or duplicates a numbered frame: ``Ledger.hear`` accepts each number once, in order.
-- Kept frames are bounded: while ``Ledger.full`` a sender stops reading its sources.
+- Kept frames are bounded: while ``Ledger.full`` a sender stops reading its sources, and a peer that makes it
+  ``Ledger.overfull`` all the same is not served any more.
 - A protocol violation by the peer raises ``Malformed``: the service does not trust what it receives.
 """
 
@@ -34,8 +35,9 @@ _AMOUNT = struct.Struct("!I")
 MAX_PAYLOAD = 8 * 1024 * 1024
 # Maximum piece of output, files and connections.
 PIECE = 64 * 1024
-# Maximum bytes that one end keeps unacknowledged.
+# Maximum bytes and frames that one end keeps unacknowledged; beyond them only what is essential is sent.
 KEPT = 16 * 1024 * 1024
+KEPT_FRAMES = 50_000
 # Maximum bytes of a stream that are sent and not yet consumed by their reader.
 BULK_WINDOW = 1024 * 1024
 ENDPOINT_WINDOW = 256 * 1024
@@ -103,10 +105,10 @@ class Decoder:
 
 
 class Ledger:
-    """One end's record of a conversation: unacknowledged frames sent, and the last number received."""
+    """One end's record of a conversation: the frames ``sent`` and not acknowledged, and the last one ``received``."""
 
     def __init__(self) -> None:
-        self._sent = 0
+        self.sent = 0
         self._kept: Deque[Tuple[int, bytes]] = collections.deque()
         self._kept_bytes = 0
         self.received = 0
@@ -116,28 +118,33 @@ class Ledger:
     @property
     def full(self) -> bool:
         """Whether so much is kept that only essential frames should be sent."""
-        return self._kept_bytes >= KEPT
+        return self._kept_bytes >= KEPT or len(self._kept) >= KEPT_FRAMES
+
+    @property
+    def overfull(self) -> bool:
+        """Whether more is kept than an honest peer ever leaves unacknowledged: requests may be large, but are few."""
+        return self._kept_bytes > 4 * KEPT or len(self._kept) > 2 * KEPT_FRAMES
 
     def number_frame(self, kind: int, stream: int, payload: bytes) -> bytes:
         """Numbers a frame and keeps it; returns its bytes."""
-        self._sent += 1
-        frame = encode(kind, stream, self._sent, payload)
-        self._kept.append((self._sent, frame))
+        self.sent += 1
+        frame = encode(kind, stream, self.sent, payload)
+        self._kept.append((self.sent, frame))
         self._kept_bytes += len(frame)
         return frame
 
     def acknowledged(self, number: int) -> None:
         """The peer has received everything up to ``number``."""
-        if number > self._sent:
-            raise Malformed("frame %d is acknowledged, of %d" % (number, self._sent))
+        if number > self.sent:
+            raise Malformed("frame %d is acknowledged, of %d" % (number, self.sent))
         while self._kept and self._kept[0][0] <= number:
             self._kept_bytes -= len(self._kept.popleft()[1])
 
     def after(self, number: int) -> List[bytes]:
         """Returns the frames after ``number``, the peer's last. Raises Malformed if they are no longer kept."""
         self.acknowledged(number)
-        if self._sent - len(self._kept) != number:
-            raise Malformed("frame %d was acknowledged before, now only %d" % (self._sent - len(self._kept), number))
+        if self.sent - len(self._kept) != number:
+            raise Malformed("frame %d was acknowledged before, now only %d" % (self.sent - len(self._kept), number))
         return [frame for _, frame in self._kept]
 
     def receive(self, frame: Frame) -> bool:

@@ -223,19 +223,19 @@ class Processes:
         # Known processes first, so that each exits as KILLED.
         for other in others:
             if other.exit is None:
-                await other.kill()
+                await _kill_begun(other)
         if not await self._handle.kill_everything():
             await process.kill_leftovers()
             for other in others:
                 # Hundreds of ended processes are kept, and the backend is asked about each.
                 if not other.is_tree_dead:
-                    await other.kill()
+                    await _kill_begun(other)
 
     async def kill_all(self) -> None:
         """Kills everything in the sandbox; returns once all are dead. Raises Internal (KILL_FAILED)."""
         known = list(self._known.values())
         for process in known:
-            await process.kill()
+            await _kill_begun(process)
         if known:
             await self._kill_others(known[-1])
 
@@ -270,6 +270,13 @@ def _digest(stdin: bytes | None, files: Sequence[SeedFile]) -> bytes | None:
     parts: list[object] = [stdin and hashlib.sha256(stdin).digest()]
     parts += ((file.path, file.mode, hashlib.sha256(file.content).digest()) for file in files)
     return hashlib.sha256(repr(parts).encode()).digest()
+
+
+async def _kill_begun(process: RunningProcess) -> None:
+    """Kills a process, unless its start fails: nothing is left of it then, and its error is its own caller's."""
+    await asyncio.wait([process.started])
+    if process.started.exception() is None:
+        await process.kill()
 
 
 async def _feed(process: RunningProcess, stdin: bytes) -> None:

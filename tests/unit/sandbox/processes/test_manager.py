@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from tests.unit.sandbox.scripted_domain import pass_turns
 
+from penstock_chassis.errors import Unavailable
 from penstock_sandbox.domain.backend import ProcessSink, RawExit, SandboxHandle
-from penstock_sandbox.domain.model import Command, ExitReason, RunResult, Stream
+from penstock_sandbox.domain.model import Command, ExitReason, ProcessSpec, RunResult, Stream
 from penstock_sandbox.processes.manager import Processes
 
 INPUT = bytes(range(256)) * 64
@@ -137,3 +138,34 @@ async def test_a_program_that_ends_without_reading_its_input_leaves_nothing_that
     assert [result.exit.code for result in (*results, later)] == [0, 0, 0]
     assert len(asyncio.all_tasks()) == before
     assert len(runs.machine.programs) == 1
+
+
+@pytest.mark.requirement("R40")
+@pytest.mark.parametrize("by_id", [True, False])
+async def test_killing_everything_is_not_hindered_by_a_start_that_fails_meanwhile(tmp_path: Path, by_id: bool) -> None:
+    """Its backend has killed what was not executed in time."""
+    given_up = asyncio.Event()
+
+    class Stopping(Machine):
+        async def start(self, argv: object, env: object, cwd: object, sink: ProcessSink, **options: object) -> Program:
+            if argv == ("stopped",):
+                await given_up.wait()
+                raise Unavailable("not executed", reason="START_UNANSWERED", retry_after_s=1.0)
+            return await super().start(argv, env, cwd, sink, **options)
+
+        async def kill_everything(self) -> bool:
+            return True
+
+    processes = Processes(cast("SandboxHandle", Stopping()), {}, tmp_path)
+    running = await processes.start(ProcessSpec(id="a", command=Command(argv=("x",))))
+    starting = asyncio.create_task(processes.start(ProcessSpec(id="b", command=Command(argv=("stopped",)))))
+    await pass_turns()
+    killing: Coroutine[Any, Any, object] = processes.kill("a", everything=True) if by_id else processes.kill_all()
+    killed = asyncio.create_task(killing)
+    await pass_turns()
+    assert not killed.done(), "a program may still come of the start"
+    given_up.set()
+    await asyncio.wait([killed, starting])
+    assert killed.exception() is None
+    assert running.exit is not None
+    assert isinstance(starting.exception(), Unavailable)

@@ -264,8 +264,10 @@ class DockerSandboxes:
                     what = "the sandbox was lost during its creation"
                     raise Unavailable(what, reason="CREATE_FAILED", retry_after_s=0.1) from None
         except BaseException as error:
-            error_text = await reached.error_text() if isinstance(error, LinkLost) else ""
-            await box.destroy()
+            try:
+                error_text = await reached.error_text() if isinstance(error, LinkLost) else ""
+            finally:
+                await box.destroy()
             if isinstance(error, LinkLost):
                 what = f"the guest cannot be reached: {': '.join(filter(None, (error.reason, error_text)))}"
                 raise Internal(what, reason="CREATE_FAILED") from error

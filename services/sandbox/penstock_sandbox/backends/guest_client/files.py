@@ -42,7 +42,7 @@ class Files:
 
     async def _ask(self, op: str, path: str, **fields: object) -> frames.Message:
         try:
-            return await self._link.request(op, path=path, **fields)
+            return self._link.outcome(await self._link.ask(op, path=path, **fields))
         except Refused as refusal:
             raise file_error(refusal, path) from refusal
         except LinkLost as error:

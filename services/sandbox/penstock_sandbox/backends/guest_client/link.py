@@ -7,7 +7,8 @@ Invariants
 - Only the link sees a broken pipe. The link is lost when no pipe worked for ``lost_after_s``, when the backend reports
   that the sandbox is gone, or when the guest agent is another instance than before. Then every waiter fails with
   ``LinkLost`` and, after ``judge`` has had a few seconds to find the cause, ``on_lost`` is called once.
-- Memory is bounded whatever the peer sends: a stream that exceeds its window is a protocol violation.
+- Memory is bounded whatever the peer sends, and however little it reads: a stream that exceeds its window is a protocol
+  violation, as is an acknowledgement of what was not sent; a peer that causes frames and acknowledges none is lost.
 - While suspended it opens no pipe and counts no silence; outgoing frames wait for the next pipe.
 - No task outlives ``aclose``.
 """
@@ -88,6 +89,11 @@ class Link:
         self._ledger = frames.Ledger()
         self._attached = asyncio.Event()
         self._queue: list[bytes] = []
+        """While attached: the ledger's last frames, which are not sent over this pipe yet."""
+        self._acknowledgement = b""
+        """The newest that is not sent yet; it stands for those before."""
+        self._handed = 0
+        """The last frame that was sent over any pipe."""
         self._queued = asyncio.Event()
         self._room = asyncio.Event()
         self._room.set()
@@ -98,6 +104,7 @@ class Link:
         self._malformed = 0
         self._runner: asyncio.Task[None] | None = None
         self._suspended = False
+        self._suspensions = 0
         self.greeting: Greeting | None = None
         self.lost: LinkLost | None = None
         self._ready: asyncio.Future[Greeting] = asyncio.get_running_loop().create_future()
@@ -119,6 +126,7 @@ class Link:
     async def suspend(self) -> None:
         """Closes the pipe and opens none until ``resume``, because the guest agent is going to be frozen."""
         self._suspended = True
+        self._suspensions += 1
         if self._runner is not None:
             self._runner.cancel()
             await asyncio.wait([self._runner])
@@ -194,9 +202,21 @@ class Link:
         self.send_frame(frames.REQUEST, number, payload)
         return reply
 
-    async def request(self, op: str, **fields: object) -> frames.Message:
-        """Sends a request and waits for its reply. Raises Refused (NotExecuted if a program cannot run) or LinkLost."""
-        return self.outcome(await self.ask(op, **fields))
+    async def request(self, op: str, *, within_s: float | None = None, **fields: object) -> frames.Message:
+        """Sends a request and waits for its reply, with ``within_s`` so many seconds, anew after each suspension.
+
+        Raises Refused (NotExecuted if a program cannot run), LinkLost, TimeoutError (a later reply is ignored).
+        """
+        reply = self.ask(op, **fields)
+        while within_s is not None:
+            suspensions = self._suspensions
+            await asyncio.wait([reply], timeout=within_s)
+            if reply.done():
+                break
+            if not self._suspended and suspensions == self._suspensions:
+                reply.cancel()
+                raise TimeoutError(op)
+        return self.outcome(await reply)
 
     def outcome(self, reply: frames.Message) -> frames.Message:
         """Returns a reply that is not a refusal. Raises Refused or NotExecuted."""
@@ -266,6 +286,7 @@ class Link:
                             backoff.reset()
                         self._attached.clear()
                         self._queue.clear()
+                        self._acknowledgement = b""
                         await pipe.aclose()
             except SandboxGone as gone:
                 self.lose(gone.reason)
@@ -305,13 +326,16 @@ class Link:
         while True:
             await self._queued.wait()
             self._queued.clear()
-            while self._queue:
+            while self._queue or self._acknowledgement:
                 size = count = 0
                 while count < len(self._queue) and size < _BATCH:
                     size += len(self._queue[count])
                     count += 1
-                batch = b"".join(self._queue[:count])
+                batch = b"".join((*self._queue[:count], self._acknowledgement))
                 del self._queue[:count]
+                self._acknowledgement = b""
+                if self._attached.is_set():
+                    self._handed = max(self._handed, self._ledger.sent - len(self._queue))
                 await pipe.send(batch)
 
     async def _watch_silence(self) -> None:
@@ -333,6 +357,8 @@ class Link:
             self._received_anything = True
             for frame in decoder.feed(data):
                 if frame.kind == frames.READY:
+                    if attachment:
+                        raise Malformed("a second READY")
                     attachment = self._greeted(frame)
                     hello = {"attachment": attachment, "session": self._session, "received": self._ledger.received}
                     self._queue.append(frames.encode(frames.HELLO, 0, 0, frames.pack_message(hello)))
@@ -348,8 +374,12 @@ class Link:
                     self._acknowledged(frames.parse_number(frame.payload))
                 elif self._ledger.receive(frame):
                     self._receive(frame)
+                    if self._ledger.overfull:
+                        _log.warning("a guest acknowledges nothing")
+                        self.lose("ATTENDANT_MISBEHAVED")
+                        raise LinkLost("ATTENDANT_MISBEHAVED")
                     if acknowledgement := self._ledger.acknowledgement():
-                        self._queue.append(acknowledgement)
+                        self._acknowledgement = acknowledgement
                         self._queued.set()
         raise _PipeBroken("the pipe ended")
 
@@ -373,6 +403,9 @@ class Link:
             self._ready.set_result(self.greeting)
 
     def _acknowledged(self, number: int) -> None:
+        if number > self._handed:
+            # It would make room for more frames, beside those that still wait for the pipe.
+            raise Malformed(f"frame {number} is acknowledged and not sent, of {self._handed}")
         self._ledger.acknowledged(number)
         if not self._ledger.full:
             self._room.set()

@@ -1,8 +1,8 @@
 """A process in a sandbox with a guest agent: its streams are the link's, its exit comes from the agent.
 
 Invariants: nothing is delivered after ``lost``; the exit is delivered at most once, after the output written before it;
-in a paused sandbox, a signal or a kill thaws it temporarily. A tree that cannot be killed ends its sandbox, which is
-attributed to that sandbox's workload.
+in a paused sandbox, a signal or a kill thaws it temporarily. A tree that cannot be killed, or whose supervisor obeys no
+order, ends its sandbox, which is attributed to that sandbox's workload.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ from penstock_sandbox.guest.common import children
 
 _log = structlog.get_logger(__name__)
 
+ORDER_ANSWER_S = 60.0
+"""Maximum wait for a supervisor's answer: its deadline for a kill, a broken pipe (``LOST_AFTER_S``), and a margin."""
+
 _END_OF_TYPING = b"\x04"
 _EXIT_REPORT_S = 5.0
 
@@ -46,7 +49,9 @@ class AttendedProcess(ProcessHandle):
         *,
         stdin: bool,
         pty: bool,
+        order_answer_s: float = ORDER_ANSWER_S,
     ) -> None:
+        self._order_answer_s = order_answer_s
         self.number = link.next_number()
         self._link = link
         self._sink = sink
@@ -110,6 +115,16 @@ class AttendedProcess(ProcessHandle):
         for stream in (*self._outputs.values(), *([self._stdin] if self._stdin is not None else [])):
             stream.close()
 
+    async def give_up(self) -> None:
+        """Kills and forgets it, after a start without an answer: a program that is stopped dies of that too."""
+        self.drop()
+        try:
+            await self.kill()
+        finally:
+            self._forget(self.number)
+            if self._link.lost is None:
+                self._link.ask("forget", process=self.number)
+
     async def write_stdin(self, data: bytes) -> None:
         if self._stdin is None:
             raise BrokenPipeError
@@ -133,14 +148,14 @@ class AttendedProcess(ProcessHandle):
     async def signal(self, number: int) -> None:
         try:
             async with self._woken():
-                await self._ask("signal", signal=int(number))
+                await self._order("signal", signal=int(number))
         except Refused as refusal:
             raise Internal(f"the signal was not sent: {refusal.what}", reason="SIGNAL_FAILED") from refusal
 
     async def kill(self) -> None:
         try:
             async with self._woken() as was_paused:
-                await self._ask("kill")
+                await self._order("kill")
                 if was_paused:
                     # No events arrive once it is paused again.
                     await self._exit_received()
@@ -166,8 +181,16 @@ class AttendedProcess(ProcessHandle):
                 f"the process's record was not deleted: {refusal.what}", reason="FILE_OPERATION_FAILED"
             ) from refusal
 
-    async def _ask(self, op: str, **fields: object) -> None:
+    async def _order(self, op: str, **fields: object) -> None:
+        """Has its supervisor do something. Where the agent can stop that one, nothing may go on beside the tree."""
         try:
-            await self._link.request(op, process=self.number, **fields)
+            await self._ask(op, within_s=self._order_answer_s, **fields)
+        except TimeoutError:
+            _log.warning("a process's supervisor does not answer, so its sandbox ends", order=op)
+            self._link.lose("TREE_SURVIVED")
+
+    async def _ask(self, op: str, *, within_s: float | None = None, **fields: object) -> None:
+        try:
+            await self._link.request(op, within_s=within_s, process=self.number, **fields)
         except LinkLost:
             return  # everything ended with the sandbox, and the process is reported as lost

@@ -17,13 +17,13 @@ from dataclasses import dataclass
 import structlog
 
 from penstock_chassis.aio.tasks import TaskOwner
-from penstock_chassis.errors import FailedPrecondition
+from penstock_chassis.errors import FailedPrecondition, Unavailable
 from penstock_sandbox.backends.guest_client.endpoint import Endpoint
 from penstock_sandbox.backends.guest_client.files import Files, lost
 from penstock_sandbox.backends.guest_client.link import HEARTBEAT_S, LOST_AFTER_S, Judge, Link, NotExecuted
 from penstock_sandbox.backends.guest_client.messages import Exited, Greeting
 from penstock_sandbox.backends.guest_client.pipe import Opener
-from penstock_sandbox.backends.guest_client.process import AttendedProcess
+from penstock_sandbox.backends.guest_client.process import ORDER_ANSWER_S, AttendedProcess
 from penstock_sandbox.backends.guest_client.stream import LinkLost, Stream
 from penstock_sandbox.domain.backend import (
     FileReader,
@@ -39,6 +39,9 @@ from penstock_sandbox.domain.model import FileInfo, NetworkPolicy, PtySize, Stat
 from penstock_sandbox.guest import frames
 
 _log = structlog.get_logger(__name__)
+
+START_ANSWER_S = 30.0
+"""Maximum wait for a program to be executed. An agent can stop it before that, so that the answer never comes."""
 
 _BY_A_GUEST = frozenset({"ATTENDANT_ENDED", "ATTENDANT_RESTARTED"})
 
@@ -88,7 +91,11 @@ class GuestSandbox(SandboxHandle):
         *,
         lost_after_s: float = LOST_AFTER_S,
         heartbeat_s: float = HEARTBEAT_S,
+        start_answer_s: float = START_ANSWER_S,
+        order_answer_s: float = ORDER_ANSWER_S,
     ) -> None:
+        self._start_answer_s = start_answer_s
+        self._order_answer_s = order_answer_s
         self.id = sandbox_id
         self.home = defaults.home
         self.workdir = defaults.workdir
@@ -176,18 +183,33 @@ class GuestSandbox(SandboxHandle):
         to_end: bool = False,
     ) -> ProcessHandle:
         process = AttendedProcess(
-            self._link, sink, self._forget, self._hooks.oom_kills, self.woken, stdin=stdin, pty=pty is not None
+            self._link,
+            sink,
+            self._forget,
+            self._hooks.oom_kills,
+            self.woken,
+            stdin=stdin,
+            pty=pty is not None,
+            order_answer_s=self._order_answer_s,
         )
         self._processes[process.number] = process
         try:
             await self._link.request(
                 "start",
+                within_s=self._start_answer_s,
                 argv=list(argv),
                 env=dict(env),
                 cwd=cwd,
                 pty=(pty.rows, pty.columns) if pty is not None else None,
                 **process.streams(),
             )
+        except TimeoutError as error:
+            await process.give_up()
+            if self._link.lost is not None:
+                raise lost(self._link.lost) from error
+            raise Unavailable(
+                "the program was not executed in time, and was killed", reason="START_UNANSWERED", retry_after_s=1.0
+            ) from error
         except BaseException as error:
             process.drop()
             self._forget(process.number)

@@ -85,6 +85,9 @@ class Stream:
         self._changed.set()
 
     def _data(self, data: bytes) -> None:
+        if not data:
+            # It would read as the end, and takes nothing of the window, so that any number could wait for a reader.
+            raise Malformed(f"stream {self.number} has a piece of no bytes")
         if self._end_received or self._unread + len(data) > self._window:
             raise Malformed(f"stream {self.number} is {len(data)} bytes over its window or its end")
         if self.receiver is not None:
