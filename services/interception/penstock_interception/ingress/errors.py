@@ -12,7 +12,7 @@ from penstock_chassis.errors import PenstockError
 from penstock_codec import CodecError
 from penstock_interception.domain.calls import CallState
 from penstock_interception.domain.state import Call
-from penstock_interception.ingress.dialects.base import CONTEXT_EXCEEDED, BadRequest, Problem
+from penstock_interception.ingress.dialects.base import BadRequest, Problem
 from penstock_interception.ingress.encodings import EncodingRefused
 
 UNAUTHORISED = Problem(401, "invalid_api_key", "The API key is not valid for this address.")
@@ -101,7 +101,7 @@ def of_ended(call: Call) -> Problem | None:
         # The gate's own: what a trainer or a source fails may have a reason of the same name.
         return _used_up("run")
     if failure.reason == "CONTEXT_EXCEEDED":
-        return Problem(400, CONTEXT_EXCEEDED, failure.message, "messages")
+        return Problem(400, "context_length_exceeded", failure.message, "messages")
     if failure.reason in _OWN_CONVERSATION:
         return Problem(400, failure.reason.lower(), failure.message, "messages")
     if failure.retriable:

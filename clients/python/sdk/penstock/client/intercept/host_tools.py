@@ -94,7 +94,7 @@ class Serving:
     def __init__(self, wake: asyncio.Event) -> None:
         self._wake = wake
         self._offers: dict[bytes, tuple[pb.CallSelector, dict[str, HostTool]]] = {}
-        # Of offers that the gate may still have: it could not be told.
+        # Of offers that the gate may still have: none of its streams stood.
         self._withdrawn: dict[bytes, pb.CallSelector] = {}
         self._running: dict[str, asyncio.Task[None]] = {}
         self._results: dict[str, pb.HostToolResult] = {}
@@ -132,7 +132,7 @@ class Serving:
         return [(selector, list(tools.values())) for selector, tools in self._offers.values()]
 
     def withdrawn(self, selector: pb.CallSelector) -> None:
-        """The offer to this selector was withdrawn, and the gate has yet to be told."""
+        """The offer to this selector was withdrawn, and the gate does not know it yet."""
         self._withdrawn[selector.SerializeToString(deterministic=True)] = selector
 
     def registrations(self, session_id: str) -> list[pb.RegisterToolsRequest]:
