@@ -238,7 +238,7 @@ SPINE = (
     "rollouts.answers",
 )
 """The modules that a held call goes through, in order, as the service's README follows it. All others are leaves."""
-ENTERED_MOST = 52
+ENTERED_MOST = 53
 """Modules of the service with at least one function that is called, leaves included."""
 HANDED_ON = frozenset({"<lambda>", "frames"})
 """What a leaf calls because it was given it, and the generator of the session, whose RPC runs before the call."""

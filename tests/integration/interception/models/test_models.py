@@ -19,6 +19,7 @@ import pytest
 from tests.integration.interception.conftest import Rollout, Service, tiny_source, tokens_completion
 from tests.support.endpoints.upstream import Vendor, vendor
 from tests.support.services.engines import RunningEngine
+from tests.support.waiting import eventually
 
 from penstock.analysis.verify_chain import verify
 from penstock.interception.v1 import intercept_service_pb2 as pb
@@ -31,6 +32,7 @@ from penstock_chassis.channel import error_from_rpc
 from penstock_codec import tiny_tokenizer
 from penstock_inference.testing import open_inference
 from penstock_interception.domain.calls import CallState
+from penstock_interception.domain.state import Call
 
 PROXY = interception_pb2.MODE_TRANSPARENT_PROXY
 CALLS = 24
@@ -452,8 +454,13 @@ async def test_a_restart_keeps_the_model_that_a_waiting_call_was_chosen_for(taug
         trainer = await service.trainer(credits=pb.Credits(calls=1))
         first, second = (asyncio.ensure_future(ask(rollout, "list the files")) for _ in range(2))
         call = await trainer.call()
-        waiting = next(one for one in service.interceptor.registry.open_calls() if one.id != call.call_id)
-        assert waiting.state is CallState.QUEUED and waiting.policy_id == "student"
+
+        def others() -> list[Call]:
+            return [one for one in service.interceptor.registry.open_calls() if one.id != call.call_id]
+
+        await eventually(lambda: [one.policy_id for one in others()] == ["student"], "the other call waits")
+        (waiting,) = others()
+        assert waiting.state is CallState.QUEUED
         await trainer.send(credits=pb.Credits(calls=0))
         await trainer.deliver(trainer.result(call, "one"))
         await asyncio.wait([first, second], return_when=asyncio.FIRST_COMPLETED)
