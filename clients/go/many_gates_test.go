@@ -41,23 +41,10 @@ func gateAt(s *server, name string, state opsv1.MemberState) *opsv1.Member {
 	return &opsv1.Member{Service: "interception", Name: name, Address: s.address, State: state}
 }
 
-// A session outlasts a lost gate, whose calls end, and takes in a new one, which has the session's state before its calls are
-// handed out (R118, R122).
-func TestASessionOutlastsALostGateAndTakesInANewOne(t *testing.T) {
-	defer func(gone, look, age time.Duration) { goneAfter, lookForGates, gatesFresh = gone, look, age }(
-		goneAfter, lookForGates, gatesFresh)
-	goneAfter, lookForGates, gatesFresh = 0, 20*time.Millisecond, 0
-	leakFree(t)
-	known := &listing{}
-	gates := make([]*server, 3)
-	for at := range gates {
-		gates[at] = &server{sessions: make(chan *conversation, 8)}
-		if at == 0 {
-			gates[at].operations = known
-		}
-		gates[at].listen(t, "127.0.0.1:0")
-	}
-	up, lost := opsv1.MemberState_MEMBER_STATE_UP, opsv1.MemberState_MEMBER_STATE_LOST
+// sessionOfTwo opens a session at the first two gates, which the first one lists, and returns it with its two streams.
+func sessionOfTwo(t *testing.T, known *listing, gates []*server) (*Session, *conversation, *conversation) {
+	t.Helper()
+	up := opsv1.MemberState_MEMBER_STATE_UP
 	known.list(gateAt(gates[0], "g0", up), gateAt(gates[1], "g1", up))
 	ps := connectTo(t, gates[0].address)
 	t.Cleanup(func() {
@@ -80,6 +67,27 @@ func TestASessionOutlastsALostGateAndTakesInANewOne(t *testing.T) {
 	if session == nil {
 		t.FailNow()
 	}
+	return session, stays, breaks
+}
+
+// A session outlasts a lost gate, whose calls end, and takes in a new one, which has the session's state before its calls are
+// handed out (R118, R122).
+func TestASessionOutlastsALostGateAndTakesInANewOne(t *testing.T) {
+	defer func(gone, look, age time.Duration) { goneAfter, lookForGates, gatesFresh = gone, look, age }(
+		goneAfter, lookForGates, gatesFresh)
+	goneAfter, lookForGates, gatesFresh = 0, 20*time.Millisecond, 0
+	leakFree(t)
+	known := &listing{}
+	gates := make([]*server, 3)
+	for at := range gates {
+		gates[at] = &server{sessions: make(chan *conversation, 8)}
+		if at == 0 {
+			gates[at].operations = known
+		}
+		gates[at].listen(t, "127.0.0.1:0")
+	}
+	up, lost := opsv1.MemberState_MEMBER_STATE_UP, opsv1.MemberState_MEMBER_STATE_LOST
+	session, stays, breaks := sessionOfTwo(t, known, gates)
 	breaks.lease("a")
 	call := nextCall(t, session)
 	known.list(gateAt(gates[0], "g0", up), gateAt(gates[1], "g1", lost))
@@ -146,7 +154,7 @@ func TestToolsWithdrawnWhileAGateWasAwayAreUnknownToANewSession(t *testing.T) {
 	withdrawWhileAway(t, false, 1)
 }
 
-// withdrawWhileAway expects how many tools the gate that was away is told of, each time.
+// withdrawWhileAway withdraws a tool while a gate is away; expected has the number of tools in each of its registrations.
 func withdrawWhileAway(t *testing.T, resumed bool, expected ...int) {
 	t.Helper()
 	defer func(look, age time.Duration) { lookForGates, gatesFresh = look, age }(lookForGates, gatesFresh)
@@ -154,13 +162,13 @@ func withdrawWhileAway(t *testing.T, resumed bool, expected ...int) {
 	leakFree(t)
 	known := &listing{}
 	var away atomic.Bool
-	told := make(chan int, 8) // how many tools the second gate was told of, each time
+	registered := make(chan int, 8) // the number of tools in each registration at the second gate
 	register := func(ctx context.Context, request *interceptionv1.RegisterToolsRequest) error {
 		if away.Load() {
 			<-ctx.Done()
 			return ctx.Err()
 		}
-		told <- len(request.GetTools())
+		registered <- len(request.GetTools())
 		return nil
 	}
 	accept := func(context.Context, *interceptionv1.RegisterToolsRequest) error { return nil }
@@ -172,28 +180,7 @@ func withdrawWhileAway(t *testing.T, resumed bool, expected ...int) {
 		gate.listen(t, "127.0.0.1:0")
 	}
 	up, lost := opsv1.MemberState_MEMBER_STATE_UP, opsv1.MemberState_MEMBER_STATE_LOST
-	known.list(gateAt(gates[0], "g0", up), gateAt(gates[1], "g1", up))
-	ps := connectTo(t, gates[0].address)
-	t.Cleanup(func() {
-		for _, gate := range gates {
-			gate.grpc.Stop()
-		}
-	})
-	opening := make(chan *Session, 1)
-	go func() {
-		session, err := ps.Intercept(bounded(t), Selector{}, WithCredits(8))
-		if err != nil {
-			t.Error(err)
-		}
-		opening <- session
-	}()
-	stays, breaks := gates[0].session(t), gates[1].session(t)
-	stays.welcome(&interceptionv1.Welcome{SessionId: "stays"})
-	breaks.welcome(&interceptionv1.Welcome{SessionId: "old"})
-	session := <-opening
-	if session == nil {
-		t.FailNow()
-	}
+	session, stays, breaks := sessionOfTwo(t, known, gates)
 	tool := HostTool{Name: "look_up", Function: func(context.Context, *HostToolCall) (any, error) { return "", nil }}
 	if err := session.OfferTools(bounded(t), []HostTool{tool}, nil); err != nil {
 		t.Fatal(err)
@@ -209,13 +196,13 @@ func withdrawWhileAway(t *testing.T, resumed bool, expected ...int) {
 	again.welcome(&interceptionv1.Welcome{SessionId: "new", Resumed: resumed})
 	again.lease("late")
 	nextCall(t, session)
-	close(told)
+	close(registered)
 	var counts []int
-	for count := range told {
+	for count := range registered {
 		counts = append(counts, count)
 	}
 	if !slices.Equal(counts, expected) {
-		t.Fatalf("the gate was told of %v tools", counts)
+		t.Fatalf("the gate got %v tools, not %v", counts, expected)
 	}
 	for _, talk := range []*conversation{stays, again} {
 		talk.finished <- status.Error(codes.Unavailable, "the test is over")

@@ -218,11 +218,7 @@ class ReplicaProcess:
 async def _ended(process: Process) -> None:
     """Kills it if it runs, and returns when it is no more, even if this call is cancelled meanwhile, once."""
     _kill(process)
-    await TaskOwner().finish(_reaped(process), "replica-reaped")
-
-
-async def _reaped(process: Process) -> None:
-    await process.wait()
+    await TaskOwner().finish(process.wait(), "replica-reaped")
 
 
 def _kill(process: Process) -> None:
