@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import ssl
 import urllib.error
 import urllib.request
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -34,11 +37,17 @@ class Key:
 
 
 def on(fleet: Fleet, node: str) -> list[Key]:
-    """The keys of the agents in a node's sandboxes, as their configuration files have them."""
+    """The keys of the agents in a node's sandboxes, as their configuration files have them.
+
+    Sandboxes may end meanwhile.
+    """
     found = set()
-    for file in (fleet.folder / "state" / node / "local" / "sandboxes").glob("**/.shell-agent/config.json"):
-        config = json.loads(file.read_text())
-        found.add(Key(urlsplit(config["base_url"]).path, config["key"]))
+    for folder, _, files in os.walk(fleet.folder / "state" / node / "local" / "sandboxes"):
+        if not folder.endswith("/.shell-agent") or "config.json" not in files:
+            continue
+        with suppress(FileNotFoundError):  # the sandbox ends meanwhile
+            config = json.loads(Path(folder, "config.json").read_text())
+            found.add(Key(urlsplit(config["base_url"]).path, config["key"]))
     return sorted(found, key=lambda key: key.path)
 
 

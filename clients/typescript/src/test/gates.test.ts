@@ -54,7 +54,7 @@ describe("a session over gates", () => {
     script: Script,
     offered: string[] = [],
     resumes?: Script,
-    isAway: () => boolean = () => false,
+    isAway: (sessionId: string) => boolean = () => false,
   ): Promise<string> {
     const server = createServer(
       connectNodeAdapter({
@@ -67,8 +67,8 @@ describe("a session over gates", () => {
           });
           const scripts = [script, ...(resumes === undefined ? [] : [resumes])];
           router.service(InterceptService, {
-            registerTools: ({ tools }) => {
-              if (isAway()) {
+            registerTools: ({ tools, sessionId }) => {
+              if (isAway(sessionId)) {
                 throw new ConnectError("the gate is away", Code.Unavailable);
               }
               offered.push(...(tools.length === 0 ? ["none"] : tools.map(({ name }) => name)));
@@ -237,7 +237,7 @@ describe("a session over gates", () => {
       };
       const tools: string[] = [];
       const first = await gate(stays);
-      const second = await gate(breaks, tools, comesBack, () => away);
+      const second = await gate(breaks, tools, comesBack, (sessionId) => away && sessionId === "s");
       states.set(first, MemberState.UP).set(second, MemberState.UP);
       await using ps = connect({ addresses: { driver: first, interception: first }, token: "secret" });
       const session = await ps.intercept();
@@ -246,7 +246,6 @@ describe("a session over gates", () => {
       states.set(second, MemberState.LOST);
       leaves.resolve();
       await session.offerTools([]);
-      away = false;
       withdrawn.resolve();
       assert.equal((await session.nextCall())?.callId, "late");
       await session.close();

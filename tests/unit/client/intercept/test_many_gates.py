@@ -41,6 +41,7 @@ class ScriptedGate(intercept_service_pb2_grpc.InterceptServiceServicer):
         self.scripts = list(scripts)
         self.tools: list[list[str]] = []
         self.asked = asyncio.Event()
+        self.abandoned = asyncio.Event()
         self.answers = asyncio.Event()
         self.answers.set()
 
@@ -53,7 +54,11 @@ class ScriptedGate(intercept_service_pb2_grpc.InterceptServiceServicer):
 
     async def RegisterTools(self, request: Any, context: Any) -> icpt.RegisterToolsResponse:  # noqa: N802
         self.asked.set()
-        await self.answers.wait()
+        try:
+            await self.answers.wait()
+        except asyncio.CancelledError:
+            self.abandoned.set()
+            raise
         self.tools.append([tool.name for tool in request.tools])
         return icpt.RegisterToolsResponse()
 
@@ -212,9 +217,13 @@ async def test_tools_withdrawn_while_a_gate_was_away_are_withdrawn_there_too(res
         async with connect(target, TOKEN) as ps, ps.intercept() as session:
             await session.offer_tools([HostTool(name="look_up", function=str)])
             gates[1].answers.clear()
+            gates[1].asked.clear()
+            withdrawal = asyncio.create_task(session.offer_tools([]))
+            await gates[1].asked.wait()
             cluster.gates[second] = ops.MEMBER_STATE_LOST
             leaves.set()
-            await session.offer_tools([])
+            await withdrawal
+            await gates[1].abandoned.wait()
             assert gates[1].tools == [["look_up"]]
             gates[1].answers.set()
             withdrawn.set()
