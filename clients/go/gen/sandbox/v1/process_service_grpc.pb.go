@@ -38,7 +38,7 @@ const (
 type ProcessServiceClient interface {
 	// StartProcess starts a process and returns once it runs. Idempotent by process_id: a repeat of the request returns the
 	// process; another request with the same id fails with ALREADY_EXISTS (PROCESS_ID_REUSED).
-	// Errors: FAILED_PRECONDITION (CAPABILITY_MISSING: pty).
+	// Errors: FAILED_PRECONDITION (CAPABILITY_MISSING: pty), UNAVAILABLE (START_UNANSWERED: not executed in time, killed).
 	StartProcess(ctx context.Context, in *StartProcessRequest, opts ...grpc.CallOption) (*StartProcessResponse, error)
 	// WatchProcess streams a process's output from the given offsets and then its exit, always the last message. It may be
 	// called any number of times, after the exit too.
@@ -271,7 +271,7 @@ func (c *processServiceClient) Run(ctx context.Context, in *RunRequest, opts ...
 type ProcessServiceServer interface {
 	// StartProcess starts a process and returns once it runs. Idempotent by process_id: a repeat of the request returns the
 	// process; another request with the same id fails with ALREADY_EXISTS (PROCESS_ID_REUSED).
-	// Errors: FAILED_PRECONDITION (CAPABILITY_MISSING: pty).
+	// Errors: FAILED_PRECONDITION (CAPABILITY_MISSING: pty), UNAVAILABLE (START_UNANSWERED: not executed in time, killed).
 	StartProcess(context.Context, *StartProcessRequest) (*StartProcessResponse, error)
 	// WatchProcess streams a process's output from the given offsets and then its exit, always the last message. It may be
 	// called any number of times, after the exit too.

@@ -109,7 +109,7 @@ class ProcessServiceServicer(object):
     def StartProcess(self, request, context):
         """StartProcess starts a process and returns once it runs. Idempotent by process_id: a repeat of the request returns the
         process; another request with the same id fails with ALREADY_EXISTS (PROCESS_ID_REUSED).
-        Errors: FAILED_PRECONDITION (CAPABILITY_MISSING: pty).
+        Errors: FAILED_PRECONDITION (CAPABILITY_MISSING: pty), UNAVAILABLE (START_UNANSWERED: not executed in time, killed).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

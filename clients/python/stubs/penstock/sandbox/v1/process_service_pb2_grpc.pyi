@@ -42,7 +42,7 @@ class ProcessServiceStub:
     StartProcess: _grpc.UnaryUnaryMultiCallable[_process_service_pb2.StartProcessRequest, _process_service_pb2.StartProcessResponse]
     """StartProcess starts a process and returns once it runs. Idempotent by process_id: a repeat of the request returns the
     process; another request with the same id fails with ALREADY_EXISTS (PROCESS_ID_REUSED).
-    Errors: FAILED_PRECONDITION (CAPABILITY_MISSING: pty).
+    Errors: FAILED_PRECONDITION (CAPABILITY_MISSING: pty), UNAVAILABLE (START_UNANSWERED: not executed in time, killed).
     """
     WatchProcess: _grpc.UnaryStreamMultiCallable[_process_service_pb2.WatchProcessRequest, _process_service_pb2.WatchProcessResponse]
     """WatchProcess streams a process's output from the given offsets and then its exit, always the last message. It may be
@@ -101,7 +101,7 @@ class ProcessServiceAsyncStub(ProcessServiceStub):
     StartProcess: _aio.UnaryUnaryMultiCallable[_process_service_pb2.StartProcessRequest, _process_service_pb2.StartProcessResponse]  # type: ignore[assignment]
     """StartProcess starts a process and returns once it runs. Idempotent by process_id: a repeat of the request returns the
     process; another request with the same id fails with ALREADY_EXISTS (PROCESS_ID_REUSED).
-    Errors: FAILED_PRECONDITION (CAPABILITY_MISSING: pty).
+    Errors: FAILED_PRECONDITION (CAPABILITY_MISSING: pty), UNAVAILABLE (START_UNANSWERED: not executed in time, killed).
     """
     WatchProcess: _aio.UnaryStreamMultiCallable[_process_service_pb2.WatchProcessRequest, _process_service_pb2.WatchProcessResponse]  # type: ignore[assignment]
     """WatchProcess streams a process's output from the given offsets and then its exit, always the last message. It may be
@@ -163,7 +163,7 @@ class ProcessServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_process_service_pb2.StartProcessResponse, _abc.Awaitable[_process_service_pb2.StartProcessResponse]]:
         """StartProcess starts a process and returns once it runs. Idempotent by process_id: a repeat of the request returns the
         process; another request with the same id fails with ALREADY_EXISTS (PROCESS_ID_REUSED).
-        Errors: FAILED_PRECONDITION (CAPABILITY_MISSING: pty).
+        Errors: FAILED_PRECONDITION (CAPABILITY_MISSING: pty), UNAVAILABLE (START_UNANSWERED: not executed in time, killed).
         """
 
     @_abc_1.abstractmethod

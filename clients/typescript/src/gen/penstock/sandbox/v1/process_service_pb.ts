@@ -1505,7 +1505,7 @@ export const ProcessService: GenService<{
   /**
    * StartProcess starts a process and returns once it runs. Idempotent by process_id: a repeat of the request returns the
    * process; another request with the same id fails with ALREADY_EXISTS (PROCESS_ID_REUSED).
-   * Errors: FAILED_PRECONDITION (CAPABILITY_MISSING: pty).
+   * Errors: FAILED_PRECONDITION (CAPABILITY_MISSING: pty), UNAVAILABLE (START_UNANSWERED: not executed in time, killed).
    *
    * @generated from rpc penstock.sandbox.v1.ProcessService.StartProcess
    */
