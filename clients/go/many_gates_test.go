@@ -144,6 +144,60 @@ func TestASessionOutlastsALostGateAndTakesInANewOne(t *testing.T) {
 	}
 }
 
+// A pause that did not wait for a gate which is away holds its calls when it comes back: what it leases before it has read the
+// pause is put back (R118, R122).
+func TestAPauseThatDidNotWaitForAGateHoldsItsCallsWhenItComesBack(t *testing.T) {
+	defer func(look, age time.Duration) { lookForGates, gatesFresh = look, age }(lookForGates, gatesFresh)
+	lookForGates, gatesFresh = 20*time.Millisecond, 0
+	leakFree(t)
+	known := &listing{}
+	gates := []*server{
+		{sessions: make(chan *conversation, 8), operations: known}, {sessions: make(chan *conversation, 8)},
+	}
+	for _, gate := range gates {
+		gate.listen(t, "127.0.0.1:0")
+	}
+	session, stays, breaks := sessionOfTwo(t, known, gates)
+	up, lost := opsv1.MemberState_MEMBER_STATE_UP, opsv1.MemberState_MEMBER_STATE_LOST
+	known.list(gateAt(gates[0], "g0", up), gateAt(gates[1], "g1", lost))
+	breaks.finished <- status.Error(codes.Unavailable, "the gate restarts")
+	again := gates[1].session(t)
+	paused := make(chan error, 1)
+	go func() {
+		_, err := session.Pause(bounded(t), "weights", 0)
+		paused <- err
+	}()
+	for frame := stays.next(); frame.GetPause() == nil; frame = stays.next() {
+	}
+	holds := &interceptionv1.InterceptResponse{Frame: &interceptionv1.InterceptResponse_Paused{
+		Paused: &interceptionv1.CallsPaused{},
+	}}
+	stays.say(holds)
+	if err := <-paused; err != nil {
+		t.Fatal(err)
+	}
+	again.welcome(&interceptionv1.Welcome{SessionId: "breaks", Resumed: true})
+	again.lease("early")
+	frame := again.next()
+	for ; frame.GetResults() == nil; frame = again.next() {
+	}
+	if released := frame.GetResults().GetResults()[0]; released.GetCallId() != "early" || released.GetRelease() == nil {
+		t.Fatalf("it was not put back: %v", released)
+	}
+	again.say(holds)
+	again.lease("late")
+	if call := nextCall(t, session); call.ID() != "late" {
+		t.Fatalf("%s was handed out", call.ID())
+	}
+	for _, talk := range []*conversation{stays, again} {
+		talk.finished <- status.Error(codes.Unavailable, "the test is over")
+	}
+	session.end(&Error{Kind: ErrSessionLost, Reason: "SESSION_CLOSED", Message: "The test is over"})
+	if err := session.Close(); err != nil {
+		t.Fatal(err)
+	}
+}
+
 // Tools that are withdrawn while a gate is away are withdrawn there too, once it has resumed the session, which has them still;
 // a new session has none (R22).
 func TestToolsWithdrawnWhileAGateWasAwayAreWithdrawnThereToo(t *testing.T) {

@@ -16,7 +16,7 @@ import (
 type pauses struct {
 	wanted *interceptionv1.PauseCalls
 	asked  []asked
-	// unconfirmed: the pause was asked for again, of a gate that did not know it, and is not in force yet.
+	// unconfirmed: the session is paused and this gate does not know it yet. Calls that it leases are put back.
 	unconfirmed bool
 }
 
@@ -45,6 +45,13 @@ func (p *pauses) forgotten() *interceptionv1.PauseCalls {
 	}
 	p.unconfirmed = p.wanted != nil
 	return p.wanted
+}
+
+// beganWithoutIt: the session's pause has begun, and did not wait for this gate, which could not be reached.
+func (p *pauses) beganWithoutIt() {
+	if len(p.asked) > 0 && p.wanted != nil {
+		p.unconfirmed = true
+	}
 }
 
 // paused: the gate says that a pause is in force.

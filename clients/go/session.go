@@ -284,7 +284,7 @@ func (s *Session) steer(ctx context.Context, pause *interceptionv1.PauseCalls, u
 		sum += int(calls)
 		return err
 	}
-	err := s.everywhere(ctx, act, func(*stream) {})
+	err := s.everywhere(ctx, act, (*stream).beganWithoutIt)
 	return sum, err
 }
 

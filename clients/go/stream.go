@@ -141,6 +141,13 @@ func (s *stream) ask(pause *interceptionv1.PauseCalls) (*promise, error) {
 	return answer, nil
 }
 
+// beganWithoutIt: the session's pause did not wait for this gate. Calls that it leases before it holds them are put back.
+func (s *stream) beganWithoutIt() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.pauses.beganWithoutIt()
+}
+
 // offerTools offers tools to the agents of rollouts that are created from now on.
 func (s *stream) offerTools(ctx context.Context, tools []HostTool, whose *interceptionv1.CallSelector) error {
 	s.mu.Lock()

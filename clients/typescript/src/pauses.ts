@@ -26,7 +26,7 @@ export class Pauses {
   readonly #send: (frame: Frame) => void;
   #wanted: Wish | undefined;
   readonly #asked: Asked[] = [];
-  /** Whether the pause was asked for again, of a gate that did not know it, and is not in force yet. */
+  /** Whether the session is paused and this gate does not know it yet: calls that it leases are put back. */
   isUnconfirmed = false;
 
   /** @param send takes a frame for the gate. */
@@ -59,6 +59,13 @@ export class Pauses {
     if (this.#asked.length === 0 && this.#wanted !== undefined) {
       this.isUnconfirmed = true;
       this.#send(frameOf(this.#wanted));
+    }
+  }
+
+  /** The session's pause has begun, and did not wait for this gate, which could not be reached. */
+  beganWithoutIt(): void {
+    if (this.#asked.length > 0 && this.#wanted !== undefined) {
+      this.isUnconfirmed = true;
     }
   }
 

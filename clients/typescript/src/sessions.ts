@@ -244,7 +244,10 @@ export class InterceptSession {
   async pause(reason = "", maxDurationMs?: number): Promise<number> {
     this.#throwIfOver();
     this.#pause = { reason, until: performance.now() + (maxDurationMs ?? PAUSE_MS) };
-    const open = await this.#everywhere((stream, lost) => unlessAborted(stream.pauses.pause(reason, maxDurationMs), lost));
+    const open = await this.#everywhere(
+      (stream, lost) => unlessAborted(stream.pauses.pause(reason, maxDurationMs), lost),
+      (stream) => stream.pauses.beganWithoutIt(),
+    );
     return open.reduce((sum, count) => sum + count, 0);
   }
 

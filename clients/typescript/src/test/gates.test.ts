@@ -211,6 +211,49 @@ describe("a session over gates", () => {
     );
   });
 
+  it("holds the calls of a gate for which a pause did not wait, when it comes back", async () => {
+    TIMES.goneMs = 30_000;
+    const leaves = Promise.withResolvers<void>();
+    const paused = Promise.withResolvers<void>();
+    const released: string[] = [];
+    const stays: Script = async function* (next) {
+      await next();
+      yield WELCOME;
+      yield* serve(next);
+    };
+    const breaks: Script = async function* (next) {
+      await next();
+      yield WELCOME;
+      await leaves.promise;
+      throw new ConnectError("the gate restarts", Code.Unavailable);
+    };
+    const comesBack: Script = async function* (next) {
+      await next();
+      await paused.promise;
+      yield { case: "welcome", value: { sessionId: "s", resumed: true, heartbeatInterval: duration(10_000) } };
+      yield leased("early");
+      for (let frame = await next(); frame.case !== undefined && frame.case !== "goodbye"; frame = await next()) {
+        if (frame.case === "results") {
+          released.push(...frame.value.results.filter(({ result }) => result.case === "release").map(({ callId }) => callId));
+          yield { case: "paused", value: {} };
+          yield leased("late");
+        }
+      }
+    };
+    const first = await gate(stays);
+    const second = await gate(breaks, [], comesBack);
+    states.set(first, MemberState.UP).set(second, MemberState.UP);
+    await using ps = connect({ addresses: { driver: first, interception: first }, token: "secret" });
+    const session = await ps.intercept();
+    states.set(second, MemberState.LOST);
+    leaves.resolve();
+    await session.pause("weights");
+    paused.resolve();
+    assert.equal((await session.nextCall())?.callId, "late");
+    await session.close();
+    assert.deepEqual(released, ["early"]);
+  });
+
   for (const resumed of [true, false]) {
     it(`withdraws tools at a gate that was away meanwhile and ${resumed ? "resumes the session" : "forgot it"}`, async () => {
       TIMES.goneMs = 30_000;

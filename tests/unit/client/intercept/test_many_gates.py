@@ -7,6 +7,7 @@ from typing import Any
 
 import grpc
 import pytest
+from tests.support.waiting import eventually
 from tests.unit.client.conftest import TOKEN, Gate, Refusal
 
 from penstock.client import CallEnded, Completion, HostTool, connect
@@ -229,6 +230,55 @@ async def test_tools_withdrawn_while_a_gate_was_away_are_withdrawn_there_too(res
             withdrawn.set()
             assert [call.call_id async for call in _first(session)] == ["late"]
     assert gates[1].tools == [["look_up"]] + [[]] * resumed
+
+
+@pytest.mark.requirement("R118", "R122")
+async def test_a_pause_that_did_not_wait_for_a_gate_holds_its_calls_when_it_comes_back() -> None:
+    """It leases them before it has read that they are to be held: they are put back, and come after the pause."""
+    leaves, paused = asyncio.Event(), asyncio.Event()
+    put_back: list[str] = []
+
+    async def stays(stream: Gate) -> None:
+        await stream.hello()
+        while (frame := await stream.read()) is not None and not frame.HasField("goodbye"):
+            if frame.HasField("pause"):
+                await stream.send(paused=icpt.CallsPaused())
+            elif frame.HasField("resume"):
+                await stream.send(resumed=icpt.CallsResumed())
+
+    async def breaks(stream: Gate) -> None:
+        await stream.hello("old")
+        await leaves.wait()
+        await stream.fail(Refusal(grpc.StatusCode.UNAVAILABLE))
+
+    async def comes_back(stream: Gate) -> None:
+        await stream.hello("old", resumed=True, answered=paused)
+        await stream.calls("asked meanwhile")
+        while (frame := await stream.read()) is not None and not frame.HasField("goodbye"):
+            if frame.HasField("results"):
+                put_back.extend(one.call_id for one in frame.results.results if one.HasField("release"))
+                await stream.send(paused=icpt.CallsPaused())
+            elif frame.HasField("resume"):
+                await stream.send(resumed=icpt.CallsResumed())
+                await stream.calls("asked meanwhile", lease="l2")
+
+    cluster, second_gate = listing(), scripted(breaks, comes_back)
+    async with (
+        served(add_gate, scripted(stays)) as first,
+        served(add_gate, second_gate) as second,
+        served(add_driver, cluster) as driver,
+    ):
+        cluster.gates = dict.fromkeys((first, second), ops.MEMBER_STATE_UP)
+        target = {"driver": driver, "interception": first}
+        async with connect(target, TOKEN) as ps, ps.intercept() as session:
+            cluster.gates[second] = ops.MEMBER_STATE_LOST
+            leaves.set()
+            assert await session.pause("weights") == 0
+            paused.set()
+            await eventually(lambda: put_back == ["asked meanwhile"], "the call is put back")
+            await session.resume()
+            assert [call.call_id async for call in _first(session)] == ["asked meanwhile"]
+    assert put_back == ["asked meanwhile"]
 
 
 @pytest.mark.requirement("R22")

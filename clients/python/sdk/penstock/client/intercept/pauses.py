@@ -29,7 +29,7 @@ class Pauses:
         self._wanted: pb.InterceptRequest | None = None
         self._asked: deque[_Asked] = deque()
         self.is_unconfirmed = False
-        """Whether the current pause was requested again, of a gate that did not know it, and is not in force yet."""
+        """Whether the session is paused and this gate does not know it yet: calls that it leases are put back."""
 
     def pause(self, reason: str, max_duration: float | None) -> asyncio.Future[int]:
         """Requests a pause; the result is the number of open calls when the gate began to hold the others."""
@@ -55,6 +55,11 @@ class Pauses:
         if not self._asked and self._wanted is not None:
             self.is_unconfirmed = True
             self._send(self._wanted)
+
+    def began_without_it(self) -> None:
+        """The session's pause has begun, and did not wait for this gate, which could not be reached."""
+        if self._asked and self._wanted is not None:
+            self.is_unconfirmed = True
 
     def paused(self, open_calls: int) -> None:
         """The gate reports a pause in force."""

@@ -257,7 +257,12 @@ class InterceptSession:
         self._raise_if_over()
         until = asyncio.get_running_loop().time() + (_PAUSE_S if max_duration is None else max_duration)
         self._pause = pb.PauseCalls(reason=reason, max_duration=duration(max_duration)), until
-        return sum(await self._everywhere(lambda stream: stream.pauses.pause(reason, max_duration)))
+        return sum(
+            await self._everywhere(
+                lambda stream: stream.pauses.pause(reason, max_duration),
+                lambda stream: stream.pauses.began_without_it(),
+            )
+        )
 
     async def resume(self) -> None:
         """Lets calls flow again, at all gates."""
