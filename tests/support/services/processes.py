@@ -16,6 +16,15 @@ def children_of(pid: int) -> list[int]:
     return found
 
 
+def descriptors() -> list[Path]:
+    """Where the open descriptors of this process lead."""
+    found: list[Path] = []
+    for descriptor in list(Path("/proc/self/fd").iterdir()):
+        with suppress(FileNotFoundError):
+            found.append(descriptor.readlink())
+    return found
+
+
 def argv_of(pid: int) -> list[bytes]:
     """The arguments of a process, its program first; empty if it has ended."""
     try:

@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 import pytest
 import trustme
+from tests.support.waiting import GUARD_S
 
 from penstock_chassis.auth import Authenticator, Role
 from penstock_chassis.channel import OPTIONS, _Unary, connect, error_from_rpc, read, streaming, typed_errors, upload
@@ -216,7 +217,7 @@ async def test_upload_refused_while_sent_gets_the_reason_each_time() -> None:
             method: Any = channel.stream_unary("/t.T/Put")
             for _ in range(300):
                 with pytest.raises(NotFound), typed_errors():
-                    await upload(method, frames, timeout=10)
+                    await upload(method, frames, timeout=GUARD_S)
     finally:
         await server.stop(None)
 

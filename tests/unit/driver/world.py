@@ -447,7 +447,8 @@ class Directories:
             async with asyncio.timeout(command.timeout_s):
                 stdout, stderr = await process.communicate()
         except (TimeoutError, asyncio.CancelledError) as end:
-            os.killpg(process.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it may have ended at its limit
+                os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
             if isinstance(end, asyncio.CancelledError):  # nobody asks for it any more, and its sandbox is deleted
                 raise

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from tests.support.services import replicas
+from tests.support.waiting import eventually
 
 from penstock_chassis.errors import FailedPrecondition
 from penstock_inference.engines.base import EngineOptions
@@ -28,15 +29,20 @@ async def test_a_start_that_is_cancelled_while_it_cleans_up_leaves_no_process(
 
     def held(process: Process) -> None:
         """The process has the signal, and does not end yet."""
-        os.kill(process.pid, signal.SIGSTOP)
         started.append(process)
         killed.set()
 
+    def unsent(*_: object) -> None:
+        """The process waits for the order."""
+
     async def failed(_: asyncio.StreamReader) -> wire.Failed:
-        """The first message, before its process has read the order."""
+        """The first message. Its process is stopped before its socket is closed, and so cannot end by itself."""
+        await eventually(lambda: "r0" in replicas.processes(), "the process has its arguments")
+        replicas.stop("r0")
         return wire.Failed.of(0, FailedPrecondition("no model", reason="MODEL_UNREADABLE"))
 
     monkeypatch.setattr(replica_process, "_kill", held)
+    monkeypatch.setattr(wire, "send", unsent)
     monkeypatch.setattr(wire, "receive", failed)
     (tmp_path / "config.json").write_text("{}", "utf-8")
     order: Any = wire.Open("numpy", EngineOptions(tmp_path, "none", work_dir=tmp_path), "error", "json")

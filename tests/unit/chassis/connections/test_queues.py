@@ -15,6 +15,7 @@ import trustme
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from tests.support.loads import floods
+from tests.support.services.processes import descriptors
 from tests.support.waiting import eventually
 
 from penstock_chassis import limits
@@ -53,7 +54,7 @@ def listeners(port: int) -> int:
             if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port:
                 inodes.add(fields[9])
     sockets = {f"socket:[{inode}]" for inode in inodes}
-    return sum(fd.is_symlink() and str(fd.readlink()) in sockets for fd in list(Path("/proc/self/fd").iterdir()))
+    return sum(str(path) in sockets for path in descriptors())
 
 
 async def connected(stack: AsyncExitStack, server: Server, tls: ClientTls | None = None) -> Sequence[grpc.aio.Channel]:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 from tests.support.endpoints.loopback import event_stream, send_event, unused_port
 from tests.support.endpoints.token_endpoint import CONTEXT, PLAIN, VOCAB, TokenEndpoint, problem, token_endpoint
-from tests.support.waiting import eventually
+from tests.support.waiting import GUARD_S, eventually
 
 from penstock.chat.v1 import chat_pb2
 from penstock_chassis.errors import (
@@ -44,6 +44,7 @@ from penstock_inference.engines.base import (
     UpdateFormat,
     VersionSpan,
 )
+from penstock_inference.engines.openai import wire
 from penstock_inference.engines.openai.answers import read_choice, read_top_scores
 from penstock_inference.engines.openai.engine import OpenAiEngine
 from penstock_inference.engines.openai.probe import mode_of
@@ -419,9 +420,10 @@ async def test_an_endpoint_that_falls_silent_is_given_up(endpoint: TokenEndpoint
 @pytest.mark.requirement("R26")
 @pytest.mark.parametrize(("dead", "asked"), [(1, 2), (9, 2)])
 async def test_a_connection_that_died_in_the_pool_is_replaced_once(
-    endpoint: TokenEndpoint, opened: Open, dead: int, asked: int
+    endpoint: TokenEndpoint, opened: Open, dead: int, asked: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing came back, so nothing is generated twice; whoever never answers is not asked for ever."""
+    monkeypatch.setattr(wire, "KEEPALIVE_S", 3600.0)  # the connection of the probes stays in the pool
     engine = await opened(endpoint)
 
     async def dying(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
@@ -447,7 +449,7 @@ async def test_a_prompt_is_not_sent_again_when_a_new_connection_breaks(endpoint:
         raise ConnectionError
 
     endpoint.fault = dying
-    there = Endpoint(endpoint.base_url, None, connections=1, connect_s=5, idle_s=5)
+    there = Endpoint(endpoint.base_url, None, connections=1, connect_s=GUARD_S, idle_s=GUARD_S)
     with pytest.raises(Unavailable) as caught:
         await anext(there.events("/completions", {"model": "served", "prompt": [1], "stream": True, "max_tokens": 1}))
     await there.aclose()

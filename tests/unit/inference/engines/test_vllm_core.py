@@ -144,7 +144,7 @@ class Generating:
         self._core, self._llm = core, llm
 
     async def begin(self) -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(GUARD_S):
             assert await self._core.admission.enter(request())
         self._llm.running += 1
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from tests.support.services.inner_gate import completion, inner_gate
+from tests.support.waiting import GUARD_S
 
 from penstock.interception.v1 import intercept_service_pb2 as pb
 from penstock_chassis.errors import FailedPrecondition, NotFound
@@ -361,7 +362,7 @@ async def test_a_long_prompt_without_its_conversation_fails_alone(tmp_path: Path
         rollout = await gate.open()
         call = await gate.ask(rollout, "a " * interceptor.INLINE_BYTES)
         gate.interceptor.conversations.forget(rollout.id)
-        await asyncio.wait_for(call.ended, 10.0)
+        await asyncio.wait_for(call.ended, GUARD_S)
         assert call.state is CallState.FAILED and call.end_reason == "INTERNAL"
         assert (await gate.open(rollout_id="r2", request_id="q2")).state is RolloutState.OPEN
 
@@ -380,7 +381,7 @@ async def test_a_prompt_with_images_is_made_in_a_thread(tmp_path: Path, monkeypa
     async with inner_gate(tmp_path) as gate:
         rollout, session = await gate.open(), gate.join()
         call = await gate.ask(rollout, "a", folded=FoldedBody(b"{}", (), {}))
-        async with asyncio.timeout(10.0):
+        async with asyncio.timeout(GUARD_S):
             while call.state is not CallState.LEASED:
                 await session.wait()
                 session.drain()

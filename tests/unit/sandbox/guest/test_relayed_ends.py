@@ -13,6 +13,7 @@ from tests.support.endpoints.loopback import unused_port
 
 from penstock_sandbox.backends.guest_client import endpoint as attended
 from penstock_sandbox.backends.guest_client.stream import Stream
+from penstock_sandbox.backends.host import relay
 from penstock_sandbox.backends.local import endpoint as local
 from penstock_sandbox.domain.model import NetworkKind, NetworkPolicy
 from penstock_sandbox.guest import endpoint as attendant
@@ -136,6 +137,12 @@ async def line(request: pytest.FixtureRequest) -> AsyncIterator[Line]:
                 yield made
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Relays that wait for the bytes on their way however slow the machine is."""
+    monkeypatch.setattr(relay, "ARRIVAL_S", HANGS_S)
+
+
 @pytest.mark.parametrize("size", [1, 6000, 60_000])
 async def test_program_that_ended_during_an_answer_is_a_reset(line: Line, size: int) -> None:
     """It had read all that was there, so its own kernel says that it ended in order."""
@@ -144,6 +151,7 @@ async def test_program_that_ended_during_an_answer_is_a_reset(line: Line, size: 
     assert await line.end() == "reset"
 
 
+@pytest.mark.usefixtures("patient")
 async def test_a_program_that_read_its_answer_ends_in_order(line: Line) -> None:
     """And so does one that was never answered."""
     line.upstream.send(b"x" * 6000)
@@ -152,6 +160,7 @@ async def test_a_program_that_read_its_answer_ends_in_order(line: Line) -> None:
     assert await line.end() == "end"
 
 
+@pytest.mark.usefixtures("patient")
 async def test_a_program_that_only_sends_no_more_is_answered(line: Line) -> None:
     """Half-closed before its answer came, and between its parts."""
     line.upstream.send(b"x" * 60_000)

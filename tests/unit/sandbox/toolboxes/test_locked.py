@@ -56,6 +56,15 @@ def served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Index]:
 
 
 @pytest.fixture
+def mark(reachable: Path) -> Path:
+    """A file that a package could make when it is installed, and nobody has made."""
+    folder = reachable / "marks"
+    folder.mkdir()
+    folder.chmod(0o777)
+    return folder / "ran"
+
+
+@pytest.fixture
 def toolboxes(tmp_path: Path) -> Toolboxes:
     made = Toolboxes(tmp_path / "toolboxes", Installer(61235 if os.geteuid() == 0 else None, _no_pause))
     made.open()
@@ -112,11 +121,8 @@ async def test_an_index_is_asked_once_and_its_password_is_nowhere(served: Index,
 
 
 @pytest.mark.requirement("R151")
-async def test_setup_py_of_a_source_distribution_is_not_run(
-    served: Index, toolboxes: Toolboxes, tmp_path: Path
-) -> None:
+async def test_setup_py_of_a_source_distribution_is_not_run(served: Index, toolboxes: Toolboxes, mark: Path) -> None:
     """The package is not there for pip, which takes wheels only."""
-    mark = Path(f"/tmp/penstock-ran-{os.getpid()}")
     content = source_distribution("sdist", f"open({str(mark)!r}, 'w')\n")
     served.add_python("sdist-1.0.tar.gz", content)
     with pytest.raises(Unavailable) as caught:
@@ -152,10 +158,9 @@ def npm_tool(served: Index, mark: Path) -> tuple[bytes, ToolboxSpec]:
 
 @pytest.mark.requirement("R151")
 async def test_an_npm_lock_is_installed_from_the_services_registry_without_scripts(
-    served: Index, toolboxes: Toolboxes
+    served: Index, toolboxes: Toolboxes, mark: Path
 ) -> None:
     """Its address is not asked, its install scripts are named and not run, its program is there."""
-    mark = Path(f"/tmp/penstock-npm-ran-{os.getpid()}")
     _, spec = npm_tool(served, mark)
     box, lines = await prepared(toolboxes, spec)
     mounted = toolboxes.mounted(box.id)
@@ -171,8 +176,10 @@ async def test_an_npm_lock_is_installed_from_the_services_registry_without_scrip
 
 
 @pytest.mark.requirement("R151")
-async def test_an_npm_archive_with_another_integrity_is_refused(served: Index, toolboxes: Toolboxes) -> None:
-    _, spec = npm_tool(served, Path("/tmp/never"))
+async def test_an_npm_archive_with_another_integrity_is_refused(
+    served: Index, toolboxes: Toolboxes, mark: Path
+) -> None:
+    _, spec = npm_tool(served, mark)
     served.files["/npm/scripted/-/scripted-1.0.0.tgz"] = npm_package(SCRIPTED, {"cli.js": "other"})
     with pytest.raises(Unavailable) as caught:
         await prepared(toolboxes, spec)

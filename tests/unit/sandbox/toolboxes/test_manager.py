@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -33,12 +33,9 @@ mkdir -p node_modules/.bin && echo 'echo ran' > node_modules/.bin/tool && chmod 
 
 
 @pytest.fixture
-def npm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Npm]:
+def npm(reachable: Path, monkeypatch: pytest.MonkeyPatch) -> Npm:
     """Puts a stand-in first in PATH; answers how often it ran."""
-    # In a place that the installer's own user can reach, which tmp_path is not when the tests run as root.
-    folder = Path(f"/tmp/penstock-test-npm-{os.getpid()}")
-    folder.mkdir(mode=0o755)
-    log = folder / "log"
+    folder, log = reachable, reachable / "log"
 
     def install(
         failures: int, message: str = "npm error network timeout", links: Mapping[str, str | Path] | None = None
@@ -53,10 +50,7 @@ def npm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Npm]:
         monkeypatch.setenv("TOKEN_OF_THE_SERVICE", "sk-service")
         return log
 
-    yield install
-    for child in folder.iterdir():
-        child.unlink()
-    folder.rmdir()
+    return install
 
 
 def pauseless(pauses: list[float]) -> Installer:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
-import shutil
 import subprocess
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -43,18 +41,15 @@ def wheel(folder: Path, name: str) -> str:
 
 
 @pytest.fixture
-def wheels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An index that is a folder, in a place that the installer's own user can reach."""
-    folder = Path(f"/tmp/penstock-test-wheels-{os.getpid()}")
-    folder.mkdir(mode=0o755)
+def wheels(reachable: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An index that is a folder."""
     for variable in [name for name in os.environ if name.startswith("PIP_")]:
         monkeypatch.delenv(variable)
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    monkeypatch.setenv("PIP_FIND_LINKS", str(reachable))
     monkeypatch.setenv("PIP_TARGET", "/nowhere")
-    yield folder
-    shutil.rmtree(folder)
+    return reachable
 
 
 @pytest.fixture
