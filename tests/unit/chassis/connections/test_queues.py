@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Sequence
-from contextlib import AsyncExitStack, ExitStack
+from contextlib import AsyncExitStack, ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,11 @@ def listeners(port: int) -> int:
             if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port:
                 inodes.add(fields[9])
     sockets = {f"socket:[{inode}]" for inode in inodes}
-    return sum(fd.is_symlink() and str(fd.readlink()) in sockets for fd in list(Path("/proc/self/fd").iterdir()))
+    count = 0
+    for fd in list(Path("/proc/self/fd").iterdir()):
+        with suppress(OSError):  # closed since it was listed
+            count += str(fd.readlink()) in sockets
+    return count
 
 
 async def connected(stack: AsyncExitStack, server: Server, tls: ClientTls | None = None) -> Sequence[grpc.aio.Channel]:
