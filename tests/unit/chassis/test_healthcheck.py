@@ -34,7 +34,7 @@ def server(tls: ServerTls | None) -> Server:
 async def test_a_service_that_serves_is_healthy_without_a_token() -> None:
     """docs/interfaces.md: health answers without a token."""
     async with server(None) as running:
-        assert await asyncio.to_thread(check, running.address, None, 10.0) == ""
+        assert await asyncio.to_thread(check, running.address, None, 60.0) == ""
 
 
 @pytest.mark.requirement("R9")
@@ -46,12 +46,12 @@ async def test_over_tls_the_server_is_verified(
     async with server(tls) as running:
         address = f"localhost:{running.address.rpartition(':')[2]}"
         monkeypatch.setenv(CA_VARIABLE, str(tmp_path / "ca.pem"))
-        assert await asyncio.to_thread(main, [address]) == 0
+        assert await asyncio.to_thread(main, ["--timeout", "60", address]) == 0
         monkeypatch.setenv(CA_VARIABLE, str(tmp_path / "other.pem"))
-        assert await asyncio.to_thread(main, [address]) == 1
+        assert await asyncio.to_thread(main, ["--timeout", "60", address]) == 1
         assert "UNAVAILABLE" in capsys.readouterr().err
         monkeypatch.setenv(CA_VARIABLE, str(tmp_path / "none.pem"))
-        assert await asyncio.to_thread(main, [address]) == 1
+        assert await asyncio.to_thread(main, ["--timeout", "60", address]) == 1
         assert "none.pem" in capsys.readouterr().err
 
 
@@ -59,4 +59,4 @@ async def test_a_service_that_has_stopped_is_not_healthy() -> None:
     """A health check ends with a reason, not with a trace."""
     async with server(None) as running:
         address = running.address
-    assert "UNAVAILABLE" in await asyncio.to_thread(check, address, None, 10.0)
+    assert "UNAVAILABLE" in await asyncio.to_thread(check, address, None, 60.0)

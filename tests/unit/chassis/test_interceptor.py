@@ -267,7 +267,8 @@ async def test_the_table_says_which_role_may_call_which_method(
         call = (
             untyped(channel).unary_unary(path)(b"x")
             if method == "UnaryUnary"
-            else untyped(channel).stream_unary(path)(iter([b"x"]))
+            # A refusal comes before the request is read, and grpc.aio loses it while a request is written.
+            else untyped(channel).stream_unary(path)(iter([b"x"] if allowed else []))
         )
         if allowed:
             assert await call == b"x"

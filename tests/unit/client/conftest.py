@@ -150,6 +150,7 @@ class Gate:
         assert await self.read() is None
 
     async def fail(self, refusal: Refusal) -> None:
+        """Ends the stream. Read first: grpc.aio loses the status of a stream that ends while it is written to."""
         await refusal.abort(self._context)
 
 

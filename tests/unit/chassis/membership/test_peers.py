@@ -12,6 +12,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tests.support.endpoints.loopback import unused_port
+from tests.support.waiting import eventually
 
 from penstock.ops.v1 import operations_service_pb2, operations_service_pb2_grpc
 from penstock_chassis.aio.retry import Delays
@@ -107,7 +108,8 @@ async def test_a_peer_serves_drains_is_lost_and_comes_back() -> None:
             assert not peer.is_lost, "a draining peer answers"
             work = asyncio.ensure_future(until_lost(peer, asyncio.Event().wait()))
         assert await until(peers, "n0", State.LOST) is peer
-        assert peer.host is Host.REFUSING
+        # The first look at the host may come before the server has closed its port.
+        await eventually(lambda: peer.host is Host.REFUSING, "the host refuses")
         with pytest.raises(PeerLost):
             await work
         async with served("n0", port):

@@ -1,6 +1,7 @@
 """One session over two gates that follow scripts."""
 
 import asyncio
+from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -36,12 +37,16 @@ class Cluster(operations_service_pb2_grpc.OperationsServiceServicer):
 
 
 class ScriptedGate(intercept_service_pb2_grpc.InterceptServiceServicer):
-    """A gate. `tools` are the names of the offers that it accepted; while `answers` is not set it answers none."""
+    """A gate. By session id, `tools` are the names of the offers that it accepted, and `asked` is set by an offer.
+
+    While `answers` is not set it answers none. An offer that the client gave up may still arrive, at any time: only by
+    its session is it known from others.
+    """
 
     def __init__(self, *scripts: Script) -> None:
         self.scripts = list(scripts)
-        self.tools: list[list[str]] = []
-        self.asked = asyncio.Event()
+        self.tools: dict[str, list[list[str]]] = defaultdict(list)
+        self.asked: dict[str, asyncio.Event] = defaultdict(asyncio.Event)
         self.abandoned = asyncio.Event()
         self.answers = asyncio.Event()
         self.answers.set()
@@ -54,13 +59,13 @@ class ScriptedGate(intercept_service_pb2_grpc.InterceptServiceServicer):
         await self.scripts.pop(0)(Gate(requests, context))
 
     async def RegisterTools(self, request: Any, context: Any) -> icpt.RegisterToolsResponse:  # noqa: N802
-        self.asked.set()
+        self.asked[request.session_id].set()
         try:
             await self.answers.wait()
         except asyncio.CancelledError:
             self.abandoned.set()
             raise
-        self.tools.append([tool.name for tool in request.tools])
+        self.tools[request.session_id].append([tool.name for tool in request.tools])
         return icpt.RegisterToolsResponse()
 
 
@@ -129,7 +134,7 @@ async def test_each_answer_goes_to_the_gate_of_its_call() -> None:
                 if len(taken) == 2:
                     break
     assert sorted(taken) == ["a", "b"]
-    assert [gate.tools for gate in gates] == [[["look_up"]], [["look_up"]]]
+    assert [gate.tools for gate in gates] == [{"s1": [["look_up"]]}] * 2
     assert sum(windows) <= 16
 
 
@@ -183,7 +188,7 @@ async def test_a_session_outlasts_a_lost_gate_and_takes_in_a_new_one(monkeypatch
             cluster.gates[joining] = ops.MEMBER_STATE_UP
             assert (await anext(calls)).call_id == "late"
             await calls.aclose()
-    assert third.tools == [["look_up"]]
+    assert third.tools == {"s1": [["look_up"]]}
     assert [item for item in new if item in ("pause", "results")] == ["pause", "results"]
 
 
@@ -218,18 +223,18 @@ async def test_tools_withdrawn_while_a_gate_was_away_are_withdrawn_there_too(res
         async with connect(target, TOKEN) as ps, ps.intercept() as session:
             await session.offer_tools([HostTool(name="look_up", function=str)])
             gates[1].answers.clear()
-            gates[1].asked.clear()
+            gates[1].asked["old"].clear()
             withdrawal = asyncio.create_task(session.offer_tools([]))
-            await gates[1].asked.wait()
+            await gates[1].asked["old"].wait()
             cluster.gates[second] = ops.MEMBER_STATE_LOST
             leaves.set()
             await withdrawal
             await gates[1].abandoned.wait()
-            assert gates[1].tools == [["look_up"]]
+            assert gates[1].tools == {"old": [["look_up"]]}
             gates[1].answers.set()
             withdrawn.set()
             assert [call.call_id async for call in _first(session)] == ["late"]
-    assert gates[1].tools == [["look_up"]] + [[]] * resumed
+    assert gates[1].tools == {"old": [["look_up"]]} | ({"new": [[]]} if resumed else {})
 
 
 @pytest.mark.requirement("R118", "R122")
@@ -306,13 +311,15 @@ async def test_tools_withdrawn_while_they_are_registered_are_withdrawn_there_too
         async with connect(target, TOKEN) as ps, ps.intercept() as session:
             gates[1].answers.clear()
             await session.offer_tools([HostTool(name="look_up", function=str)])
-            gates[1].asked.clear()
             joins.set()
-            await gates[1].asked.wait()
+            await gates[1].asked["new"].wait()
             await session.offer_tools([])
             gates[1].answers.set()
             assert [call.call_id async for call in _first(session)] == ["late"]
-    assert gates[1].tools == [["look_up"], []]
+    first_offer, *withdrawals = gates[1].tools["new"]
+    assert first_offer == ["look_up"]
+    # One or two: that of `offer_tools` itself, given up at once, may be answered before it is cancelled.
+    assert withdrawals and not any(withdrawals)
 
 
 async def _first(session: Any) -> AsyncIterator[Any]:

@@ -435,9 +435,11 @@ async def test_absent_gate_is_awaited_when_a_session_opens(fakes: Fakes, ps: Pen
     gate's core drops the call without a word, as it does with everybody's under a flood (R148)."""
 
     async def away(stream: Gate) -> None:
+        await stream.read()
         await stream.fail(Refusal(grpc.StatusCode.UNAVAILABLE))
 
     async def drops(stream: Gate) -> None:
+        await stream.read()
         await stream.fail(Refusal(grpc.StatusCode.CANCELLED, message=""))
 
     async def serves(stream: Gate) -> None:
@@ -466,6 +468,7 @@ async def test_a_refused_token_is_an_error_and_not_tried_again(fakes: Fakes, ps:
     """What the gate refuses comes out as its type."""
 
     async def refuses(stream: Gate) -> None:
+        await stream.read()
         await stream.fail(Refusal(grpc.StatusCode.UNAUTHENTICATED, "CREDENTIAL_INVALID"))
 
     fakes.converse(refuses)
@@ -483,6 +486,7 @@ async def test_a_refusal_that_grpc_forgot_is_asked_for_again(fakes: Fakes, ps: P
         await stream.fail(Refusal(grpc.StatusCode.INTERNAL, message="Internal error from Core"))
 
     async def refuses(stream: Gate) -> None:
+        await stream.read()
         await stream.fail(Refusal(grpc.StatusCode.UNAUTHENTICATED, "CREDENTIAL_INVALID"))
 
     fakes.converse(forgotten, forgotten, refuses)

@@ -41,6 +41,8 @@ class _Recorder(grpc.GenericRpcHandler):
         return grpc.stream_stream_rpc_method_handler(self._refuse)
 
     async def _refuse(self, requests: Any, context: Any) -> AsyncIterator[bytes]:
+        async for _ in requests:  # first: grpc.aio loses the status of a stream that ends while it is written to
+            pass
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "recorded")
         yield b""
 

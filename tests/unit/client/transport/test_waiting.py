@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc
 import pytest
+from tests.support.endpoints.loopback import unused_port
 
 from penstock.client import PenstockError, Unavailable
 from penstock.client.transport.endpoints import Endpoints, ServiceName
@@ -26,13 +27,13 @@ class Operations(pb_grpc.OperationsServiceServicer):
 
 
 @asynccontextmanager
-async def serving(port: int = 0) -> AsyncIterator[int]:
+async def serving(port: int) -> AsyncIterator[int]:
     server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
     pb_grpc.add_OperationsServiceServicer_to_server(Operations(), server)  # type: ignore[abstract]
-    bound = server.add_insecure_port(f"127.0.0.1:{port}")
+    server.add_insecure_port(f"127.0.0.1:{port}")
     await server.start()
     try:
-        yield bound
+        yield port
     finally:
         await server.stop(None)
 
@@ -69,7 +70,7 @@ def client_of(kind: ServiceName, port: int) -> Service:
 
 
 async def test_a_call_waits_for_a_driver_that_restarts(attempts: Attempts) -> None:
-    async with serving() as port:
+    async with serving(unused_port()) as port:
         service = client_of("driver", port)
         await ask(service)
     call = asyncio.create_task(ask(service))
@@ -81,7 +82,7 @@ async def test_a_call_waits_for_a_driver_that_restarts(attempts: Attempts) -> No
 
 @pytest.mark.parametrize("kind", ["driver", "sandbox", "interception", "inference"])
 async def test_a_service_that_never_answered_is_soon_given_up(kind: ServiceName, attempts: Attempts) -> None:
-    async with serving() as port:
+    async with serving(unused_port()) as port:
         pass
     service = client_of(kind, port)
     with pytest.raises(Unavailable, match="Cannot reach"):
@@ -92,7 +93,7 @@ async def test_a_service_that_never_answered_is_soon_given_up(kind: ServiceName,
 
 async def test_one_of_several_drivers_is_soon_given_up(attempts: Attempts) -> None:
     """A list of all drivers names the one that is away, and does not wait for it."""
-    async with serving() as port:
+    async with serving(unused_port()) as port:
         service = client_of("driver", port)
         await ask(service)
     with pytest.raises(Unavailable, match="Cannot reach"):
@@ -104,7 +105,7 @@ async def test_one_of_several_drivers_is_soon_given_up(attempts: Attempts) -> No
 @pytest.mark.parametrize("kind", ["sandbox", "interception", "inference"])
 async def test_other_services_are_soon_given_up(kind: ServiceName, attempts: Attempts) -> None:
     """Another node or gate can be used instead."""
-    async with serving() as port:
+    async with serving(unused_port()) as port:
         service = client_of(kind, port)
         await ask(service)
     with pytest.raises(Unavailable, match="Cannot reach"):

@@ -36,7 +36,9 @@ class Older(process_service_pb2_grpc.ProcessServiceServicer):
         self.streams = 0
 
     async def WatchProcesses(self, requests: AsyncIterator[pb.WatchProcessesRequest], context: Any) -> Any:  # noqa: N802
-        # What gRPC answers where no servicer has the method.
+        # What gRPC answers where no servicer has the method. Not before the client has written: grpc.aio loses the
+        # status of a stream that ends while it is written to.
+        await anext(aiter(requests))
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
         yield pb.WatchProcessesResponse()
 
