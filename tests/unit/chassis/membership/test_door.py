@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from tests.support.endpoints.loopback import unused_port
 from tests.support.waiting import eventually_async
 
 from penstock_chassis.membership.door import Door, main
@@ -33,8 +34,7 @@ async def replica(host: str, port: int = 0) -> AsyncIterator[int]:
 @asynccontextmanager
 async def door(target: str) -> AsyncIterator[int]:
     """The command before `target`; yields its port."""
-    async with replica("127.0.0.1") as port:
-        pass  # it is free now
+    port = unused_port()
     process = await asyncio.create_subprocess_exec(
         sys.executable, *("-m", "penstock_chassis.membership.door", f"{port}={target}"), stdout=subprocess.PIPE
     )
@@ -68,8 +68,7 @@ async def test_what_goes_through_a_door_arrives_whole_in_both_directions() -> No
 
 
 async def test_a_door_to_nobody_closes_and_opens_when_somebody_comes() -> None:
-    async with replica("127.0.0.1") as inner:
-        pass
+    inner = unused_port()
     async with door(f"127.0.0.1:{inner}") as port:
         assert await asked(port, b"") == b""
         async with replica("127.0.0.1", inner):
@@ -86,7 +85,7 @@ async def test_connections_are_spread_over_the_addresses_of_a_name(monkeypatch: 
         return [info for name in names for info in await resolve(name, *args, **options)]
 
     monkeypatch.setattr(loop, "getaddrinfo", resolved)
-    async with replica("127.0.0.1") as inner:
+    async with replica("127.0.0.1", unused_port()) as inner:
         front = Door("replicas.example", inner)
         async with await asyncio.start_server(front.enter, "127.0.0.1", 0) as server:
             port = server.sockets[0].getsockname()[1]

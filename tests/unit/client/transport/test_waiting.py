@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc
 import pytest
+from tests.support.endpoints.loopback import unused_port
 
 from penstock.client import PenstockError, Unavailable
 from penstock.client.transport.endpoints import Endpoints, ServiceName
@@ -27,12 +28,14 @@ class Operations(pb_grpc.OperationsServiceServicer):
 
 @asynccontextmanager
 async def serving(port: int = 0) -> AsyncIterator[int]:
+    """At a port that stays free once the server has stopped."""
+    port = port or unused_port()
     server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
     pb_grpc.add_OperationsServiceServicer_to_server(Operations(), server)  # type: ignore[abstract]
-    bound = server.add_insecure_port(f"127.0.0.1:{port}")
+    server.add_insecure_port(f"127.0.0.1:{port}")
     await server.start()
     try:
-        yield bound
+        yield port
     finally:
         await server.stop(None)
 
