@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -70,11 +69,3 @@ async def assert_sampled_by(
         expected, _ = one_pass(config, policy(seed, config), whole)
         assert np.abs(expected[prompt.size - 1 :] - done.logprobs).max() < TOLERANCE
         assert {span.policy_version for span in done.versions} == {version}
-
-
-def free_port() -> int:
-    """A port that is free now, for a rendezvous."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tests.gpu import serving
+from tests.support.endpoints.loopback import unused_port
 
 
 def on_gpu(seed: int, device: int) -> dict[str, torch.Tensor]:
@@ -36,7 +37,7 @@ async def test_weights_come_by_nccl(tmp_path: Path, packed: bool) -> None:
 
     options = {"transfer_backend": "nccl", "enforce_eager": "true"}
     async with serving.engine(tmp_path, options=options) as ps:
-        where = {"master_address": "127.0.0.1", "master_port": serving.free_port(), "world_size": 2}
+        where = {"master_address": "127.0.0.1", "master_port": unused_port(), "world_size": 2}
 
         def join() -> Any:
             torch.cuda.set_device(1)  # it is the thread's

@@ -81,7 +81,9 @@ async def test_agents_that_fill_the_disk_break_no_journal_and_no_neighbour() -> 
     """Each keeps within its own limit, together they are more than the disk; the journals are on the same one."""
     label = secrets.token_hex(8)
     within, beyond = LIMIT // MIB - 100, LIMIT // MIB + 300
-    fill = "head -c {}M /dev/zero > fill; sleep 3000"
+    # Slow from before a limit on: all together leave the service seconds to measure and act in.
+    fill = "head -c {}M /dev/zero > fill; for _ in $(seq {}); do head -c 5M /dev/zero >> fill; sleep 0.1; done"
+    fill += "; sleep 3000"
     wait_for_all, full, ended = asyncio.Barrier(HOGS + 1), asyncio.Event(), asyncio.Event()
 
     # All have their sandbox when the first one writes: none is refused for want of room.
@@ -95,7 +97,8 @@ async def test_agents_that_fill_the_disk_break_no_journal_and_no_neighbour() -> 
 
     def reply(prompt: str) -> str:
         if "GREEDY" in prompt or "MODEST" in prompt:
-            return bash(fill.format(beyond if "GREEDY" in prompt else within))
+            at_once, in_all = (LIMIT // MIB - 50, beyond) if "GREEDY" in prompt else (120, within)
+            return bash(fill.format(at_once, (in_all - at_once) // 5))
         return REPLY(prompt)
 
     with small_disk() as disk:

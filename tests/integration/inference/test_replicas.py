@@ -15,6 +15,7 @@ import pytest
 from google.protobuf.duration_pb2 import Duration
 from safetensors.numpy import save
 from tests.support.services import replicas
+from tests.support.waiting import GUARD_S
 
 from penstock.chat.v1 import chat_pb2, completion_pb2
 from penstock.inference.v1 import inference_service_pb2 as pb
@@ -26,6 +27,9 @@ from penstock_inference.testing import random_tensors
 
 Open = Callable[..., Any]
 Failure = Callable[[grpc.aio.AioRpcError], PenstockError]
+
+ENDLESS = 4000
+"""Tokens of a generation that a test ends: most of the model's context. The replica goes on while a test waits."""
 
 
 @pytest.fixture
@@ -54,10 +58,11 @@ async def complete(stub: Any, wanted: pb.GenerateRequest) -> completion_pb2.Comp
 
 
 async def until(stub: Any, reached: Callable[[pb.WatchStatsResponse], bool]) -> pb.WatchStatsResponse:
-    """The first statistics for which `reached` holds."""
-    async for stats in stub.WatchStats(pb.WatchStatsRequest(interval=Duration(nanos=100_000_000))):
-        if reached(stats):
-            return stats  # type: ignore[no-any-return]
+    """The first statistics for which `reached` holds; TimeoutError where none is."""
+    async with asyncio.timeout(GUARD_S):
+        async for stats in stub.WatchStats(pb.WatchStatsRequest(interval=Duration(nanos=100_000_000))):
+            if reached(stats):
+                return stats  # type: ignore[no-any-return]
     raise AssertionError("the statistics ended")
 
 
@@ -94,20 +99,39 @@ async def test_replicas_are_one_service_with_the_room_of_all(stub: Any) -> None:
 @pytest.mark.requirement("R43")
 async def test_a_session_is_answered_by_the_replica_that_has_its_cache(stub: Any) -> None:
     """Every turn of a conversation, also one that is long in flight; others go where there is room."""
-    long = asyncio.create_task(complete(stub, request("long", "one", 3000)))
+    long = asyncio.create_task(complete(stub, request("long", "one", ENDLESS)))
     (first,) = busy(await until(stub, lambda stats: bool(busy(stats))))
-    other = asyncio.create_task(complete(stub, request("other", "two", 3000)))
+    other = asyncio.create_task(complete(stub, request("other", "two", ENDLESS)))
     await until(stub, lambda stats: len(busy(stats)) == 2)
     before = await until(stub, lambda _: True)
     turn = await complete(stub, request("turn", "one"))
     assert turn.usage.prompt_tokens == 30
     loads = {each.name: each.load_tokens for each in before.replicas}
-    second = asyncio.create_task(complete(stub, request("turn-2", "one", 500)))
+    second = asyncio.create_task(complete(stub, request("turn-2", "one", ENDLESS)))
     after = await until(stub, lambda stats: any(each.load_tokens > loads[each.name] for each in stats.replicas))
     assert [each.name for each in after.replicas if each.load_tokens > loads[each.name]] == [first]
     await stub.Abort(pb.AbortRequest(all=True))
     for call in (long, other, second):
         assert (await call).finish_reason == chat_pb2.FINISH_REASON_ABORT
+
+
+async def stopped_amid(stub: Any, name: str) -> asyncio.Future[pb.GenerateResponse]:
+    """The end of a generation that stands still, since its replica does."""
+    ending: asyncio.Future[pb.GenerateResponse]
+
+    def begun_or_ended(stats: pb.WatchStatsResponse) -> bool:
+        return ending.done() or busy(stats) == [name]
+
+    for number in range(10):
+        ending = asyncio.ensure_future(anext(aiter(stub.Generate(request(f"killed-{number}", "s", 1500)))))
+        await until(stub, begun_or_ended)
+        replicas.stop(name)
+        # Asked once it stands still: it may have ended while the test did not look.
+        if busy(await until(stub, lambda _: True)) == [name]:
+            return ending
+        replicas.go_on(name)
+        await ending
+    raise AssertionError("each generation ended before its replica stood still")
 
 
 @pytest.mark.requirement("R22", "R43")
@@ -119,14 +143,13 @@ async def test_a_call_whose_replica_is_killed_ends_as_if_nothing_had_happened(st
         each.name for each in (await until(stub, lambda s: s.sampled_tokens > 0)).replicas if each.sampled_tokens
     ]
     told: list[pb.GenerateResponse] = []
-    events = aiter(stub.Generate(request("killed", "s", 1500, stream=stream)))
     if stream:
+        events = aiter(stub.Generate(request("killed", "s", 1500, stream=True)))
         told += [await anext(events) for _ in range(3)]
         replicas.kill(name)
         told += [event async for event in events]
     else:
-        ending = asyncio.ensure_future(anext(events))
-        await until(stub, lambda stats: busy(stats) == [name])
+        ending = await stopped_amid(stub, name)
         replicas.kill(name)
         told.append(await ending)
     done = told[-1].done.completion
@@ -147,7 +170,7 @@ async def test_seeded_stream_fails_typed_when_its_replica_dies(stub: Any, failur
     wanted = pb.GenerateRequest(
         request_id="seeded",
         token_ids=np.arange(10, 40, dtype="<i4").tobytes(),
-        sampling=chat_pb2.Sampling(seed=3, max_tokens=3000),
+        sampling=chat_pb2.Sampling(seed=3, max_tokens=ENDLESS),
         stream=True,
     )
     events = aiter(stub.Generate(wanted))
@@ -184,7 +207,7 @@ async def test_an_update_that_does_not_fit_leaves_the_old_policy_on_all(stub: An
 @pytest.mark.requirement("R22", "R32")
 async def test_pause_holds_all_replicas_and_abort_reaches_all(stub: Any) -> None:
     """Whatever replica a request is on."""
-    calls = [asyncio.create_task(complete(stub, request(f"c{n}", f"s{n}", 3000))) for n in range(4)]
+    calls = [asyncio.create_task(complete(stub, request(f"c{n}", f"s{n}", ENDLESS))) for n in range(4)]
     await until(stub, lambda stats: stats.running == 4 and len(busy(stats)) == 2)
     await stub.Pause(pb.PauseRequest(mode=pb.PAUSE_MODE_KEEP))
     assert (await stub.GetInfo(pb.GetInfoRequest())).paused

@@ -29,6 +29,9 @@ from penstock_inference.replicas.replica_process import ReplicaProcess
 from penstock_inference.testing import random_tensors, write_model
 
 TOKENS = 600
+"""Of a generation that a test lets end."""
+ENDLESS = 4000
+"""Tokens of a generation that a test ends: most of the model's context. The engine goes on while a test waits."""
 
 
 @pytest.fixture(params=["one", "two"])
@@ -51,12 +54,12 @@ async def update(engine: Engine, mode: PauseMode) -> None:
     await engine.commit_update(mode)
 
 
-async def begun(engine: Engine, stack: AsyncExitStack) -> list[AsyncIterator[GenerateEvent]]:
+async def begun(engine: Engine, stack: AsyncExitStack, tokens: int) -> list[AsyncIterator[GenerateEvent]]:
     """Generations of which each has told something, on each replica."""
     calls: list[AsyncIterator[GenerateEvent]] = []
     for n in range(2):
         wanted = GenerateRequest(
-            f"c{n}", np.arange(10, 40, dtype=np.int32), Sampling(max_tokens=TOKENS), session_id=f"s{n}"
+            f"c{n}", np.arange(10, 40, dtype=np.int32), Sampling(max_tokens=tokens), session_id=f"s{n}"
         )
         call = await stack.enter_async_context(aclosing(engine.generate(wanted)))
         await anext(call)
@@ -76,7 +79,7 @@ async def end(call: AsyncIterator[GenerateEvent]) -> Done:
 async def test_an_update_that_aborts_ends_what_a_pause_froze(engine: Engine) -> None:
     """With the tokens of the old policy, and the pause lasts."""
     async with AsyncExitStack() as stack:
-        calls = await begun(engine, stack)
+        calls = await begun(engine, stack, ENDLESS)
         await engine.pause(PauseMode.KEEP)
         await update(engine, PauseMode.ABORT)
         for call in calls:
@@ -91,7 +94,7 @@ async def test_an_update_that_aborts_ends_what_a_pause_froze(engine: Engine) -> 
 async def test_an_update_that_waits_waits_for_what_a_pause_lets_finish(engine: Engine) -> None:
     """No completion is of both policies."""
     async with AsyncExitStack() as stack:
-        calls = await begun(engine, stack)
+        calls = await begun(engine, stack, TOKENS)
         pausing = asyncio.create_task(engine.pause(PauseMode.WAIT))
         await eventually(lambda: engine.info().paused, "it pauses")
         await update(engine, PauseMode.WAIT)
@@ -108,11 +111,16 @@ async def test_an_update_that_waits_waits_for_what_a_pause_lets_finish(engine: E
 async def test_an_update_that_waits_does_not_wait_for_what_a_pause_froze(engine: Engine) -> None:
     """It would for ever; what is frozen goes on under the new policy."""
     async with AsyncExitStack() as stack:
-        calls = await begun(engine, stack)
+        calls = await begun(engine, stack, ENDLESS)
         await engine.pause(PauseMode.KEEP)
         await update(engine, PauseMode.WAIT)
         assert engine.info().paused
         await engine.resume()
+        for call in calls:
+            # All of it would take long on a busy machine.
+            while getattr(await anext(call), "policy_version", None) != 1:
+                pass
+        await engine.abort(everything=True)
         for call in calls:
             assert [span.policy_version for span in (await end(call)).version_spans] == [0, 1]
 

@@ -15,7 +15,7 @@ import pytest
 from tests.support.docker import dockerd
 from tests.support.docker.backend import BY_THE_ENGINE, REACHES, backend, create, diff, run
 from tests.support.hoppers import kill_each_chain
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually_async
 
 from penstock_chassis.errors import FailedPrecondition, InvalidArgument, PenstockError
 from penstock_sandbox.backends.docker.backend import DockerBackend
@@ -226,7 +226,7 @@ if os.fork() == 0:
     os.kill(os.getpid(), signal.SIGSTOP)
 time.sleep(600)' &
 (trap "" TERM HUP INT; setsid sleep 600) &
-sleep 0.3; echo left; exec sleep 600
+exec sleep 600
 """
 
 
@@ -249,9 +249,14 @@ async def test_neither_stopped_nor_traced_nor_unreadable_processes_outlive_the_k
             handle = await create(opened, image=UNREADABLE)
             heard = Collected()
             tree = await handle.start(["bash", "-c", LEFT], handle.default_env, "/", heard, stdin=False, pty=None)
-            await eventually(lambda: b"left" in heard.text, "all of them")
-            seen = (await run(handle, "ps", "-u", handle.user, "-o", "stat=,comm="))[1]
-            assert "xbash" in seen and "T" in seen and "t" in seen, seen
+
+            async def all_there() -> bool:
+                _, said = await run(handle, "ps", "-u", handle.user, "-o", "stat=,comm=")
+                seen = [line.split() for line in said.splitlines()]
+                states, names = {state[0] for state, *_ in seen}, [name for _, name, *_ in seen]
+                return "xbash" in names and names.count("sleep") == 2 and states >= {"T", "t"}
+
+            await eventually_async(all_there, "all of them are left behind")
             await tree.kill()
             assert await run(handle, "ps", "-u", handle.user, "-o", "comm=") == (0, "ps\n")
             await handle.destroy()

@@ -91,19 +91,18 @@ class Proxy:
         self._random = random.Random(7)  # the same faults each time
         self._faults = cycle(("error", "lost request", "lost answer"))
         self._server: asyncio.Server | None = None
-        self.port = 0
+        self.port = unused_port()
         self.seen: Counter[str] = Counter()
         """Requests by what was done to them: error, lost request, lost answer, none."""
 
     @property
     def address(self) -> str:
-        """Its URL, once it has started."""
+        """Its URL."""
         return f"http://{self._own}:{self.port}"
 
     async def start(self) -> None:
-        """Accept connections, at the port of the last start if there was one."""
+        """Accept connections, each time at the same port."""
         self._server = await asyncio.start_server(self._serve, self._own, self.port)
-        self.port = self._server.sockets[0].getsockname()[1]
 
     async def die(self) -> None:
         """Accept no more connections."""

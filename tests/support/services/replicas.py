@@ -44,6 +44,11 @@ def stop(name: str) -> None:
     os.kill(processes()[name], signal.SIGSTOP)
 
 
+def go_on(name: str) -> None:
+    """After `stop`."""
+    os.kill(processes()[name], signal.SIGCONT)
+
+
 @asynccontextmanager
 async def pool(directory: Path, count: int = 2, silence_s: float = 300.0, **options: Any) -> AsyncIterator[ReplicaPool]:
     """Replicas of a random model that never stops by itself."""

@@ -85,7 +85,7 @@ async def test_connections_are_spread_over_the_addresses_of_a_name(monkeypatch: 
         return [info for name in names for info in await resolve(name, *args, **options)]
 
     monkeypatch.setattr(loop, "getaddrinfo", resolved)
-    async with replica("127.0.0.1") as inner:
+    async with replica("127.0.0.1", unused_port()) as inner:
         front = Door("replicas.example", inner)
         async with await asyncio.start_server(front.enter, "127.0.0.1", 0) as server:
             port = server.sockets[0].getsockname()[1]
