@@ -22,8 +22,6 @@ from penstock_chassis.errors import FailedPrecondition
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
-_COUNTING = "i=0; while :; do i=$((i+1)); echo $i > count; done"
-
 
 async def pause(box: Box) -> None:
     await box.service.sandboxes.PauseSandbox(ss.PauseSandboxRequest(sandbox_id=box.id), timeout=30)
@@ -57,12 +55,14 @@ async def test_processes_stand_still_while_paused_and_continue_afterwards(
     if not capabilities.pause:
         await refused(box)
         return
-    await box.start("p", "bash", "-c", _COUNTING)
+    # Its comment is this test's alone: others run it too, on this machine and at the same time.
+    counting = f"i=0; while :; do i=$((i+1)); echo $i > count; done  # {secrets.token_hex(8)}"
+    await box.start("p", "bash", "-c", counting)
     await box.out("until [ -s count ]; do :; done")
     for _ in range(2):
         await pause(box)
     assert await state(box) == sb.SANDBOX_STATE_PAUSED
-    standing = {pid: _cpu_ticks(pid) for pid in _running(_COUNTING)} if box.service.name.startswith("local") else {}
+    standing = {pid: _cpu_ticks(pid) for pid in _running(counting)} if box.service.name.startswith("local") else {}
     for _ in range(2):
         await resume(box)
         await resume(box)
@@ -170,7 +170,9 @@ async def test_a_paused_sandbox_is_deleted_and_ends_with_its_lease(
     if not capabilities.pause:
         await refused(boxes[0])
         return
-    for box, seconds in zip(boxes, ("4920", "4921"), strict=True):
+    # No other test on this machine sleeps as long.
+    asleep = [str(10**6 + secrets.randbelow(10**9)) for _ in boxes]
+    for box, seconds in zip(boxes, asleep, strict=True):
         await box.start("p", "sleep", seconds)
         await pause(box)
     states: list[sb.SandboxState.ValueType] = []
@@ -184,7 +186,7 @@ async def test_a_paused_sandbox_is_deleted_and_ends_with_its_lease(
     await service.sandboxes.DeleteSandbox(ss.DeleteSandboxRequest(sandbox_id=boxes[1].id), timeout=30)
     assert (await finishing)[2].reason == ps.EXIT_REASON_KILLED
     if service.name.startswith("local"):
-        assert not _running("4920") and not _running("4921")
+        assert not any(map(_running, asleep))
 
 
 # Forks of a live sandbox ---------------------------------------------------------------------------------------------
