@@ -181,13 +181,18 @@ async def test_hf_sandboxs_jobs_have_no_labels_and_are_ended_by_their_ids(jobs: 
 
 @pytest.mark.requirement("R50")
 async def test_jobs_of_a_service_that_never_comes_back_end_by_themselves(jobs: HfJobs, state_dir: Path) -> None:
-    """And until then silence does not end them."""
-    async with serve(state_dir, jobs, hf_idle_timeout_s="3") as service:
+    """As long a silence ends none of a service that is there."""
+    async with serve(state_dir, jobs, hf_idle_timeout_s="9") as service:
         box = await create(service)
-        await box.out("sleep 8")
-        assert await jobs.running()
-        service.process.send_signal(signal.SIGKILL)
-    await until_none_runs(jobs)
+        silent = await jobs.running()
+        with tempfile.TemporaryDirectory(prefix="penstock-hf-other-", ignore_cleanup_errors=True) as folder:
+            async with serve(Path(folder), jobs, hf_idle_timeout_s="9") as other:
+                await create(other)
+                assert len(await jobs.running()) == 2
+                other.process.send_signal(signal.SIGKILL)
+        await until_run(jobs, 1)
+        assert [job["id"] for job in await jobs.running()] == [job["id"] for job in silent]
+        assert await box.out("echo alive") == "alive"
 
 
 @pytest.mark.requirement("R49")

@@ -116,13 +116,15 @@ async def test_setup_whose_sandbox_is_lost_has_not_failed() -> None:
     """A caller may prepare the snapshot again: the command is not at fault."""
     with tempfile.TemporaryDirectory(prefix="penstock-fault-") as folder:
         async with start_on(Path(folder), "local") as service:
-            spec = ss.SnapshotSpec(setup=[ps.Command(argv=ps.Argv(args=["sleep", "490412345"]))])
+            # No other run on this machine sleeps as long.
+            seconds = str(10**6 + secrets.randbelow(10**9))
+            spec = ss.SnapshotSpec(setup=[ps.Command(argv=ps.Argv(args=["sleep", seconds]))])
             events = service.sandboxes.PrepareSnapshot(ss.PrepareSnapshotRequest(spec=spec), timeout=60)
             reasons = []
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 async for event in events:
                     if event.HasField("command_started"):
-                        await eventually(lambda: bool(processes_with("490412345")), "the command runs")
+                        await eventually(lambda: bool(processes_with(seconds)), "the command runs")
                         _kill_spawner(service)
                     elif event.HasField("command_finished"):
                         reasons.append(event.command_finished.result.exit.reason)

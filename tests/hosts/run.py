@@ -132,8 +132,7 @@ class Run:
         self.seen.keys += len(void)
         await asyncio.sleep(loss.back_s)
         if loss.name not in gates:
-            living = sorted(self._living().intersection(gates))
-            self.seen.accepted_keys += await keys.accepted(self._fleet, void, living)
+            await self._until_refused(void, gates)
         host.mend()
         if loss.how is How.DISK:
             self.seen.wiped[loss.name] = lost.at
@@ -147,6 +146,17 @@ class Run:
             accepted, took = await keys.until_refused(self._fleet, void, loss.name)
             self.seen.accepted_keys += accepted
             self.seen.refused_s = max(self.seen.refused_s, took)
+
+    async def _until_refused(self, void: Sequence[keys.Key], gates: Sequence[str]) -> None:
+        """While their node is still cut: its attempts end a while afterwards, on a busy machine a long while."""
+        for gate in sorted(self._living().intersection(gates)):
+            try:
+                accepted, _ = await keys.until_refused(self._fleet, void, gate)
+            except OSError:
+                if gate in self._living():
+                    raise
+                continue  # the gate is lost meanwhile
+            self.seen.accepted_keys += accepted
 
     async def _look(self, found: Counter[str]) -> None:
         """Counts what living hosts have, until each kind of it was seen or all rollouts have ended."""

@@ -300,6 +300,8 @@ class Execution:
             case "asked-once":
                 return list(differences(1, len(set(self.world.odd.request_ids)), "request ids"))
             case "abandoned":
+                if given.get("if-asked") and not self.world.odd.attempts[given["rollout_id"]]:
+                    return []  # the deadline was over on the way there
                 async with asyncio.timeout(60):
                     await self.world.odd.abandoned.wait()
             case "whole-prompt":

@@ -11,7 +11,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from tests.support.endpoints.loopback import unused_port
 from tests.support.services.stack import disjoint_uids
 from tests.support.waiting import eventually_async
 
-from penstock.client import CallFinished, Mode, Penstock, RolloutResult, connect
+from penstock.client import CallFinished, Mode, Penstock, Phase, RolloutResult, SeedFile, connect
 from penstock.client.transport.endpoints import SERVICES
 from penstock.local.stack import LocalStack
 
@@ -251,7 +251,11 @@ async def test_a_drained_sandbox_service_ends_its_rollouts_and_gets_no_more(pair
 @pytest.mark.requirement("R128")
 async def test_an_attempt_replays_at_another_gate_while_its_own_drains(pairs: Pairs) -> None:
     """Its sandbox is lost after the first answer: the next attempt is at the other gate, and asks nothing again."""
-    handle = await pairs.ps.rollouts.create(model.task(0, 10.0), "shell", mode=Mode.TRANSPARENT_PROXY, max_attempts=2)
+    task = model.task(0, 0.0)
+    (work,) = task.files
+    # The first attempt never ends by itself, however long the drain takes.
+    held = replace(task, files=[SeedFile(work.path, b"until [ -e go ]; do sleep 0.1; done\n" + work.content)])
+    handle = await pairs.ps.rollouts.create(held, "shell", mode=Mode.TRANSPARENT_PROXY, max_attempts=2)
     async for event in handle.events():
         if isinstance(event.payload, CallFinished):
             break
@@ -262,6 +266,16 @@ async def test_an_attempt_replays_at_another_gate_while_its_own_drains(pairs: Pa
     try:
         sandbox = await pairs.ps.sandboxes.attach(home.sandbox_id)
         await sandbox.delete()
+
+        async def works_again() -> bool:
+            seen = await handle.refresh()
+            return seen.attempts == 2 and seen.phase is Phase.RUNNING
+
+        await eventually_async(works_again, "the second attempt's agent runs")
+        second = handle.info.home
+        assert second is not None
+        sandbox = await pairs.ps.sandboxes.attach(second.sandbox_id)
+        assert (await sandbox.run(["touch", "go"])).exit.code == 0
         result = await handle.result()
     finally:
         code, output = await pairs.cli("drain", home.gate, "--undo")

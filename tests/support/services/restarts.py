@@ -23,7 +23,7 @@ from pathlib import Path
 
 from tests.support.copying import REPLY, training
 from tests.support.policy import Trainer
-from tests.support.services.restarting import RestartableStack, insisting, restartable
+from tests.support.services.restarting import GUARD_S, RestartableStack, insisting, restartable
 from tests.support.services.stack import Running
 from tests.support.waiting import eventually_async
 
@@ -123,8 +123,8 @@ class Restarts:
         self._seen = 0
         killing = asyncio.create_task(self._kill())
         stormy = await self._rollouts()
-        killing.cancel()
-        await asyncio.wait([killing])
+        async with asyncio.timeout(GUARD_S):
+            await killing  # the last moment may be the last event
         left = await self._left()
         self.account.judge(calm, stormy)
         self.account.faults += [f"{sandbox_id} is left" for sandbox_id in left]
