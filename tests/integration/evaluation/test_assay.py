@@ -81,6 +81,30 @@ async def test_accepted_defects_are_warnings_and_in_the_result(stack: Running) -
     assert "REWARD_FORGED" in line_of(found).accepted
 
 
+@pytest.mark.requirement("R138")
+async def test_a_task_whose_change_cannot_be_read_does_not_pass(stack: Running) -> None:
+    """The driver keeps no change of so large a directory: what needs it is not tried, and the finding says so."""
+    task = Task(
+        task_id="large",
+        instruction="Write it.",
+        setup=[Command(argv=["truncate", "-s", "33M", "large.bin"])],
+        verifier=Verifier(commands=[Command(argv=["grep", "-q", "some", "it.txt"])]),
+        solution=Solution(commands=[Command(shell="echo some text > it.txt")]),
+    )
+    (found,) = await assay(stack.ps, [task], Terms(solutions=1))
+    assert not found.passed
+    (defect,) = found.defects
+    assert defect.code is Code.CHANGE_NOT_READ and "more than 32 MiB" in defect.evidence
+    (warning,) = [finding for finding in found.findings if finding.code is Code.NOT_MUTATED]
+    assert "could not be read" in warning.message
+    skipped = {"ends-its-judge", "equal-to-everything", "files-of-any-content"}
+    assert all(name in defect.message for name in skipped)
+    tried = {trial.name for trial in found.trials if trial.kind is Kind.ATTACK}
+    assert len(tried) == 6 and not tried & skipped
+    (waived,) = await assay(stack.ps, [task], Terms(solutions=1, attacks=False, accept={Code.CHANGE_NOT_READ}))
+    assert waived.passed and "CHANGE_NOT_READ" in line_of(waived).accepted
+
+
 async def test_tasks_that_cannot_be_assayed_say_what_they_lack(stack: Running) -> None:
     """Also one that the services refuse: the others are assayed all the same."""
     bare = Task(task_id="bare", instruction="x")

@@ -21,6 +21,7 @@ from penstock.client.types.results import (
     FailureCause,
     Outcome,
     Phase,
+    Progress,
 )
 
 _INTERRUPTED: Final = "the assay was interrupted"
@@ -50,7 +51,7 @@ class Trials:
             handle = await created_with_room(
                 lambda: self._ps.rollouts.create(given, self._agent, **self._options), _INTERRUPTED
             )
-            outcome, output = Outcome(), ""
+            outcome, output, progress = Outcome(), "", ""
             reports: list[str] = []
             diff: str | None = None
             try:
@@ -63,6 +64,8 @@ class Trials:
                             reports.append(str(data["line"]))
                         case ArtifactCollected(name=artifact, content=content) if artifact == _DIFF:
                             diff = content.decode("utf-8", "replace")
+                        case Progress(message=message):
+                            progress = f"{progress}{message}\n"[-_TAIL:]
                         case Ended(outcome=last):
                             outcome = last
                 times = (await handle.refresh()).phase_times
@@ -82,6 +85,7 @@ class Trials:
             output=(outcome.agent_stderr.decode("utf-8", "replace") + output)[-_TAIL:],
             reports=tuple(reports),
             diff=diff,
+            progress=progress,
             seconds=time.monotonic() - begin,
             setup_seconds=times.get(Phase.PREPARING, 0.0) + times.get(Phase.SETTING_UP, 0.0),
         )
