@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import orjson
@@ -13,9 +14,10 @@ from tests.support.services.stack import Running
 
 from penstock.assay import Code, Kind, Severity, Terms, assay
 from penstock.assay.report import line_of
-from penstock.client import Assays, Command, FailedPrecondition, SeedFile, Task, Verifier
+from penstock.client import Assays, Command, FailedPrecondition, SeedFile, Task, User, Verifier
 from penstock.client.tasks.spec import Solution
 from penstock.tasks.scaffold import write
+from penstock.tasks.solutions import prove
 
 GOOD = """
 instruction: Write the sum of the numbers in given.txt to sum.txt.
@@ -119,6 +121,38 @@ async def test_tasks_that_cannot_be_assayed_say_what_they_lack(stack: Running) -
     found = await assay(stack.ps, [bare, graded, broken], Terms(solutions=1, attacks=False))
     codes = [[finding.code for finding in item.defects] for item in found]
     assert codes == [[Code.VERIFIER_MISSING], [Code.SOLUTION_MISSING], [Code.SETUP_FAILS]]
+
+
+@pytest.mark.requirement("R133", "R138")
+async def test_a_task_with_a_user_is_proved_and_assayed(stack: Running) -> None:
+    """The agent that runs the solution takes no further instruction, so that it has no user."""
+    task = Task(
+        task_id="with-a-user",
+        instruction="Write it.",
+        verifier=Verifier(commands=[Command(argv=["grep", "-q", "some", "it.txt"])]),
+        solution=Solution(commands=[Command(shell="echo some text > it.txt")]),
+        user=User(instructions=["Write more."]),
+    )
+    (proof,) = await prove(stack.ps, [task])
+    assert proof.holds, proof.problems
+    (found,) = await assay(stack.ps, [task], Terms(solutions=1, mutants=0, attacks=False))
+    assert found.passed, found.findings
+
+
+@pytest.mark.requirement("R138")
+async def test_a_task_that_is_refused_does_not_end_the_proof_of_others(stack: Running) -> None:
+    """What the services say of it is its problem, and the other is proved."""
+    good = Task(
+        task_id="good",
+        instruction="Write it.",
+        verifier=Verifier(commands=[Command(argv=["test", "-s", "it.txt"])]),
+        solution=Solution(commands=[Command(shell="echo some text > it.txt")]),
+    )
+    refused = replace(good, task_id="refused", files=[SeedFile("../up", b"x")])
+    first, second = await prove(stack.ps, [refused, good])
+    assert (first.task_id, first.holds, first.solution, first.nothing) == ("refused", False, None, None)
+    assert len(first.problems) == 1 and "spec.task.files[0].path" in first.problems[0]
+    assert second.holds, second.problems
 
 
 @pytest.mark.requirement("R138")

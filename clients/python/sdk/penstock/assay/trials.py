@@ -45,7 +45,9 @@ class Trials:
         Raises:
             PenstockError: the rollout cannot be created.
         """
-        given = replace(task, instruction=script, solution=None, keep_diff=keep_diff, keep_files=False, mcp_servers=())
+        # The agent that runs a script can neither use MCP servers nor go on for a user.
+        undone = replace(task, solution=None, mcp_servers=(), user=None)
+        given = replace(undone, instruction=script, keep_diff=keep_diff, keep_files=False)
         async with self._places:
             begin = time.monotonic()
             handle = await created_with_room(
