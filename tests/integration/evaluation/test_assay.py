@@ -191,6 +191,39 @@ async def test_the_command_reports_signs_and_its_lines_decide_what_starts(stack:
     assert code == 2 and "not signed with this key" in err
 
 
+@pytest.mark.requirement("R138")
+async def test_lines_that_the_key_does_not_fit_are_refused_before_the_first_trial(
+    stack: Running, tmp_path: Path
+) -> None:
+    """Beside them new lines would be of no use, so no key is made; what is in the file stays as it is."""
+    for name in ("one", "two", "three"):
+        (tmp_path / f"{name}.yaml").write_text("instruction: Do it.\n")
+    lines, mine = tmp_path / "a.jsonl", ("--key", "mine.key")
+
+    async def assayed(task: str, *more: str) -> tuple[int, str]:
+        code, _, err = await penstock(stack, tmp_path, "tasks", "assay", f"{task}.yaml", "--out", "a.jsonl", *more)
+        assert "Traceback" not in err, err
+        return code, err
+
+    assert (await assayed("one", *mine))[0] == 1
+    before = lines.read_bytes().removesuffix(b"\n")
+    lines.write_bytes(before)
+    code, err = await assayed("two")
+    assert code == 2 and "a.key" in err and "--key" in err and "VERIFIER_MISSING" not in err, err
+    assert lines.read_bytes() == before and not (tmp_path / "a.key").exists()
+    (tmp_path / "other.key").write_bytes(b"k" * 32)
+    code, err = await assayed("two", "--key", "other.key")
+    assert code == 2 and "line 1: it is not signed with this key" in err and "VERIFIER_MISSING" not in err, err
+
+    code, err = await assayed("two", *mine)
+    assert code == 1 and "two: VERIFIER_MISSING" in err, err
+    Assays.load(lines, tmp_path / "mine.key")
+    assert [orjson.loads(line)["task_id"] for line in lines.read_bytes().splitlines()] == ["one", "two"]
+    lines.write_bytes(lines.read_bytes() + b"not JSON\n")
+    code, err = await assayed("three", *mine)
+    assert code == 2 and "a.jsonl: line 3" in err and "VERIFIER_MISSING" not in err, err
+
+
 @pytest.mark.requirement("R139")
 async def test_what_agents_did_is_scanned_from_services_and_exports(stack: Running, tmp_path: Path) -> None:
     """By run, by rollout and from files, with the same findings."""
