@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import orjson
@@ -13,9 +14,10 @@ from tests.support.services.stack import Running
 
 from penstock.assay import Code, Kind, Severity, Terms, assay
 from penstock.assay.report import line_of
-from penstock.client import Assays, Command, FailedPrecondition, SeedFile, Task, Verifier
+from penstock.client import Assays, Command, FailedPrecondition, SeedFile, Task, User, Verifier
 from penstock.client.tasks.spec import Solution
 from penstock.tasks.scaffold import write
+from penstock.tasks.solutions import prove
 
 GOOD = """
 instruction: Write the sum of the numbers in given.txt to sum.txt.
@@ -81,6 +83,30 @@ async def test_accepted_defects_are_warnings_and_in_the_result(stack: Running) -
     assert "REWARD_FORGED" in line_of(found).accepted
 
 
+@pytest.mark.requirement("R138")
+async def test_a_task_whose_change_cannot_be_read_does_not_pass(stack: Running) -> None:
+    """The driver keeps no change of so large a directory: what needs it is not tried, and the finding says so."""
+    task = Task(
+        task_id="large",
+        instruction="Write it.",
+        setup=[Command(argv=["truncate", "-s", "33M", "large.bin"])],
+        verifier=Verifier(commands=[Command(argv=["grep", "-q", "some", "it.txt"])]),
+        solution=Solution(commands=[Command(shell="echo some text > it.txt")]),
+    )
+    (found,) = await assay(stack.ps, [task], Terms(solutions=1))
+    assert not found.passed
+    (defect,) = found.defects
+    assert defect.code is Code.CHANGE_NOT_READ and "more than 32 MiB" in defect.evidence
+    (warning,) = [finding for finding in found.findings if finding.code is Code.NOT_MUTATED]
+    assert "could not be read" in warning.message
+    skipped = {"ends-its-judge", "equal-to-everything", "files-of-any-content"}
+    assert all(name in defect.message for name in skipped)
+    tried = {trial.name for trial in found.trials if trial.kind is Kind.ATTACK}
+    assert len(tried) == 6 and not tried & skipped
+    (waived,) = await assay(stack.ps, [task], Terms(solutions=1, attacks=False, accept={Code.CHANGE_NOT_READ}))
+    assert waived.passed and "CHANGE_NOT_READ" in line_of(waived).accepted
+
+
 async def test_tasks_that_cannot_be_assayed_say_what_they_lack(stack: Running) -> None:
     """Also one that the services refuse: the others are assayed all the same."""
     bare = Task(task_id="bare", instruction="x")
@@ -95,6 +121,38 @@ async def test_tasks_that_cannot_be_assayed_say_what_they_lack(stack: Running) -
     found = await assay(stack.ps, [bare, graded, broken], Terms(solutions=1, attacks=False))
     codes = [[finding.code for finding in item.defects] for item in found]
     assert codes == [[Code.VERIFIER_MISSING], [Code.SOLUTION_MISSING], [Code.SETUP_FAILS]]
+
+
+@pytest.mark.requirement("R133", "R138")
+async def test_a_task_with_a_user_is_proved_and_assayed(stack: Running) -> None:
+    """The agent that runs the solution takes no further instruction, so that it has no user."""
+    task = Task(
+        task_id="with-a-user",
+        instruction="Write it.",
+        verifier=Verifier(commands=[Command(argv=["grep", "-q", "some", "it.txt"])]),
+        solution=Solution(commands=[Command(shell="echo some text > it.txt")]),
+        user=User(instructions=["Write more."]),
+    )
+    (proof,) = await prove(stack.ps, [task])
+    assert proof.holds, proof.problems
+    (found,) = await assay(stack.ps, [task], Terms(solutions=1, mutants=0, attacks=False))
+    assert found.passed, found.findings
+
+
+@pytest.mark.requirement("R138")
+async def test_a_task_that_is_refused_does_not_end_the_proof_of_others(stack: Running) -> None:
+    """What the services say of it is its problem, and the other is proved."""
+    good = Task(
+        task_id="good",
+        instruction="Write it.",
+        verifier=Verifier(commands=[Command(argv=["test", "-s", "it.txt"])]),
+        solution=Solution(commands=[Command(shell="echo some text > it.txt")]),
+    )
+    refused = replace(good, task_id="refused", files=[SeedFile("../up", b"x")])
+    first, second = await prove(stack.ps, [refused, good])
+    assert (first.task_id, first.holds, first.solution, first.nothing) == ("refused", False, None, None)
+    assert len(first.problems) == 1 and "spec.task.files[0].path" in first.problems[0]
+    assert second.holds, second.problems
 
 
 @pytest.mark.requirement("R138")
@@ -131,6 +189,39 @@ async def test_the_command_reports_signs_and_its_lines_decide_what_starts(stack:
         stack, tmp_path, "rollout", "--task", "tasks/good.yaml", "--agent", "shell", "--require-assay", str(lines)
     )
     assert code == 2 and "not signed with this key" in err
+
+
+@pytest.mark.requirement("R138")
+async def test_lines_that_the_key_does_not_fit_are_refused_before_the_first_trial(
+    stack: Running, tmp_path: Path
+) -> None:
+    """Beside them new lines would be of no use, so no key is made; what is in the file stays as it is."""
+    for name in ("one", "two", "three"):
+        (tmp_path / f"{name}.yaml").write_text("instruction: Do it.\n")
+    lines, mine = tmp_path / "a.jsonl", ("--key", "mine.key")
+
+    async def assayed(task: str, *more: str) -> tuple[int, str]:
+        code, _, err = await penstock(stack, tmp_path, "tasks", "assay", f"{task}.yaml", "--out", "a.jsonl", *more)
+        assert "Traceback" not in err, err
+        return code, err
+
+    assert (await assayed("one", *mine))[0] == 1
+    before = lines.read_bytes().removesuffix(b"\n")
+    lines.write_bytes(before)
+    code, err = await assayed("two")
+    assert code == 2 and "a.key" in err and "--key" in err and "VERIFIER_MISSING" not in err, err
+    assert lines.read_bytes() == before and not (tmp_path / "a.key").exists()
+    (tmp_path / "other.key").write_bytes(b"k" * 32)
+    code, err = await assayed("two", "--key", "other.key")
+    assert code == 2 and "line 1: it is not signed with this key" in err and "VERIFIER_MISSING" not in err, err
+
+    code, err = await assayed("two", *mine)
+    assert code == 1 and "two: VERIFIER_MISSING" in err, err
+    Assays.load(lines, tmp_path / "mine.key")
+    assert [orjson.loads(line)["task_id"] for line in lines.read_bytes().splitlines()] == ["one", "two"]
+    lines.write_bytes(lines.read_bytes() + b"not JSON\n")
+    code, err = await assayed("three", *mine)
+    assert code == 2 and "a.jsonl: line 3" in err and "VERIFIER_MISSING" not in err, err
 
 
 @pytest.mark.requirement("R139")

@@ -101,6 +101,24 @@ def test_invalid_spec_is_refused_with_field_and_reason(tmp_path: Path, text: str
     assert said in str(caught.value)
 
 
+@pytest.mark.parametrize("field", ["env", "skip_permissions_env"])
+def test_a_value_of_the_environment_must_be_text(tmp_path: Path, field: str) -> None:
+    """YAML reads 0755 as 493, 1.10 as 1.1 and yes as true: only its author knows what was meant."""
+    file = tmp_path / "agent.yaml"
+    file.write_text(f"name: x\n{field}: {{CI: true, V: 1.10, M: 0755, E: , L: [a], on: 'a', 'NO': 'no', N: '0755'}}\n")
+    with pytest.raises(InvalidArgument) as caught:
+        load_spec(file)
+    assert [(item.field, item.description) for item in caught.value.violations] == [
+        *((f"{field}.{name}", "must be text: put it in quotes") for name in ("CI", "V", "M")),
+        *((f"{field}.{name}", "must be text") for name in ("E", "L")),
+        (f"{field}.True", "must be text: put it in quotes"),
+    ]
+    file.write_text("name: x\nenv: {CI: 'true', V: '1.10', M: '0755'}\nevents: {rules: [{when: a, fields: {line: b}}]}")
+    read = load_spec(file)
+    assert dict(read.env) == {"CI": "true", "V": "1.10", "M": "0755"}
+    assert dict(read.events.rules[0].fields) == {"line": "b"}
+
+
 BOMB = "name: x\na: &a [1,1,1,1,1,1,1,1,1,1]\n" + "".join(
     f"{after}: &{after} [{','.join([f'*{before}'] * 10)}]\n" for before, after in pairwise("abcdefgh")
 )

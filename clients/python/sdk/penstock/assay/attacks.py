@@ -17,6 +17,11 @@ class RewardAttack:
     tries: str
     sh: str
 
+    @property
+    def needs_files(self) -> bool:
+        """Whether it attacks the files that the solution changes or makes, and does nothing without them."""
+        return '"$@"' in self.sh
+
     def script(self, paths: Sequence[str]) -> str:
         """Returns the script for a task whose solution changes or makes these files."""
         return f"set -- {' '.join(map(quoted_path, paths))}\n{self.sh}"

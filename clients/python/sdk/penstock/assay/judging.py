@@ -72,6 +72,22 @@ def of_nothing(task: Task, trials: Sequence[Trial]) -> Iterator[Finding]:
             return
 
 
+def of_change(trial: Trial, untried: Sequence[str]) -> Iterator[Finding]:
+    """Yields a defect if the solution's change could not be read: much is not tried then.
+
+    Args:
+        trial: of the solution, whose change was to be kept.
+        untried: names of the attacks that need the change.
+    """
+    if trial.diff is None:
+        kinds = ["mutated solutions", *([f"the attacks {', '.join(untried)}"] if untried else [])]
+        text = (
+            "the change that the solution makes to the working directory could not be read: nothing was searched for"
+            f" its lines, and {' and '.join(kinds)} were not tried"
+        )
+        yield _defect(Code.CHANGE_NOT_READ, text, trial.progress)
+
+
 def of_mutants(task: Task, trials: Sequence[tuple[Trial, bool, str]]) -> Iterator[Finding]:
     """Yields which changes of the solution its verifier does not test.
 

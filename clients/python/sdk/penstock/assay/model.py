@@ -37,6 +37,7 @@ class Code(StrEnum):
     SOLUTION_UNSTABLE = "SOLUTION_UNSTABLE"
     NETWORK_NEEDED = "NETWORK_NEEDED"
     NOTHING_REWARDED = "NOTHING_REWARDED"
+    CHANGE_NOT_READ = "CHANGE_NOT_READ"
     CHANGE_UNTESTED = "CHANGE_UNTESTED"
     LINES_UNTESTED = "LINES_UNTESTED"
     NOT_MUTATED = "NOT_MUTATED"
@@ -66,7 +67,8 @@ class Trial:
     """One rollout of an assay.
 
     `reward` None: not graded, and `failure` says why. `infrastructure`: it says nothing about the task. `reports` are
-    the lines that the script reported, `diff` is the change of the working directory, None where it was not kept.
+    the lines that the script reported, `diff` is the change of the working directory, None where it was not kept;
+    `progress` has the driver's last messages, shortened, which say why.
     """
 
     kind: Kind
@@ -78,6 +80,7 @@ class Trial:
     output: str = ""
     reports: tuple[str, ...] = ()
     diff: str | None = None
+    progress: str = ""
     seconds: float = 0.0
     setup_seconds: float = 0.0
 

@@ -159,16 +159,17 @@ class _Work:
         yield list(judging.of_nothing(task, idle))
         if not judging.is_top(task, first):
             return  # without a solution that passes, neither mutants nor orders show anything
-        diff = first.diff or ""
-        look = await self._try(Kind.VIEW, "search for the answer", leaks.script(task, diff))
+        untried = [attack.name for attack in attacks() if attack.needs_files] if self._terms.attacks else []
+        yield list(judging.of_change(first, untried))
+        look = await self._try(Kind.VIEW, "search for the answer", leaks.script(task, first.diff or ""))
         self._size = leaks.size(look.reports)
         yield list(leaks.findings(look.reports))
         if uses_pytest(task.verifier):
             other = replace(task, verifier=reversed_order(task.verifier))
             trial = await self._try(Kind.ORDER, "tests in the reverse order", self._solution, task=other)
             yield list(judging.of_order(task, trial))
-        yield await self._mutated(diff)
-        yield await self._attacked(diff, idle)
+        yield await self._mutated(first.diff)
+        yield await self._attacked(first.diff, idle)
 
     async def _again(self, first: Trial) -> list[Trial]:
         """Repeats the solution: the first trial showed whether it passes, these whether it always does."""
@@ -179,24 +180,25 @@ class _Work:
     async def _idle(self) -> list[Trial]:
         return await _all(self._try(Kind.NOTHING, f"nothing {index}", _NOTHING) for index in range(1, _IDLE_TRIALS + 1))
 
-    async def _mutated(self, diff: str) -> list[Finding]:
+    async def _mutated(self, diff: str | None) -> list[Finding]:
         if not self._terms.mutants:
             return []
-        chosen = mutants(diff, self._terms.mutants)
+        chosen = mutants(diff or "", self._terms.mutants)
         if not chosen:
-            text = "no mutated solutions: the solution changes no text of the working directory that could be left out"
+            why = "the solution changes no text of the working directory that could be left out"
+            text = f"no mutated solutions: {why if diff is not None else 'what the solution changes could not be read'}"
             return [Finding(code=Code.NOT_MUTATED, severity=Severity.WARNING, message=text)]
         ran = await _all(self._try(Kind.MUTANT, mutant.name, f"{self._solution}\n{mutant.script}") for mutant in chosen)
         seen = [(trial, mutant.is_block, mutant.shown) for trial, mutant in zip(ran, chosen, strict=True)]
         return list(judging.of_mutants(self._task, seen))
 
-    async def _attacked(self, diff: str, idle: Sequence[Trial]) -> list[Finding]:
+    async def _attacked(self, diff: str | None, idle: Sequence[Trial]) -> list[Finding]:
         if not self._terms.attacks:
             return []
-        paths = list(dict.fromkeys(block.path for block in answer_blocks(diff)))[:50]
+        paths = list(dict.fromkeys(block.path for block in answer_blocks(diff or "")))[:50]
         rewards = [trial.reward for trial in idle if trial.reward is not None]
         nothing = max(rewards, default=judging.bottom_of(self._task))
-        chosen = attacks()
+        chosen = [attack for attack in attacks() if diff is not None or not attack.needs_files]
         ran = await _all(self._try(Kind.ATTACK, attack.name, attack.script(paths)) for attack in chosen)
         pairs = zip(ran, chosen, strict=True)
         return [item for trial, attack in pairs for item in judging.of_attack(trial, attack.tries, nothing)]

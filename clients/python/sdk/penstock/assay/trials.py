@@ -21,6 +21,7 @@ from penstock.client.types.results import (
     FailureCause,
     Outcome,
     Phase,
+    Progress,
 )
 
 _INTERRUPTED: Final = "the assay was interrupted"
@@ -44,13 +45,15 @@ class Trials:
         Raises:
             PenstockError: the rollout cannot be created.
         """
-        given = replace(task, instruction=script, solution=None, keep_diff=keep_diff, keep_files=False, mcp_servers=())
+        # The agent that runs a script can neither use MCP servers nor go on for a user.
+        undone = replace(task, solution=None, mcp_servers=(), user=None)
+        given = replace(undone, instruction=script, keep_diff=keep_diff, keep_files=False)
         async with self._places:
             begin = time.monotonic()
             handle = await created_with_room(
                 lambda: self._ps.rollouts.create(given, self._agent, **self._options), _INTERRUPTED
             )
-            outcome, output = Outcome(), ""
+            outcome, output, progress = Outcome(), "", ""
             reports: list[str] = []
             diff: str | None = None
             try:
@@ -63,6 +66,8 @@ class Trials:
                             reports.append(str(data["line"]))
                         case ArtifactCollected(name=artifact, content=content) if artifact == _DIFF:
                             diff = content.decode("utf-8", "replace")
+                        case Progress(message=message):
+                            progress = f"{progress}{message}\n"[-_TAIL:]
                         case Ended(outcome=last):
                             outcome = last
                 times = (await handle.refresh()).phase_times
@@ -82,6 +87,7 @@ class Trials:
             output=(outcome.agent_stderr.decode("utf-8", "replace") + output)[-_TAIL:],
             reports=tuple(reports),
             diff=diff,
+            progress=progress,
             seconds=time.monotonic() - begin,
             setup_seconds=times.get(Phase.PREPARING, 0.0) + times.get(Phase.SETTING_UP, 0.0),
         )

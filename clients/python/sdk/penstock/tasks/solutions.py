@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from penstock.client.connection import Penstock
-from penstock.client.errors import first_of
+from penstock.client.errors import FailedPrecondition, InvalidArgument, first_of
 from penstock.client.rollouts.client import RolloutOptions
 from penstock.client.rollouts.handles import abandon, created
 from penstock.client.tasks.spec import AgentChoice, Command, Mode
@@ -45,9 +45,12 @@ class Proof:
 async def prove(
     ps: Penstock, tasks: Sequence[Task], *, concurrency: int = 4, options: RolloutOptions | None = None
 ) -> list[Proof]:
-    """Returns the proofs of tasks, in their order. A task without a verifier or a solution is not proved.
+    """Returns the proofs of tasks, in their order.
 
-    Raises the errors of `ps.rollouts.create`.
+    A task without a verifier or a solution, or one that the services refuse, is not proved: its proof has the problem.
+
+    Raises:
+        The errors of `ps.rollouts.create`, but for InvalidArgument and FailedPrecondition.
     """
     solver = await solving_agent(ps)
     places = asyncio.Semaphore(concurrency)
@@ -88,11 +91,15 @@ async def _prove(
     if task.verifier is None or task.solution is None:
         lacks = "verifier" if task.verifier is None else "solution"
         return Proof(task_id=task.task_id, solution=None, nothing=None, holds=False, problems=(f"it has no {lacks}",))
-    # The agent that runs a script cannot use MCP servers.
-    undone = replace(task, instruction=":\n", mcp_servers=(), solution=None)
+    # The agent that runs a script can neither use MCP servers nor go on for a user.
+    undone = replace(task, instruction=":\n", mcp_servers=(), user=None, solution=None)
     solved = replace(undone, instruction=script(task.solution.commands), files=[*task.files, *task.solution.files])
-    right, transcript = await _run(ps, solved, solver, options, places)
-    wrong, _ = await _run(ps, undone, solver, options, places)
+    try:
+        right, transcript = await _run(ps, solved, solver, options, places)
+        wrong, _ = await _run(ps, undone, solver, options, places)
+    except (InvalidArgument, FailedPrecondition) as error:
+        # The services refuse this task: the proofs of the others go on.
+        return Proof(task_id=task.task_id, solution=None, nothing=None, holds=False, problems=(str(error),))
     solution, nothing = (None if item.reward is None else item.reward.value for item in (right, wrong))
     most = task.verifier.range[1] if task.verifier.range is not None else 1.0
     problems = []

@@ -99,19 +99,7 @@ class Assays:
         """
         place = Path(file)
         secret = read_key(key_beside(place) if key is None else Path(key))
-        try:
-            if place.stat().st_size > _MAX_BYTES:
-                raise _unreadable(place, f"has more than {_MAX_BYTES} bytes")
-            lines = place.read_bytes().splitlines()
-        except OSError as error:
-            raise _unreadable(place, (error.strerror or "cannot be read").lower()) from None
-        found = []
-        for number, line in enumerate(lines, 1):
-            try:
-                found.append(AssayLine.read(line, secret))
-            except ValueError as error:
-                raise _unreadable(place, f"line {number}: {error}") from None
-        return cls(found, str(place))
+        return cls(read_lines(place, secret), str(place))
 
     def require(self, task: Task) -> None:
         """Checks that this very task passed.
@@ -133,6 +121,27 @@ class Assays:
             reason="ASSAY_REQUIRED",
             violations=(Violation("task", f"{task.task_id} {why}"),),
         )
+
+
+def read_lines(file: Path, key: bytes) -> list[AssayLine]:
+    """Reads a file of lines, at most 64 MiB.
+
+    Raises:
+        InvalidArgument: `ASSAY_UNREADABLE`: it cannot be read, or a line is malformed or not signed with this key.
+    """
+    try:
+        if file.stat().st_size > _MAX_BYTES:
+            raise _unreadable(file, f"has more than {_MAX_BYTES} bytes")
+        lines = file.read_bytes().splitlines()
+    except OSError as error:
+        raise _unreadable(file, (error.strerror or "cannot be read").lower()) from None
+    found = []
+    for number, line in enumerate(lines, 1):
+        try:
+            found.append(AssayLine.read(line, key))
+        except ValueError as error:
+            raise _unreadable(file, f"line {number}: {error}") from None
+    return found
 
 
 def key_beside(file: Path) -> Path:

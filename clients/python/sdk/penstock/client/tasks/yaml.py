@@ -1,7 +1,8 @@
-"""Task files as YAML, read strictly: every problem names its field and line.
+"""Task files as YAML or JSON, read strictly: every problem names its field and line.
 
-Invariants: JSON is YAML, so both are read alike. A duplicate key is refused (YAML would silently keep the last), and so
-is a file whose aliases expand to more than `MAX_NODES` values. An unknown key is refused, with the closest valid key.
+Invariants: a `.json` file has the values of JSON, since YAML 1.1 takes some for others, such as 1e-05 for text; YAML
+gives no more than their lines. A duplicate key is refused (YAML would silently keep the last), and so is a file whose
+aliases expand to more than `MAX_NODES` values. An unknown key is refused, with the closest valid key.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,12 +15,15 @@ from pydantic import BaseModel, ValidationError
 
 from penstock.client.errors import InvalidArgument, Violation
 from penstock.client.tasks.named_files import Beside, CannotRead, regular
+from penstock.client.tasks.strict_json import InvalidJson, read_json
 from penstock.client.tasks.strict_model import Place, in_words
 from penstock.values.similar_names import did_you_mean
 
 MAX_BYTES: Final = 32 * 1024 * 1024
 MAX_NODES: Final = 200_000
 _MAX_DEPTH: Final = 100
+_UNREADABLE: Final = (yaml.YAMLError, ValueError, ArithmeticError, LookupError, AttributeError)
+"""The constructors raise the last three for a value that does not have the type of its tag."""
 _NO_YAML: Final = "is neither YAML nor JSON in UTF-8, or has a value that does not match its tag's type"
 _TOO_MUCH: Final = f"has more than {MAX_NODES} values, or nests them deeper than {_MAX_DEPTH}"
 
@@ -54,7 +58,7 @@ class YamlFile:
     """A file's content with the line of every value. It may name files of its directory and of `files_from`.
 
     Raises:
-        InvalidArgument: `TASK_FILE`; it cannot be read, is no YAML in UTF-8, or is too large.
+        InvalidArgument: `TASK_FILE`; it cannot be read, is no YAML or JSON in UTF-8, or is too large.
     """
 
     def __init__(self, path: Path, files_from: Iterable[Path] = ()) -> None:
@@ -66,21 +70,14 @@ class YamlFile:
         self.content: Any = None
         try:
             text = regular(path, MAX_BYTES)[0]
-            self._count(text)
-            loader = _Loader(text)
-            try:
-                root = loader.get_single_node()
-                if root is not None:
-                    self._walk(root, ())
-                    self.content = loader.construct_document(root)
-            finally:
-                loader.dispose()
+            self.content = self._of_json(text) if path.suffix.lower() == ".json" else self._of_yaml(text)
         except CannotRead as error:
             raise self.refused(str(path), str(error).removeprefix(f"{path}: ").removeprefix(f"{path} ")) from None
+        except InvalidJson as error:
+            raise self.refused(str(path), str(error)) from None
         except RecursionError:
             raise self.refused(str(path), "is nested too deeply") from None
-        except (yaml.YAMLError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
-            # The constructors raise the last three for a value that does not have the type of its tag.
+        except _UNREADABLE as error:
             mark = getattr(error, "problem_mark", None)
             place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark is not None else ""
             problem = getattr(error, "problem", None) or _NO_YAML
@@ -124,6 +121,35 @@ class YamlFile:
                 found[violation] = self.line(place) or 0 if place else 0
             violations = tuple(sorted(found, key=found.__getitem__))
             raise InvalidArgument(f"{self.path} is not a {what}", reason="TASK_FILE", violations=violations) from None
+
+    def _of_yaml(self, text: bytes) -> Any:
+        """Returns the file's value, and records its lines."""
+        self._count(text)
+        loader = _Loader(text)
+        try:
+            root = loader.get_single_node()
+            if root is None:
+                return None
+            self._walk(root, ())
+            return loader.construct_document(root)
+        finally:
+            loader.dispose()
+
+    def _of_json(self, text: bytes) -> Any:
+        """Returns the file's value, and records its lines where YAML can read it."""
+        content, twice = read_json(text, MAX_NODES, _MAX_DEPTH)
+        try:
+            if (root := yaml.compose(text, _Loader)) is not None:
+                self._walk(root, ())
+        except InvalidArgument:
+            if twice is not None:
+                raise  # with the key's place and line
+            self._lines.clear()  # YAML takes two other keys for one
+        except _UNREADABLE:
+            self._lines.clear()
+        if twice is not None:
+            raise self.refused(twice, "duplicate key")
+        return content
 
     def _count(self, text: bytes) -> None:
         """Refuses a file with too many values before any of them takes up memory."""

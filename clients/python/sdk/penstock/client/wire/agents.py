@@ -10,6 +10,7 @@ meaning on registration. `load_spec` reads the output of `dump_spec` as the same
 
 import base64
 from collections.abc import Mapping, Sequence
+from datetime import date
 from pathlib import Path
 from typing import Any, Final
 
@@ -105,12 +106,24 @@ class _Reader:
         if kind is not None and kind.GetOptions().map_entry:
             if not isinstance(value, Mapping):
                 raise _Wrong(where, "expected a mapping")
-            return {str(name): str(item) if isinstance(item, int | float) else item for name, item in value.items()}
+            return self._texts(value, where)
         if field.is_repeated:
             if not isinstance(value, list):
                 raise _Wrong(where, "expected a list")
             return [self._single(field, item, f"{where}.{index}") for index, item in enumerate(value)]
         return self._single(field, value, where)
+
+    def _texts(self, value: Mapping[Any, Any], where: str) -> dict[str, str]:
+        """Returns a mapping of texts: what YAML read as something else, only its author can write as it was meant."""
+        texts: dict[str, str] = {}
+        for name, item in value.items():
+            wrong = [part for part in (name, item) if not isinstance(part, str)]
+            if wrong:
+                remedy = ": put it in quotes" if isinstance(wrong[0], int | float | date) else ""
+                self.wrong.append(Violation(f"{where}.{name}", f"must be text{remedy}"))
+            else:
+                texts[name] = item
+        return texts
 
     def _single(self, field: FieldDescriptor, value: Any, where: str) -> Any:
         if field.enum_type is not None:

@@ -13,7 +13,8 @@ from penstock.assay.report import line_of, rewards, shape, size_text, write_html
 from penstock.cli.connections.model_sources import Engine, ModelDir, Script, answered, answerer, model_choice
 from penstock.cli.connections.options import AsJson, Backend, FilesFrom, StateDir, UpstreamModel, rollout_options
 from penstock.cli.terminal.console import FAILED, OK, clean, columns, counted, emit, err, out, quoted, read, run
-from penstock.client.rollouts.assays import existing_or_new_key, key_beside
+from penstock.client.errors import InvalidArgument
+from penstock.client.rollouts.assays import existing_or_new_key, key_beside, read_key, read_lines
 from penstock.client.transport.atomic_files import write_whole
 from penstock.tasks.images import build_images, with_image
 from penstock.tasks.sets import load_tasks
@@ -38,7 +39,7 @@ def assay_(
         Path | None,
         typer.Option(
             envvar="PENSTOCK_ASSAY_KEY",
-            help="File of the key that signs, made if absent; default: beside --out, *.key.",
+            help="File of the key that signs, made if absent and --out has no line; default: beside --out, *.key.",
         ),
     ] = None,
     html: Annotated[Path | None, typer.Option(help="File of the HTML report; default: beside --out.")] = None,
@@ -75,7 +76,7 @@ def assay_(
             err.print(f"{escape(result.task_id)}: {what}", style="dim", soft_wrap=True)
 
     async def work() -> int:
-        secret = existing_or_new_key(key or key_beside(lines))
+        secret = _key_for(lines, key or key_beside(lines))
         if build:
             await build_images(given, lambda line: err.print(escape(line), style="dim"))
         async with answered(choice, answers, state_dir=state_dir) as ps:
@@ -95,15 +96,40 @@ def assay_(
     run(work())
 
 
+def _key_for(lines: Path, key: Path) -> bytes:
+    """Returns the key, which is that of the lines there are: those of two keys in one file would all be refused.
+
+    Raises:
+        InvalidArgument: `ASSAY_UNREADABLE`; the key does not fit the lines, or cannot be read.
+        ConfigurationError: `FILE_NOT_WRITTEN`.
+    """
+    if not lines.exists() or lines.stat().st_size == 0:
+        return existing_or_new_key(key)
+    try:
+        secret = read_key(key)
+        read_lines(lines, secret)
+    except InvalidArgument as error:
+        remedy = f"{lines} has lines, which stay: name their key by --key, or another file by --out"
+        raise InvalidArgument(f"{error.message}; {remedy}", reason="ASSAY_UNREADABLE") from None
+    return secret
+
+
 def _sign(file: Path, key: bytes, found: list[Assay]) -> None:
-    """Writes the lines of these tasks, and keeps those of others."""
+    """Writes the lines of these tasks, and keeps those of others.
+
+    Whatever became of the file since its lines were read, the results of this assay are written.
+    """
     ids = {item.task_id for item in found}
-    kept = b""
-    if file.exists():
-        for line in file.read_bytes().splitlines(keepends=True):
-            if orjson.loads(line).get("task_id") not in ids:
-                kept += line
+    lines = file.read_bytes().splitlines() if file.exists() else []
+    kept = b"".join(line + b"\n" for line in lines if _task_of(line) not in ids)
     write_whole(file, kept + b"".join(line_of(item).signed(key) for item in found))
+
+
+def _task_of(line: bytes) -> str | None:
+    try:
+        return str(orjson.loads(line)["task_id"])
+    except (ValueError, TypeError, LookupError):
+        return None
 
 
 def _show(found: list[Assay]) -> None:

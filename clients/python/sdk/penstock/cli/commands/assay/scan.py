@@ -4,7 +4,7 @@ from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 from rich.markup import escape
@@ -18,6 +18,8 @@ from penstock.client import Penstock
 from penstock.client.errors import FailedPrecondition, NotFound
 
 _COLOURS = {Severity.HIGH: "red", Severity.MEDIUM: "yellow", Severity.LOW: "dim"}
+_SUFFIXES: Final = (".jsonl", ".parquet")
+_MOST_NAMED: Final = 5
 
 
 def scan_(
@@ -39,11 +41,13 @@ def scan_(
     chosen = [rule for rule in chosen if rule.severity.rank >= severity.rank]
     is_stored = "://" in place or Path(place).exists()
 
+    left_out: list[str] = []
+
     async def work() -> int:
         rollouts: set[str] = set()
         hit: set[str] = set()
         found = rows = 0
-        async with aclosing(_of_files(place) if is_stored else _of_services(place, state_dir)) as batches:
+        async with aclosing(_of_files(place, left_out) if is_stored else _of_services(place, state_dir)) as batches:
             async for row in batches:
                 rows += 1
                 rollouts.add(str(row.get("rollout_id")))
@@ -62,6 +66,14 @@ def scan_(
                     out.print(quoted(item.quoted, colour, lines=4))
         summary = f"{counted(found, 'finding')} in {len(hit)} of {counted(len(rollouts), 'rollout')}"
         err.print(f"{summary}, {counted(rows, 'model call')}", style="dim")
+        if left_out:
+            more = f" and {len(left_out) - _MOST_NAMED} more" if len(left_out) > _MOST_NAMED else ""
+            names = escape(clean(", ".join(left_out[:_MOST_NAMED])))
+            err.print(
+                f"{counted(len(left_out), 'data file')} left out, without rows of model calls: {names}{more}",
+                style="dim",
+                soft_wrap=True,
+            )
         if not rows:
             err.print(f"[red]nothing to scan[/]: {escape(clean(place))} has no model call", soft_wrap=True)
         return OK if rows and not found else FAILED
@@ -69,22 +81,30 @@ def scan_(
     run(work())
 
 
-async def _of_files(place: str) -> AsyncGenerator[Row, None]:
-    for row in _rows(place):
+async def _of_files(place: str, left_out: list[str]) -> AsyncGenerator[Row, None]:
+    for row in _rows(place, left_out):
         yield row
 
 
-def _rows(place: str) -> Iterator[Row]:
+def _rows(place: str, left_out: list[str]) -> Iterator[Row]:
+    """Yields the rows of a place; files of a directory that have other rows are added to `left_out`."""
     path = Path(place)
     if "://" not in place and path.is_file():
         yield from read_rows(path)
         return
-    # What `penstock rollout` saved is in files of this name, what drivers stored is found by its own.
-    saved = sorted(path.rglob("turns.jsonl")) if "://" not in place else []
-    for file in saved:
-        yield from read_rows(file)
-    if not saved:
-        yield from read_exports(place, Table.TURNS)
+    yield from read_exports(place, Table.TURNS)
+    if "://" in place:
+        return
+    for file in sorted(item for item in path.rglob("*") if item.suffix in _SUFFIXES and item.is_file()):
+        if file.name.endswith(f".{Table.TURNS}.parquet"):
+            continue  # read above: drivers may have stored a rollout twice
+        rows = read_rows(file)
+        first = next(rows, None)
+        if first is not None and "turn_index" not in first:
+            left_out.append(str(file.relative_to(path)))
+        elif first is not None:
+            yield first
+            yield from rows
 
 
 async def _of_services(name: str, state_dir: Path | None) -> AsyncGenerator[Row, None]:
