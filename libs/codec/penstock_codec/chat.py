@@ -11,7 +11,7 @@ import base64
 import hashlib
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from penstock_codec.fast_dataclass import quick
 
@@ -246,6 +246,10 @@ class FinishReason(StrEnum):
     def truncated(self) -> bool:
         """Whether the model was cut off before it ended its turn."""
         return self in (FinishReason.LENGTH, FinishReason.ABORT)
+
+
+MOST_TOKENS: Final = 2**31 - 1
+"""The most that a count of `Usage` may be where others report it: their sums must fit int64."""
 
 
 @quick

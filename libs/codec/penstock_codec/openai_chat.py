@@ -8,6 +8,7 @@ from typing import Any
 import orjson
 
 from penstock_codec.chat import (
+    MOST_TOKENS,
     FinishReason,
     ImagePart,
     Message,
@@ -74,9 +75,15 @@ def read_finish_reason(value: Any) -> FinishReason:
 
 
 def read_usage(value: Any) -> Usage:
-    """Reads token counts, 0 where missing. Raises TypeError, ValueError or similar for invalid ones."""
+    """Reads token counts, 0 where missing. Raises TypeError, ValueError or similar for invalid ones.
+
+    A count is at least 0 and at most `MOST_TOKENS`: budgets add them up, and a negative one would give tokens back.
+    """
     reported = value or {}
-    return Usage(int(reported.get("prompt_tokens", 0)), int(reported.get("completion_tokens", 0)))
+    usage = Usage(int(reported.get("prompt_tokens", 0)), int(reported.get("completion_tokens", 0)))
+    if not (0 <= usage.prompt_tokens <= MOST_TOKENS and 0 <= usage.completion_tokens <= MOST_TOKENS):
+        raise ValueError("a token count is out of range")
+    return usage
 
 
 def _written(message: Message) -> Iterator[dict[str, Any]]:

@@ -142,9 +142,14 @@ class Interceptor:
 
         Raises what Gate.admit raises.
         """
-        rollout.check_open()  # its id may be another rollout's by now
-        conversation = self.conversations[rollout.id]
-        call = self.gate.admit(rollout, request, journal=False)
+        try:
+            rollout.check_open()  # its id may be another rollout's by now
+            conversation = self.conversations[rollout.id]
+            call = self.gate.admit(rollout, request, journal=False)
+        except Exception:
+            # What repeats this request is a new call, as this one was: no retry of the last call with its key.
+            rollout.by_retry_key.pop(request.retry_key, None)
+            raise
         conversation.add_tools(parsed)
         if not self._prepare_inline(call, parsed):
             self.gate.journal(call)  # the insert; the lease is an update of its row

@@ -140,6 +140,61 @@ async def test_the_same_body_asked_twice_without_a_retry_is_two_calls(
     assert len(await calls_of(service, rollout)) == 2
 
 
+async def new_call(trainer: Any, asked: asyncio.Task[Any]) -> Any:
+    """The call that a request became; fails if the request got an answer instead."""
+    coming = asyncio.create_task(trainer.call())
+    await asyncio.wait([coming, asked], return_when=asyncio.FIRST_COMPLETED)
+    assert not asked.done(), asked.result()
+    return await coming
+
+
+@pytest.mark.requirement("R34", "R26")
+@pytest.mark.parametrize("why", ["CALL_LIMIT", "DRAINING"])
+async def test_a_retry_of_a_refused_request_is_a_new_call(start: Any, http: aiohttp.ClientSession, why: str) -> None:
+    """It repeats what was refused, not the call before it that had the same body: that one's answer is another one."""
+    service = await start(max_open_calls=1)
+    rollout, trainer = await service.open(), await service.trainer()
+    agent = Agent(http, rollout)
+    first = agent.asking()
+    await trainer.answer("one")
+    await first
+    if why == "CALL_LIMIT":
+        other = agent.asking({**BODY, "temperature": 0.5})
+        open_call = await trainer.call()
+        status, _ = await agent.ask()
+        await trainer.deliver(trainer.result(open_call, "other"))
+        await other
+    else:
+        service.interceptor.gate.drain()
+        status, _ = await agent.ask()
+        service.interceptor.registry.draining = False
+    assert status == {"CALL_LIMIT": 429, "DRAINING": 503}[why]
+    again = agent.asking(x_stainless_retry_count="1")
+    call = await new_call(trainer, again)
+    await trainer.deliver(trainer.result(call, "two"))
+    assert (await again)[1]["choices"][0]["message"]["content"] == "two"
+
+
+@pytest.mark.requirement("R34", "R26")
+async def test_a_refused_one_of_equal_parallel_requests_joins_none_of_them(
+    start: Any, http: aiohttp.ClientSession
+) -> None:
+    """Each is a sample of its own; the retry of one that found no room is too."""
+    service = await start(max_open_calls=2)
+    rollout, trainer = await service.open(), await service.trainer()
+    agent = Agent(http, rollout)
+    both = [agent.asking() for _ in range(2)]
+    calls = [await trainer.call() for _ in both]
+    assert (await agent.ask())[0] == 429
+    await trainer.deliver(trainer.result(calls[0], "one"))
+    await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+    again = agent.asking(x_stainless_retry_count="1")
+    call = await new_call(trainer, again)
+    await trainer.deliver(trainer.result(calls[1], "two"), trainer.result(call, "three"))
+    answers = [(await asked)[1]["choices"][0]["message"]["content"] for asked in (*both, again)]
+    assert sorted(answers[:2]) == ["one", "two"] and answers[2] == "three"
+
+
 @pytest.mark.requirement("R23", "R32")
 async def test_departed_agent_cancels_its_call_and_notifies_the_trainer(
     start: Any, http: aiohttp.ClientSession

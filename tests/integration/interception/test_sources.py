@@ -24,6 +24,7 @@ from tests.support.waiting import limits
 from penstock.chat.v1 import chat_pb2
 from penstock.interception.v1 import intercept_service_pb2 as pb
 from penstock.interception.v1 import interception_pb2
+from penstock.interception.v1 import rollout_gate_service_pb2 as gate_pb2
 from penstock.trajectory.v1 import trajectory_pb2
 from penstock_chassis.rpc_status import from_rpc_error
 from penstock_inference.testing import open_inference
@@ -528,3 +529,36 @@ async def test_upstream_with_token_ids_is_captured_exactly(service: Any) -> None
     (sample,) = captured.samples
     assert list(np.frombuffer(sample.input_ids, "<i4")) == [1, 2, 3, 10, 11, 4, 5, 10, 11]
     assert list(sample.loss_mask) == [0, 0, 0, 1, 1, 0, 0, 1, 1]
+
+
+@pytest.mark.requirement("R88", "R82")
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"usage": {"prompt_tokens": 1e30}},
+        {"usage": {"prompt_tokens": 1, "completion_tokens": -5}},
+        {"prompt_token_ids": [[1, 2], [3, 4]]},
+        {"prompt_token_ids": [-5, 1]},
+        {"prompt_token_ids": "12"},
+        {"token_ids": [1.5, 2]},
+        {"logprob": 1e300},
+        {"logprob": -1e300},
+    ],
+    ids=str,
+)
+async def test_numbers_that_cannot_be_are_no_answer(service: Any, change: dict[str, Any]) -> None:
+    """An endpoint's counts and ids are its own; nobody else's rollouts, and no budget, may suffer from them."""
+
+    def answer(_request: web.Request, _body: dict[str, Any]) -> dict[str, Any]:
+        choice = {**said("one")["choices"][0], "token_ids": change.get("token_ids", [10, 11])}
+        choice["logprobs"] = {"content": [{"token": "x", "logprob": change.get("logprob", -1)}] * 2}
+        return {**said("one"), "prompt_token_ids": [1, 2, 3], **change, "choices": [choice]}
+
+    async with upstream(answer, owner="vllm") as (url, _):
+        rollout = await service.open(mode=PROXY, source=from_caller(url))
+        with pytest.raises(openai.APIStatusError):
+            await rollout.client().chat.completions.create(model="m", messages=ASK)
+    (listed,) = (await service.gate.ListRollouts(gate_pb2.ListRolloutsRequest())).rollouts
+    assert (listed.totals.prompt_tokens, listed.totals.completion_tokens) == (0, 0)
+    captured = await service.capture(rollout.rollout_id)
+    assert [call.end_reason for call in captured.calls] == ["UPSTREAM_ANSWER_INVALID"]

@@ -12,6 +12,7 @@ from typing import Final
 
 from penstock.values.token_tensors import TokenTensor
 from penstock_codec.chat import (
+    MOST_TOKENS,
     FinishReason,
     Message,
     ReasoningPart,
@@ -25,6 +26,8 @@ from penstock_codec.fast_dataclass import quick
 from penstock_interception.domain.recordings import Origin
 from penstock_interception.graph.values import FloatArray, IntArray, LogprobsMode, TopLogprobs, VersionSpan
 
+_MOST_SECONDS: Final = 315_576_000_000
+"""The longest google.protobuf.Duration."""
 _REASONS: Final = {reason: repr(reason) for reason in FinishReason}
 
 
@@ -147,6 +150,14 @@ def violations_of(completion: Completion) -> list[str]:
         found.append("completion.finish_reason: must be set, to a reason that this version knows")
     elif completion.finish_reason is FinishReason.ABORT:
         found.append("completion.finish_reason: ABORT cannot answer an agent: fail or release the call instead")
+    usage, took = completion.usage, completion.timings
+    if usage is not None:
+        counts = (usage.prompt_tokens, usage.completion_tokens, usage.reasoning_tokens, usage.cached_tokens)
+        if not all(0 <= count <= MOST_TOKENS for count in counts if count is not None):
+            found.append(f"completion.usage: every count must be from 0 to {MOST_TOKENS}")
+    durations = () if took is None else (took.queued_s, took.prefill_s, took.decode_s)
+    if not all(abs(duration) <= _MOST_SECONDS for duration in durations if duration is not None):
+        found.append(f"completion.timings: no duration may be longer than {_MOST_SECONDS} s")
     if completion.message is not None and completion.message.role is not Role.ASSISTANT:
         found.append("completion.message.role: must be the assistant")
     parts = () if completion.message is None else completion.message.parts

@@ -15,7 +15,8 @@ An SDK that loses its connection, or gets a retriable error, repeats its request
 Bodies are the same if their dialect's `essence` is the same: a client may serialise one request in several ways. Where
 the path names the model, the same body for another model is another request.
 
-A call that ended without an answer is never joined: a retry of it is a new call.
+A call that ended without an answer is never joined: a retry of it is a new call. So is a retry of a new call that was
+refused: from the refusal on, no call is known by that key or body (`Interceptor.begin`).
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from typing import TypeVar
 
 import grpc
+import structlog
 from google.protobuf.message import Message as ProtoMessage
 
 from penstock.interception.v1 import interception_pb2
@@ -51,6 +52,8 @@ from penstock_interception.rpc.models import bounds_from, models_from
 from penstock_interception.rpc.watch_gate import interval_from, snapshot_to
 from penstock_interception.status.gate_snapshot import take_snapshot
 from penstock_interception.wire import convert
+
+_log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
 
@@ -529,7 +532,11 @@ def _leaseholder(driver_id: str) -> str:
 
 def _change_to(change: Change) -> pb.WatchCallsResponse:
     if isinstance(change, CallChange):
-        call = trajectory.call_to(change.call, state=change.state)
+        try:
+            call = trajectory.call_to(change.call, state=change.state)
+        except Exception:  # noqa: BLE001 - logged; a driver watches all of its rollouts by one stream
+            _log.exception("a change cannot be written", call_id=change.call.id, rollout_id=change.rollout.id)
+            call = trajectory.bare_call_to(change.call, change.state)
         changed = pb.WatchCallsResponse.CallChanged(sequence=change.sequence, call=call)
         return pb.WatchCallsResponse(changed=changed)
     closed = pb.WatchCallsResponse.RolloutClosed(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
+from typing import Final
 
 from penstock.chat.v1 import completion_pb2
 from penstock.interception.v1 import interception_pb2
@@ -32,6 +33,8 @@ from penstock_interception.rpc import budgets_and_keys
 from penstock_interception.wire import convert
 
 FRAGMENT_BYTES = 4 << 20
+NOT_WRITTEN: Final = "a value of this call fits no field: only its ids, index, state and end reason are here"
+"""The note of a call that `bare_call_to` wrote."""
 
 MODES = numbers(Mode, interception_pb2.Mode)
 
@@ -115,6 +118,18 @@ def call_to(
     elif call.completion is not None and (state or call.state) is CallState.DELIVERED:
         message.completion.CopyFrom(_summary_to(call.completion))
     return message
+
+
+def bare_call_to(call: Call, state: CallState) -> pb.Call:
+    """Returns only what identifies a call and how it ended, for a stream that one call of many must not end."""
+    return pb.Call(
+        call_id=call.id,
+        rollout_id=call.rollout.id,
+        index=call.index,
+        state=convert.STATES[state],
+        end_reason=call.end_reason,
+        normalisations=[NOT_WRITTEN],
+    )
 
 
 def _summary_to(completion: Completion) -> completion_pb2.Completion:

@@ -48,6 +48,8 @@ _OVERLOADED = frozenset({503, 504})
 _DROPPED = ("stream", "stream_options", "n", "models")
 # A softmax rounds the logprob of a certain token to slightly above 0; a larger value is invalid and is refused.
 _ROUNDED = 1e-3
+_MOST_ID = np.iinfo(np.int32).max
+_MOST_LOGPROB = float(np.finfo(np.float32).max)
 
 
 class UpstreamSource(ModelSource):
@@ -224,19 +226,38 @@ def _returns_tokens(listing: bytes) -> bool:
 
 
 def _tokens(answer: dict[str, Any], choice: dict[str, Any]) -> tuple[Tokens | None, IntArray | None]:
-    """Returns the sampled tokens and the prompt, if both are given; logprobs only if every token has one."""
+    """Returns the sampled tokens and the prompt, if both are given; logprobs only if every token has one.
+
+    Raises ValueError or similar for what are no tokens.
+    """
     sampled, prompt = choice.get("token_ids"), answer.get("prompt_token_ids") or choice.get("prompt_token_ids")
     if not sampled or not prompt:
         return None, None
-    ids = np.asarray(sampled, dtype=np.int32)
+    ids = _ids(sampled)
     content = (choice.get("logprobs") or {}).get("content") or ()
     if len(content) != ids.size:
-        return Tokens(ids), np.asarray(prompt, dtype=np.int32)
+        return Tokens(ids), _ids(prompt)
     # The server does not state its mode; before temperature and filters is vLLM's default.
-    logprobs = np.asarray([item["logprob"] for item in content], dtype=np.float32)
+    logprobs = np.asarray([_logprob(item) for item in content], dtype=np.float32)
     logprobs[(logprobs > 0) & (logprobs <= _ROUNDED)] = 0
     tokens = Tokens(ids, logprobs, LogprobsMode.RAW, top=_top([item.get("top_logprobs") or () for item in content]))
-    return tokens, np.asarray(prompt, dtype=np.int32)
+    return tokens, _ids(prompt)
+
+
+def _ids(values: Any) -> IntArray:
+    """Returns token ids. Raises ValueError for anything but a flat list of integers from 0 to the largest int32."""
+    ids = np.asarray(values)
+    if ids.ndim != 1 or ids.dtype.kind != "i" or ids.min() < 0 or ids.max() > _MOST_ID:
+        raise ValueError("these are no token ids")
+    return ids.astype(np.int32)
+
+
+def _logprob(item: dict[str, Any]) -> float:
+    """Returns an item's logprob. Raises ValueError for one that a float32 cannot hold."""
+    value = float(item["logprob"])
+    if not abs(value) <= _MOST_LOGPROB:
+        raise ValueError("a logprob is out of range")
+    return value
 
 
 def _top(tables: Sequence[Sequence[dict[str, Any]]]) -> TopLogprobs | None:
@@ -252,7 +273,7 @@ def _top(tables: Sequence[Sequence[dict[str, Any]]]) -> TopLogprobs | None:
             prefix, _, digits = item["token"].partition(":")
             if prefix != "token_id" or not digits.isdecimal():
                 return None
-            ids[row, place], logprobs[row, place] = int(digits), item["logprob"]
+            ids[row, place], logprobs[row, place] = int(digits), _logprob(item)
     logprobs[(logprobs > 0) & (logprobs <= _ROUNDED)] = 0
     return TopLogprobs(ids, logprobs)
 

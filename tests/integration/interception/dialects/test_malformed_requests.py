@@ -14,7 +14,7 @@ import asyncio
 import json
 import os
 import random
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
@@ -26,6 +26,12 @@ from penstock.chat.v1 import chat_pb2
 from penstock.interception.v1 import intercept_service_pb2 as pb
 from penstock.interception.v1 import interception_pb2
 from penstock.trajectory.v1 import trajectory_pb2
+from penstock_interception.ingress.dialects.base import Ask, BadRequest, DialectCodec, Route
+from penstock_interception.ingress.dialects.chat.dialect import ChatCompletions
+from penstock_interception.ingress.dialects.generate_content.dialect import GenerateContent
+from penstock_interception.ingress.dialects.messages.dialect import Messages
+from penstock_interception.ingress.dialects.responses.dialect import Responses
+from penstock_interception.wire import convert
 
 OF_THE_REQUEST: Final = frozenset(
     {
@@ -69,14 +75,20 @@ CHAT: Final[dict[str, Any]] = {
     "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}},
     "temperature": 0.5,
     "top_p": 0.9,
+    "top_k": 5,
+    "min_p": 0.1,
+    "max_tokens": 5,
     "max_completion_tokens": 5,
+    "min_tokens": 1,
     "stop": ["x"],
+    "stop_token_ids": [1],
     "seed": 1,
     "n": 1,
     "logprobs": True,
     "top_logprobs": 0,
     "presence_penalty": 0,
     "frequency_penalty": 0,
+    "repetition_penalty": 1,
     "logit_bias": {"1": 1},
     "stream": False,
     "stream_options": {"include_usage": True},
@@ -105,7 +117,15 @@ RESPONSES: Final[dict[str, Any]] = {
     "text": {"format": {"type": "json_schema", "name": "n", "schema": SCHEMA}, "verbosity": "low"},
     "temperature": 0.5,
     "top_p": 0.9,
+    "top_k": 5,
+    "min_p": 0.1,
     "max_output_tokens": 20,
+    "stop": ["x"],
+    "seed": 1,
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "repetition_penalty": 1,
+    "top_logprobs": 1,
     "reasoning": {"effort": "low", "summary": "auto"},
     "include": ["reasoning.encrypted_content"],
     "store": False,
@@ -173,6 +193,9 @@ GENERATE: Final[dict[str, Any]] = {
         "maxOutputTokens": 20,
         "stopSequences": ["x"],
         "seed": 1,
+        "presencePenalty": 0,
+        "frequencyPenalty": 0,
+        "logprobs": 1,
         "candidateCount": 1,
         "responseMimeType": "application/json",
         "responseJsonSchema": SCHEMA,
@@ -188,16 +211,30 @@ DIALECTS: Final = {
     "messages": ("/v1/messages", MESSAGES),
     "generateContent": ("/v1beta/models/m:generateContent", GENERATE),
 }
+PARSERS: Final[dict[str, DialectCodec]] = {
+    "chat": ChatCompletions(),
+    "responses": Responses(),
+    "messages": Messages(),
+    "generateContent": GenerateContent(),
+}
 
 
 def nested(depth: int, inner: str = "1") -> str:
     return "[" * depth + inner + "]" * depth
 
 
+NUMBERS: Final = (
+    *("0", "-1", "1.5", "9" * 400, "1e400", "-1e-400", "NaN", "Infinity", "1e15", "2147483648.0"),
+    *("2147483648", "-2147483649", "4294967296", "9223372036854775807", "-9223372036854775808"),
+    *("9223372036854775808", "18446744073709551616"),
+)
+HALVES: Final = (r'"\ud800"', r'"\udc00 x"', r'{"\ud800": 1}', '"penstock.1.7aCA"')
+"""Halves of surrogate pairs: spelt in JSON, and sealed as a Responses client returns its reasoning."""
 VALUES: Final = (
-    *("null", "true", "0", "-1", "1.5", '""', '"x"', "[]", "{}", "[null]", "[{}]", '{"a": null}', '[["x"]]'),
-    *("9" * 400, "1e400", "-1e-400", "9223372036854775808", "18446744073709551616", "NaN", "Infinity"),
-    *(r'"\ud800"', r'"\udc00 x"', r'"a\u0000b"', '"\x00"', '"\x7f\u2028"', r'{"\ud800": 1}', r'{"\u0000": "a"}'),
+    *NUMBERS,
+    *HALVES,
+    *("null", "true", '""', '"x"', "[]", "{}", "[null]", "[{}]", '{"a": null}', '[["x"]]'),
+    *(r'"a\u0000b"', '"\x00"', '"\x7f\u2028"', r'{"\u0000": "a"}'),
     *('{"a": 1, "a": 2}', '{"type": "text", "type": "x"}', '"' + "a" * 70_000 + '"', "[" + "0," * 5000 + "0]"),
     *(nested(depth) for depth in (120, 240, 245, 248, *range(250, 257), 1000, 100_000)),
     *('{"a":' * depth + "1" + "}" * depth for depth in (120, 240, 245, 248, *range(250, 257), 1000)),
@@ -212,15 +249,15 @@ def places(value: Any, path: tuple[int | str, ...] = ()) -> Iterator[tuple[int |
         yield from places(item, (*path, key))
 
 
-def bodies(body: dict[str, Any]) -> Iterator[bytes]:
-    """The body with each of its values replaced by each of VALUES, and without it."""
+def bodies(body: dict[str, Any], values: Sequence[str] = VALUES) -> Iterator[bytes]:
+    """The body with each of its values replaced by each of `values`, and without it."""
     for path in places(body):
         changed = json.loads(json.dumps(body))
         holder = changed
         for key in path[:-1]:
             holder = holder[key]
         holder[path[-1]] = "REPLACED"
-        for value in VALUES:
+        for value in values:
             yield json.dumps(changed).replace('"REPLACED"', value).encode()
         del holder[path[-1]]
         yield json.dumps(changed).encode()
@@ -264,6 +301,28 @@ async def rollout(service: Any, request: pytest.FixtureRequest) -> AsyncIterator
     answering.cancel()
     with suppress(asyncio.CancelledError):
         await answering
+
+
+@pytest.mark.requirement("R33", "R59")
+@pytest.mark.parametrize("name", DIALECTS)
+def test_whatever_a_dialect_accepts_can_be_written_to_the_messages_of_its_call(name: str) -> None:
+    """A number beyond a field's range, or half a character, made the call unreadable for everybody."""
+    accepted, wrong = 0, []
+    for given in bodies(DIALECTS[name][1], (*NUMBERS, *HALVES)):
+        try:
+            request = PARSERS[name].parse(given, Route(Ask.COMPLETION, "m"))
+        except BadRequest:
+            continue
+        accepted += 1
+        try:
+            convert.sampling_to(request.sampling)
+            convert.choice_to(request.tool_choice)
+            _ = [*map(convert.message_to, request.messages)], [*map(convert.tool_to, request.tools)]
+            trajectory_pb2.Call(model_requested=request.model, normalisations=request.normalisations)
+        except (ValueError, TypeError) as error:
+            wrong.append((repr(error), given[:50], given[-200:]))
+    assert not wrong, (len(wrong), wrong[:5])
+    assert accepted > 100
 
 
 @pytest.mark.requirement("R33", "R59", "R72")

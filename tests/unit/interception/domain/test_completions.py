@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,8 +20,9 @@ from penstock_codec.chat import (
     TextPart,
     ToolCallPart,
     ToolResultPart,
+    Usage,
 )
-from penstock_interception.domain.completions import Completion, Tokens, violations_of
+from penstock_interception.domain.completions import Completion, Timings, Tokens, violations_of
 from penstock_interception.graph.values import LogprobsMode, VersionSpan
 
 spans = st.builds(VersionSpan, st.integers(0, 2**40), st.integers(0, 9), st.integers(0, 9))
@@ -61,6 +63,27 @@ def test_an_answer_has_only_parts_that_a_model_writes(part: Part) -> None:
     assert violations_of(answer_of((*written, *[part] * 1000))) == [
         "completion.message.parts[3]: must be a text, reasoning or a tool call"
     ]
+
+
+@pytest.mark.requirement("R83", "R88")
+@pytest.mark.parametrize(
+    "usage",
+    [Usage(-1, 0), Usage(0, -1), Usage(2**31, 0), Usage(0, 2**63 - 1), Usage(0, 0, -1), Usage(0, 0, None, 2**31)],
+)
+def test_an_answers_token_counts_are_counts(usage: Usage) -> None:
+    """Budgets and totals add them up: a negative one would give tokens back, and a sum must fit its message."""
+    (found,) = violations_of(replace(answer_of((TextPart("a"),)), usage=usage))
+    assert found.startswith("completion.usage:")
+    assert not violations_of(replace(answer_of((TextPart("a"),)), usage=Usage(2**31 - 1, 0, 1, None)))
+
+
+@pytest.mark.requirement("R83")
+@pytest.mark.parametrize("seconds", [2.0**63, -(2.0**63)])
+def test_an_answers_timings_fit_a_duration(seconds: float) -> None:
+    """One that does not made the whole capture unreadable; a clock that was set back is no reason to refuse."""
+    (found,) = violations_of(replace(answer_of((TextPart("a"),)), timings=Timings(decode_s=seconds)))
+    assert found.startswith("completion.timings:")
+    assert not violations_of(replace(answer_of((TextPart("a"),)), timings=Timings(0.5, -0.1, 2.0)))
 
 
 def answer_of(parts: tuple[Part, ...]) -> Completion:

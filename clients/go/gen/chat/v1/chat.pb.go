@@ -1188,7 +1188,7 @@ func (x *Sampling) GetTokenTensors() []string {
 	return nil
 }
 
-// Usage is what a completion cost, in tokens.
+// Usage is what a completion cost, in tokens: each count is from 0 to 2147483647.
 type Usage struct {
 	state            protoimpl.MessageState `protogen:"open.v1"`
 	PromptTokens     int64                  `protobuf:"varint,1,opt,name=prompt_tokens,json=promptTokens,proto3" json:"prompt_tokens,omitempty"`

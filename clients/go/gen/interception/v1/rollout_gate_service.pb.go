@@ -2886,7 +2886,7 @@ func (x *WatchCallsResponse_WatchStarted) GetSequence() int64 {
 type WatchCallsResponse_CallChanged struct {
 	state    protoimpl.MessageState `protogen:"open.v1"`
 	Sequence int64                  `protobuf:"varint,1,opt,name=sequence,proto3" json:"sequence,omitempty"`
-	// Without body, prompt and completion tokens.
+	// Without body, prompt and completion tokens. If a value of it fits no field: ids, index, state, end reason and a note alone.
 	Call          *v1.Call `protobuf:"bytes,2,opt,name=call,proto3" json:"call,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache

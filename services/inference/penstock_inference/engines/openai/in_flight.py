@@ -59,7 +59,8 @@ class Flight:
             raise broken("an event without choices")
         details = (event.get("usage") or {}).get("prompt_tokens_details") or {}
         cached = details.get("cached_tokens")
-        self.cached = cached if isinstance(cached, int) and cached >= 0 else self.cached
+        if isinstance(cached, int) and cached >= 0:
+            self.cached = min(cached, self.request.prompt_token_ids.size)
         if choices:
             self.append(read_choice(choices[0], self.vocab_size))
 

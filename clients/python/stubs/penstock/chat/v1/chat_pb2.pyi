@@ -615,7 +615,7 @@ Global___Sampling: _TypeAlias = Sampling  # noqa: Y015
 
 @_typing.final
 class Usage(_message.Message):
-    """Usage is what a completion cost, in tokens."""
+    """Usage is what a completion cost, in tokens: each count is from 0 to 2147483647."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

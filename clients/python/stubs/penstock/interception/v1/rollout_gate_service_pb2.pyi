@@ -1387,7 +1387,7 @@ class WatchCallsResponse(_message.Message):
         sequence: _builtins.int
         @_builtins.property
         def call(self) -> _trajectory_pb2.Call:
-            """Without body, prompt and completion tokens."""
+            """Without body, prompt and completion tokens. If a value of it fits no field: ids, index, state, end reason and a note alone."""
 
         def __init__(
             self,

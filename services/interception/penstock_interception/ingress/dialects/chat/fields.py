@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, StringConstraints
 
 MAX_MESSAGES = 20_000
+INT32 = 2**31 - 1
 INT64 = 2**63 - 1
 
 ToolName = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.:/-]{1,128}$")]
@@ -128,13 +129,13 @@ class Settings(Strict):
     parallel_tool_calls: bool | None = None
     temperature: Annotated[float, Field(ge=0, le=5)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, le=INT64)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=INT32)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
-    min_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=INT32)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, le=INT32)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=INT32)] | None = None
     stop: str | Annotated[list[str], Field(max_length=16)] | None = None
-    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0, le=2**31 - 1)]], Field(max_length=64)] | None = None
+    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0, le=INT32)]], Field(max_length=64)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), le=INT64)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None

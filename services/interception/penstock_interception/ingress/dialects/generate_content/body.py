@@ -11,6 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstr
 from pydantic.alias_generators import to_camel
 
 MAX_CONTENTS: Final = 20_000
+INT32: Final = 2**31 - 1
 INT64: Final = 2**63 - 1
 
 
@@ -32,7 +33,7 @@ def _system(value: Any) -> Any:
 
 
 ToolName = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.:/-]{1,128}$")]
-Count = Annotated[int, BeforeValidator(_whole), Field(ge=1, le=2**31 - 1)]
+Count = Annotated[int, BeforeValidator(_whole), Field(ge=1, le=INT32)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 
@@ -147,7 +148,7 @@ class ThinkingConfig(_Strict):
     """A budget of 0 is off, -1 leaves it to the model."""
 
     include_thoughts: bool | None = None
-    thinking_budget: Annotated[int, BeforeValidator(_whole), Field(ge=-1, le=2**31 - 1)] | None = None
+    thinking_budget: Annotated[int, BeforeValidator(_whole), Field(ge=-1, le=INT32)] | None = None
     thinking_level: (
         Annotated[Literal["THINKING_LEVEL_UNSPECIFIED", "MINIMAL", "LOW", "MEDIUM", "HIGH"], BeforeValidator(_member)]
         | None
@@ -159,7 +160,7 @@ class GenerationConfig(_Open):
 
     temperature: Annotated[float, Field(ge=0, le=5)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, BeforeValidator(_whole), Field(ge=0, le=INT64)] | None = None
+    top_k: Annotated[int, BeforeValidator(_whole), Field(ge=0, le=INT32)] | None = None
     candidate_count: Annotated[int, BeforeValidator(_whole)] | None = None
     max_output_tokens: Count | None = None
     stop_sequences: Annotated[list[str], Field(max_length=16)] | None = None

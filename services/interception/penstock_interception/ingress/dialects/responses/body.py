@@ -21,6 +21,7 @@ from penstock_interception.ingress.dialects.responses.shapes import SHAPES, Stri
 from penstock_interception.ingress.dialects.responses.tools import MAX_TOOLS, AnyTool, Toolbox, flat_name
 
 MAX_ITEMS: Final = 40_000
+_INT32: Final = 2**31 - 1
 _INT64: Final = 2**63 - 1
 _IGNORED: Final = frozenset(
     {
@@ -92,9 +93,9 @@ class ResponsesBody(Strict):
     truncation: Literal["auto", "disabled"] | None = None
     temperature: Annotated[float, Field(ge=0, le=5)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    max_output_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    max_output_tokens: Annotated[int, Field(ge=1, le=_INT32)] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    top_k: Annotated[int, Field(ge=-1, le=_INT64)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=_INT32)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     stop: str | Annotated[list[str], Field(max_length=16)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), le=_INT64)] | None = None

@@ -213,11 +213,11 @@ def sealed(reasoning: str) -> str:
 
 
 def unsealed(text: str) -> str | None:
-    """Reverses `sealed`; None for any other text."""
+    """Reverses `sealed`; None for any other text, such as one that is no Unicode: no message can hold it."""
     if not text.startswith(_SEAL):
         return None
     try:
-        return base64.b64decode(text.removeprefix(_SEAL), b"-_", validate=True).decode("utf-8", "surrogatepass")
+        return base64.b64decode(text.removeprefix(_SEAL), b"-_", validate=True).decode()
     except (binascii.Error, ValueError):
         return None
 

@@ -589,7 +589,7 @@ export const SamplingSchema: GenMessage<Sampling> = /*@__PURE__*/
   messageDesc(file_penstock_chat_v1_chat, 10);
 
 /**
- * Usage is what a completion cost, in tokens.
+ * Usage is what a completion cost, in tokens: each count is from 0 to 2147483647.
  *
  * @generated from message penstock.chat.v1.Usage
  */

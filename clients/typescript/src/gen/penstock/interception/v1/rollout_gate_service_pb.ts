@@ -1400,7 +1400,7 @@ export type WatchCallsResponse_CallChanged = Message<"penstock.interception.v1.W
   sequence: bigint;
 
   /**
-   * Without body, prompt and completion tokens.
+   * Without body, prompt and completion tokens. If a value of it fits no field: ids, index, state, end reason and a note alone.
    *
    * @generated from field: penstock.trajectory.v1.Call call = 2;
    */
