@@ -6,6 +6,7 @@ import asyncio
 import json
 import pickle
 import sys
+from typing import Any
 
 import grpc
 import pytest
@@ -16,6 +17,7 @@ from tests.unit.client.conftest import TOKEN, Fakes, Refusal
 from penstock.client import (
     Command,
     InvalidArgument,
+    PermissionDenied,
     Task,
     TerminusSessionFactory,
     build_terminal_tool_call,
@@ -267,7 +269,16 @@ def test_a_factory_travels_to_the_process_that_uses_it() -> None:
         copy.create("x", seed=1)
 
 
-OVER = Refusal(grpc.StatusCode.FAILED_PRECONDITION, "EPISODE_ENDED", message="the episode has ended or was answered")
+class StepRefusal(Refusal):
+    """Sent once the step was read to its end, as by the driver: a client whose write breaks sends the step again."""
+
+    async def abort(self, context: Any) -> None:
+        while await context.read() is not grpc.aio.EOF:
+            pass
+        await super().abort(context)
+
+
+OVER = StepRefusal(grpc.StatusCode.FAILED_PRECONDITION, "EPISODE_ENDED", message="the episode has ended")
 
 
 async def opened(fakes: Fakes, address: str) -> TerminusSession:
@@ -304,3 +315,21 @@ async def test_an_episode_that_ends_between_two_calls_is_done_at_the_next(
     fakes.queue("CloseTerminal", pb.CloseTerminalResponse())
     fakes.queue("GetTerminal", ended)
     await asyncio.to_thread(session.close)
+
+
+@pytest.mark.requirement("R70")
+async def test_a_close_that_failed_is_repeated(fakes: Fakes, address: str) -> None:
+    """Until the driver has ended the episode the session can be asked, runs nothing more and is not closed."""
+    session = await opened(fakes, address)
+    fakes.queue("CloseTerminal", Refusal(grpc.StatusCode.PERMISSION_DENIED, "ROLE_NOT_ALLOWED"))
+    with pytest.raises(PermissionDenied):
+        await asyncio.to_thread(session.close)
+    assert (await asyncio.to_thread(session.call_tool, "terminal", {"command": "ls"})).error == "the session is closed"
+    fakes.queue("GetTerminal", state())
+    assert not (await asyncio.to_thread(session.verify)).done
+    fakes.queue("CloseTerminal", pb.CloseTerminalResponse())
+    fakes.queue("GetTerminal", state(ended=True))
+    await asyncio.to_thread(session.close)
+    await asyncio.to_thread(session.close)
+    assert len(fakes.requests["CloseTerminal"]) == 2
+    assert session.verify().done

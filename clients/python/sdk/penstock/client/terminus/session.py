@@ -197,8 +197,9 @@ class TerminusSession:
         self._leave = leave
         self._lock = threading.Lock()
         self._closed = False
+        self._released = False
         self._uses = 1
-        """Number of users of the connection: the session itself, and running calls."""
+        """Number of users of the connection: the session itself until it is released, running calls and closes."""
         self._last: Terminal | None = None
         self._end: Observation | None = None
         self._commands = 0
@@ -303,15 +304,29 @@ class TerminusSession:
         )
 
     def close(self) -> None:
-        """Ends the episode unless it has ended; a command running in another thread returns. Idempotent."""
+        """Ends the episode unless it has ended; a command running in another thread returns. Idempotent.
+
+        Raises:
+            PenstockError: the driver has not ended it. Call this again: until then the session keeps its connection,
+                and runs nothing.
+        """
         with self._lock:
-            if self._closed:
-                return
             self._closed = True
+            if self._released:
+                return
+            self._uses += 1
         try:
             self._terminal.close()
             self._last = self._terminal.refresh()
+            self._release_own()
         finally:
+            self._release()
+
+    def _release_own(self) -> None:
+        """Releases the session's own use of the connection, once."""
+        with self._lock:
+            is_first, self._released = not self._released, True
+        if is_first:
             self._release()
 
     def _release(self) -> None:
