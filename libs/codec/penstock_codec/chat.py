@@ -210,7 +210,7 @@ class Sampling:
 
     temperature >= 0 (0 is greedy); top_p in (0, 1], min_p in [0, 1]; top_k >= 1; token counts >= 1; `top_logprobs` is
     the number of alternatives requested per token; `response_format` is JSON text as the OpenAI API writes it;
-    `token_tensors` names what the engine returns beside tokens.
+    `token_tensors` names what the engine returns beside tokens. In an override, top_k 0 turns the agent's off.
     """
 
     temperature: float | None = None

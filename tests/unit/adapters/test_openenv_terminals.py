@@ -8,6 +8,9 @@ from typing import Any, cast
 
 import pytest
 
+from penstock.adapters.openenv import frames
+from penstock.adapters.openenv.rollout_arguments import Defaults
+from penstock.adapters.openenv.sessions import Environment
 from penstock.adapters.openenv.terminals import EnvironmentTerminal
 from penstock.client.connection import Penstock
 from penstock.client.errors import FailedPrecondition
@@ -61,3 +64,36 @@ async def test_terminal_closed_while_two_wait_is_given_to_neither() -> None:
         with pytest.raises(FailedPrecondition):
             await one
     assert terminals.closed == terminals.opened and len(terminals.opened) == 1
+
+
+class EndedElsewhere:
+    """A terminal whose end no step of this environment saw; `ended` once it is recorded."""
+
+    def __init__(self, reward: float | None) -> None:
+        self.info = SimpleNamespace(sandbox_id="s1")
+        self._states = [(False, None), (True, reward)]
+
+    async def open(self, *_: object, **__: object) -> EndedElsewhere:
+        return self
+
+    async def run(self, _command: str) -> None:
+        raise FailedPrecondition("the episode has ended or was answered", reason="EPISODE_ENDED")
+
+    async def refresh(self) -> Any:
+        ended, reward = self._states.pop(0)
+        return SimpleNamespace(ended=ended, reward=None if reward is None else SimpleNamespace(value=reward))
+
+
+@pytest.mark.requirement("R70", "R74")
+@pytest.mark.parametrize("reward", [0.5, None], ids=["graded", "timed out"])
+async def test_a_terminal_that_ends_between_two_steps_is_done_at_the_next(reward: float | None) -> None:
+    """A trainer steps until an observation is done; errors alone would go on for ever."""
+    ps = cast(Penstock, SimpleNamespace(terminals=EndedElsewhere(reward)))
+    environment = Environment(ps, Defaults(), {})
+    action = {"type": "call_tool", "tool_name": "terminal", "arguments": {"command": "ls"}}
+    early, late = await frames.step(environment, action), await frames.step(environment, action)
+    assert (early["done"], early["reward"]) == (False, None)  # an answer of another client is being graded
+    assert (late["done"], late["reward"]) == (True, reward) and environment.state.last_reward == reward
+    for seen in (early, late):
+        error = seen["observation"]["error"]
+        assert error["error_type"] == "execution_error" and error["message"].startswith("EPISODE_ENDED")

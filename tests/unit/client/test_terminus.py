@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import pickle
 import sys
+from typing import Any
 
+import grpc
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.unit.client.conftest import TOKEN, Fakes, Refusal
 
 from penstock.client import (
     Command,
     InvalidArgument,
+    PermissionDenied,
     Task,
     TerminusSessionFactory,
     build_terminal_tool_call,
     terminus_reward,
 )
 from penstock.client.terminus.calls import MAX_TEXT_CHARS, CallSource
+from penstock.client.terminus.session import TerminusSession
 from penstock.client.terminus.tasks import as_task
+from penstock.driver.v1 import rollout_pb2
+from penstock.driver.v1 import terminal_service_pb2 as pb
+from penstock.trajectory.v1 import trajectory_pb2
 
 COMMANDS = st.text(min_size=1).filter(lambda text: bool(text.strip()) and "\0" not in text)
 WRAPPERS = st.sampled_from(
@@ -258,3 +267,69 @@ def test_a_factory_travels_to_the_process_that_uses_it() -> None:
     assert isinstance(copy, TerminusSessionFactory)
     with pytest.raises(InvalidArgument):
         copy.create("x", seed=1)
+
+
+class StepRefusal(Refusal):
+    """Sent once the step was read to its end, as by the driver: a client whose write breaks sends the step again."""
+
+    async def abort(self, context: Any) -> None:
+        while await context.read() is not grpc.aio.EOF:
+            pass
+        await super().abort(context)
+
+
+OVER = StepRefusal(grpc.StatusCode.FAILED_PRECONDITION, "EPISODE_ENDED", message="the episode has ended")
+
+
+async def opened(fakes: Fakes, address: str) -> TerminusSession:
+    """A session of its own connection to the fake driver."""
+    fakes.queue("OpenTerminal", pb.OpenTerminalResponse(terminal=pb.Terminal(terminal_id="t1")))
+    services = dict.fromkeys(("sandbox", "driver", "interception"), address)
+    factory = TerminusSessionFactory(target=services, token=TOKEN)
+    return await asyncio.to_thread(factory.create, "wait")
+
+
+def state(**fields: object) -> pb.GetTerminalResponse:
+    return pb.GetTerminalResponse(terminal=pb.Terminal(terminal_id="t1", **fields))  # type: ignore[arg-type]
+
+
+@pytest.mark.requirement("R70", "R74")
+@pytest.mark.parametrize("reward", [0.5, None], ids=["graded", "timed out"])
+async def test_an_episode_that_ends_between_two_calls_is_done_at_the_next(
+    fakes: Fakes, address: str, reward: float | None
+) -> None:
+    """Its time passed while the policy sampled, or another process answered: sampling for it would never end."""
+    session = await opened(fakes, address)
+    ended = state(ended=True)
+    if reward is None:
+        ended.terminal.failure.MergeFrom(rollout_pb2.Failure(reason="EPISODE_TIMED_OUT", message="no answer came"))
+    else:
+        ended.terminal.reward.MergeFrom(trajectory_pb2.Reward(value=reward, range_max=1.0))
+    fakes.queue("Step", OVER, OVER)
+    fakes.queue("GetTerminal", state(), ended)
+    early = await asyncio.to_thread(session.call_tool, "terminal", {"command": "ls"})
+    assert (early.done, early.reward) == (False, None)  # an answer of another process is being graded
+    late = await asyncio.to_thread(session.call_tool, "terminal", {"command": "ls"})
+    assert session.done and (late.done, late.reward) == (True, reward)
+    assert late.error and ("EPISODE_TIMED_OUT" in late.error) == (reward is None)
+    fakes.queue("CloseTerminal", pb.CloseTerminalResponse())
+    fakes.queue("GetTerminal", ended)
+    await asyncio.to_thread(session.close)
+
+
+@pytest.mark.requirement("R70")
+async def test_a_close_that_failed_is_repeated(fakes: Fakes, address: str) -> None:
+    """Until the driver has ended the episode the session can be asked, runs nothing more and is not closed."""
+    session = await opened(fakes, address)
+    fakes.queue("CloseTerminal", Refusal(grpc.StatusCode.PERMISSION_DENIED, "ROLE_NOT_ALLOWED"))
+    with pytest.raises(PermissionDenied):
+        await asyncio.to_thread(session.close)
+    assert (await asyncio.to_thread(session.call_tool, "terminal", {"command": "ls"})).error == "the session is closed"
+    fakes.queue("GetTerminal", state())
+    assert not (await asyncio.to_thread(session.verify)).done
+    fakes.queue("CloseTerminal", pb.CloseTerminalResponse())
+    fakes.queue("GetTerminal", state(ended=True))
+    await asyncio.to_thread(session.close)
+    await asyncio.to_thread(session.close)
+    assert len(fakes.requests["CloseTerminal"]) == 2
+    assert session.verify().done

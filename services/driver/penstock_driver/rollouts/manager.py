@@ -349,11 +349,19 @@ class RolloutManager:
     def room(self, namespace: str, count: int) -> Iterator[None]:
         """Keep room for `count` more rollouts of a namespace, which are started inside the block.
 
-        Raise ResourceExhausted (ROLLOUT_LIMIT) if there is none; Unavailable when stopping.
+        Raise ResourceExhausted (ROLLOUT_LIMIT) if there is none, with a delay if there may be some later; Unavailable
+        when stopping.
         """
         if self.draining or self._stopping:
             raise Unavailable("the driver takes no new rollouts: it drains", reason="DRAINING", retry_after_s=5.0)
         known = self._held[namespace]
+        if count > self._max_live:
+            # Without a delay, because no wait makes room for it.
+            raise ResourceExhausted(
+                f"{count} rollouts at once are more than a namespace may have, which is {self._max_live}: "
+                "ask for fewer, or raise max_queued",
+                reason="ROLLOUT_LIMIT",
+            )
         if known + count > self._max_live:
             raise ResourceExhausted(
                 f"{known} rollouts of namespace {namespace} run or wait, the maximum is {self._max_live}: "

@@ -190,10 +190,12 @@ def with_max_tokens(sampling: Sampling, limit: int | None) -> Sampling:
 
 
 def merged_sampling(base: Sampling, override: Sampling) -> Sampling:
-    """Returns `base` with every field that `override` sets."""
+    """Returns `base` with every field that `override` sets; its `top_k` 0 unsets that of `base`."""
     if override == _UNSET:
         return base
     changes = {f.name: value for f in fields(override) if (value := getattr(override, f.name)) is not None}
+    if changes.get("top_k") == 0:
+        changes["top_k"] = None  # engines and trainers know "off" as unset, not as 0
     return replace(base, **changes)
 
 

@@ -96,6 +96,20 @@ async def test_the_sdk_gets_what_the_trainer_delivered(service: Any) -> None:
     assert captured.calls[0].completion.span.token_ids == trainer.completion("hello there").span.token_ids
 
 
+@pytest.mark.requirement("R63", "R64")
+async def test_an_override_turns_the_agents_top_k_off(service: Any) -> None:
+    """Unset leaves the agent's own, such as gemini-cli's 64: then every logprob is of another distribution."""
+    kept = await service.open(sampling_override=chat_pb2.Sampling(temperature=1.0))
+    off = await service.open(sampling_override=chat_pb2.Sampling(temperature=1.0, top_k=0, min_p=0.0))
+    trainer = await service.trainer()
+    for rollout in (kept, off):
+        asked = asking(rollout, temperature=0.5, top_k=64)
+        sampling = (await trainer.answer("hello there")).sampling
+        await asked
+        assert sampling.temperature == 1.0
+        assert (sampling.top_k, sampling.HasField("top_k")) == ((64, True) if rollout is kept else (0, False))
+
+
 @pytest.mark.requirement("R30", "R82", "R85")
 @pytest.mark.parametrize("streamed", [True, False])
 @pytest.mark.parametrize("thoughts", [True, False])

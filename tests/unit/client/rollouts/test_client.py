@@ -29,6 +29,7 @@ from penstock.client import (
     Phase,
     PhaseChanged,
     PolicyConstraint,
+    ResourceExhausted,
     RewardFrom,
     RunBudgets,
     Sampling,
@@ -40,6 +41,7 @@ from penstock.client import (
     Upstream,
     Verifier,
 )
+from penstock.client.rollouts import handles
 from penstock.client.rollouts.client import spec
 from penstock.client.transport.patience import Patience
 from penstock.client.transport.rpc import Backoff
@@ -141,6 +143,23 @@ async def test_create_during_a_restart_is_repeated_under_its_request_id(fakes: F
     await ps.rollouts.create(TASK, "shell")
     first, second = fakes.requests["CreateRollout"]
     assert first.request_id == second.request_id and len(first.request_id) == 32
+
+
+@pytest.mark.requirement("R51")
+async def test_a_creation_waits_for_room_and_not_for_a_limit_that_stays(
+    fakes: Fakes, ps: Penstock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The service says which refusals pass: those with a delay."""
+    monkeypatch.setattr(handles, "_FULL_FIRST_S", 0.0)
+    fakes.queue(
+        "CreateRollout",
+        Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, "ROLLOUT_LIMIT", retry_after=0.001),
+        Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, "BUDGET_EXHAUSTED", message="The run's budget is used up."),
+    )
+    with pytest.raises(ResourceExhausted, match="used up") as refused:
+        await handles.created_with_room(lambda: ps.rollouts.create(TASK, "shell"), "the test stopped")
+    assert refused.value.reason == "BUDGET_EXHAUSTED"
+    assert len(fakes.requests["CreateRollout"]) == 2
 
 
 async def test_errors_come_out_as_themselves_with_reason_and_fields(fakes: Fakes, ps: Penstock) -> None:

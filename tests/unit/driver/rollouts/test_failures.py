@@ -632,6 +632,19 @@ async def test_concurrent_creates_keep_to_the_limit_of_rollouts(driver: Driver) 
     assert (await servicer.CreateRollout(more, None)).rollout.rollout_id
 
 
+@pytest.mark.requirement("R26")
+@pytest.mark.parametrize(("size", "passes"), [(2, True), (4, False)], ids=["room is taken", "there is none ever"])
+async def test_a_group_is_told_to_wait_only_for_room_that_there_may_be(driver: Driver, size: int, passes: bool) -> None:
+    """Clients wait, without end, for as long as a refusal has a delay."""
+    driver.sandboxes.holds["prepare_toolbox"] = asyncio.Event()
+    driver.manager._max_live = 3
+    servicer = _servicer(driver, driver.gate)
+    await servicer.CreateGroup(pb.CreateGroupRequest(request_id="g1", group_id="g1", spec=_order(), size=2), None)
+    with pytest.raises(ResourceExhausted, match="maximum" if passes else "ask for fewer") as refused:
+        await servicer.CreateGroup(pb.CreateGroupRequest(request_id="g2", spec=_order(), size=size), None)
+    assert refused.value.reason == "ROLLOUT_LIMIT" and (refused.value.retry_after_s is not None) == passes
+
+
 @pytest.mark.requirement("R49", "R50", "R146")
 async def test_full_disk_blocks_nobody_and_is_written_later(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who cancels is let go, and who waits for the end is told when it is on disk, and not before."""

@@ -983,7 +983,7 @@ type Sampling struct {
 	Temperature *float64 `protobuf:"fixed64,1,opt,name=temperature,proto3,oneof" json:"temperature,omitempty"`
 	// Range (0, 1].
 	TopP *float64 `protobuf:"fixed64,2,opt,name=top_p,json=topP,proto3,oneof" json:"top_p,omitempty"`
-	// At least 1; unset = off.
+	// At least 1; unset = off. In a `sampling_override`, unset leaves the agent's own, and 0 turns it off.
 	TopK *int32 `protobuf:"varint,3,opt,name=top_k,json=topK,proto3,oneof" json:"top_k,omitempty"`
 	// Range [0, 1].
 	MinP *float64 `protobuf:"fixed64,4,opt,name=min_p,json=minP,proto3,oneof" json:"min_p,omitempty"`

@@ -60,7 +60,8 @@ type RolloutServiceClient interface {
 	// Errors: NOT_FOUND (AGENT_UNKNOWN), ALREADY_EXISTS (ROLLOUT_EXISTS), FAILED_PRECONDITION (BACKEND_UNKNOWN,
 	// BACKEND_UNAVAILABLE, CAPABILITY_MISSING, HOST_NOT_ALLOWED, AGENT_NEEDS_ROOT; AGENT_WITHOUT_MCP: it would be offered
 	// host tools, and its agent cannot use them), UNAVAILABLE (SANDBOX_UNREACHABLE, INTERCEPTION_UNREACHABLE),
-	// RESOURCE_EXHAUSTED (ROLLOUT_LIMIT, with RetryInfo); for the model source those of RolloutGateService.CheckSource.
+	// RESOURCE_EXHAUSTED (ROLLOUT_LIMIT, with RetryInfo where waiting can make room); for the model source those of
+	// RolloutGateService.CheckSource.
 	CreateRollout(ctx context.Context, in *CreateRolloutRequest, opts ...grpc.CallOption) (*CreateRolloutResponse, error)
 	// GetRollout returns a rollout.
 	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
@@ -648,7 +649,8 @@ type RolloutServiceServer interface {
 	// Errors: NOT_FOUND (AGENT_UNKNOWN), ALREADY_EXISTS (ROLLOUT_EXISTS), FAILED_PRECONDITION (BACKEND_UNKNOWN,
 	// BACKEND_UNAVAILABLE, CAPABILITY_MISSING, HOST_NOT_ALLOWED, AGENT_NEEDS_ROOT; AGENT_WITHOUT_MCP: it would be offered
 	// host tools, and its agent cannot use them), UNAVAILABLE (SANDBOX_UNREACHABLE, INTERCEPTION_UNREACHABLE),
-	// RESOURCE_EXHAUSTED (ROLLOUT_LIMIT, with RetryInfo); for the model source those of RolloutGateService.CheckSource.
+	// RESOURCE_EXHAUSTED (ROLLOUT_LIMIT, with RetryInfo where waiting can make room); for the model source those of
+	// RolloutGateService.CheckSource.
 	CreateRollout(context.Context, *CreateRolloutRequest) (*CreateRolloutResponse, error)
 	// GetRollout returns a rollout.
 	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN).

@@ -81,8 +81,8 @@ class SessionFactory:
             makes the whole task. None = the prompt is the task: a text, chat messages (the last of the user), a
             mapping (instruction, setup, verify, upload_files, task_id, metadata), or a Task.
         sampling: overrides, field by field, the agents' sampling. A worker passes its training policy here, as a
-            mapping
-            or as `Sampling`; no-ops for sampling from the whole vocabulary (top_k -1) are left out.
+            mapping or as `Sampling`; in a mapping, top_k -1 or 0 turns the agents' own off, as top_k 0 does in a
+            `Sampling`.
         agent_timeout_s: seconds that an agent may run; its rollout is still graded afterwards.
         target, token, tls: as `penstock.client.connect`.
         options: as `ps.rollouts.create`; the mode is transparent_proxy unless given.

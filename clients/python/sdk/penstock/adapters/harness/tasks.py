@@ -79,7 +79,8 @@ def _last_of_user(messages: Any) -> str:
 
 
 def sampling_of(given: Mapping[str, Any]) -> Sampling:
-    """Converts a worker's training policy. No-op values are dropped; other values of those fields are kept.
+    """Converts a worker's training policy. A filter that is off stays set, so that it replaces the agent's: top_k -1
+    becomes 0.
 
     Raises:
         InvalidArgument: `HARNESS_SAMPLING`, an unknown field.
@@ -88,10 +89,8 @@ def sampling_of(given: Mapping[str, Any]) -> Sampling:
     if unknown := given.keys() - known:
         raise InvalidArgument(f"sampling has unknown fields: {', '.join(sorted(unknown))}", reason="HARNESS_SAMPLING")
     kept = {name: value for name, value in given.items() if value is not None}
-    if kept.get("top_k") in (0, -1):
-        del kept["top_k"]
-    if kept.get("min_p") == 0:
-        del kept["min_p"]
+    if kept.get("top_k") == -1:
+        kept["top_k"] = 0
     return Sampling(**kept)
 
 

@@ -2,7 +2,8 @@
 
 An observation has the form that clients of every version read: `observation`, `reward`, `done` and, where there is any,
 `metadata` both inside the observation and beside it. A rollout's reward is in the tool's result only, and ends no
-episode; a terminal's answer ends one, and its reward is the observation's.
+episode; a terminal's answer ends one, and its reward is the observation's. A step after a terminal's end, however it
+ended, has an error beside that reward and `done`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import orjson
 
 from penstock.adapters.openenv import mcp
 from penstock.adapters.openenv.sessions import Environment, Session, Sessions, tools
+from penstock.adapters.openenv.terminals import EpisodeEnded
 from penstock.client.errors import InvalidArgument, NotFound, PenstockError
 
 READY: Final = {"status": "ready", "message": "Ready. Call run_rollout with an instruction."}
@@ -126,6 +128,8 @@ async def _call(environment: Environment, name: str, arguments: Mapping[str, Any
         return _failed(name, kind, error)
     except InvalidArgument as error:
         return _failed(name, "invalid_args", error)
+    except EpisodeEnded as error:
+        return {**_failed(name, "execution_error", error), "reward": error.reward, "done": True}
     except PenstockError as error:
         return _failed(name, "execution_error", error)
     content = {"tool_name": name, "result": mcp.tool_result(outcome.text), "error": None}

@@ -188,9 +188,9 @@ async def _watch(ps: Penstock, handle: RolloutHandle, given: RunRollout, result:
 def _take(payload: EventPayload, given: RunRollout, result: RolloutResult, log: list[str]) -> None:
     match payload:
         case CommandFinished(phase=Phase.SETTING_UP):
-            result.setup_results.append(command_result(payload, given.setup))
+            _put(payload, given.setup, result.setup_results)
         case CommandFinished(phase=Phase.VERIFYING):
-            result.verify_results.append(command_result(payload, given.verify))
+            _put(payload, given.verify, result.verify_results)
         case AgentEvent():
             log.append(payload.raw_line.decode("utf-8", "replace").rstrip("\n"))
             del log[:-400]
@@ -204,6 +204,12 @@ def _take(payload: EventPayload, given: RunRollout, result: RolloutResult, log: 
             _end(payload.outcome, result)
         case _:
             pass
+
+
+def _put(finished: CommandFinished, given: list[str], results: list[CommandResult]) -> None:
+    """Adds a command's result. A driver that was restarted begins with the first command again: those count."""
+    del results[finished.index :]
+    results.append(command_result(finished, given))
 
 
 def _end(outcome: Outcome, result: RolloutResult) -> None:

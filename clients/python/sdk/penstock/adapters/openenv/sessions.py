@@ -20,7 +20,7 @@ from penstock.adapters.openenv.rollout_arguments import Defaults, RunRollout, pa
 from penstock.adapters.openenv.rollouts import CommandResult, run_rollout, see_through
 from penstock.adapters.openenv.terminals import KEYS as TERMINAL_KEYS
 from penstock.adapters.openenv.terminals import TOOL as TERMINAL
-from penstock.adapters.openenv.terminals import EnvironmentTerminal, check_call
+from penstock.adapters.openenv.terminals import EnvironmentTerminal, EpisodeEnded, check_call
 from penstock.client.connection import Penstock
 from penstock.client.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
 from penstock.client.terminus.session import TERMINAL_TOOL
@@ -140,6 +140,7 @@ class Environment:
 
         Raises:
             NotFound: `OPENENV_TOOL_UNKNOWN`.
+            EpisodeEnded: as `EnvironmentTerminal.call`.
             PenstockError: the call was refused and nothing was started.
         """
         call: Callable[[], Coroutine[Any, Any, Answer]]
@@ -184,7 +185,11 @@ class Environment:
             if episode.terminal is None:
                 episode.terminal = self._terminal({}, state)
             state.last_sandbox_id = await episode.terminal.open()
-            seen = await episode.terminal.call(arguments)
+            try:
+                seen = await episode.terminal.call(arguments)
+            except EpisodeEnded as over:
+                state.last_reward = over.reward
+                raise
             reward = seen.reward.value if seen.reward is not None else None
             if seen.ended:
                 state.last_reward = reward

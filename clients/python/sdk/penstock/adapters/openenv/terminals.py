@@ -32,6 +32,14 @@ KEYS: Final = frozenset(
 _log = logging.getLogger("penstock.adapters.openenv")
 
 
+class EpisodeEnded(FailedPrecondition):
+    """`EPISODE_ENDED` of an episode whose end is recorded; `reward` None = not graded."""
+
+    def __init__(self, message: str, reward: float | None) -> None:
+        super().__init__(message, reason="EPISODE_ENDED")
+        self.reward = reward
+
+
 class EnvironmentTerminal:
     """One terminal, which is opened once; `labels` are its own."""
 
@@ -86,12 +94,21 @@ class EnvironmentTerminal:
         """Runs `command`, or submits `final_answer`, which ends the episode. The terminal must be open.
 
         Raises:
-            PenstockError: `EPISODE_ENDED`, `STEP_LIMIT`.
+            EpisodeEnded: it had ended before, with or without a step of this environment.
+            PenstockError: `EPISODE_ENDED`, its answer is being graded; `STEP_LIMIT`.
         """
         assert self._handle is not None
-        if command := arguments.get("command"):
-            return await self._handle.run(command)
-        return await self._handle.answer(arguments["final_answer"])
+        try:
+            if command := arguments.get("command"):
+                return await self._handle.run(command)
+            return await self._handle.answer(arguments["final_answer"])
+        except FailedPrecondition as error:
+            if error.reason != "EPISODE_ENDED":
+                raise
+            known = await self._handle.refresh()
+            if not known.ended:
+                raise
+            raise EpisodeEnded(error.message, None if known.reward is None else known.reward.value) from error
 
     async def close(self) -> None:
         """Ends it with its sandbox; if the driver cannot be reached, the driver's own limit ends it."""

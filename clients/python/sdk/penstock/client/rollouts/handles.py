@@ -401,12 +401,19 @@ async def abandon(handle: RolloutHandle | GroupHandle, reason: str) -> None:
 
 
 async def created_with_room(create: Callable[[], Coroutine[Any, Any, H]], reason: str) -> H:
-    """Awaits a creation as `created` does, and repeats it for as long as the driver is full."""
+    """Awaits a creation as `created` does, and repeats it for as long as the driver is full.
+
+    Raises:
+        ResourceExhausted: a limit that stays, such as a run's budget (`BUDGET_EXHAUSTED`): it has no `retry_after`.
+        PenstockError: as the creation.
+    """
     backoff = Backoff(_FULL_FIRST_S, _FULL_MOST_S)
     while True:
         try:
             return await created(create(), reason)
         except ResourceExhausted as full:
+            if full.retry_after is None:
+                raise
             await asyncio.sleep(backoff.next(full))
 
 

@@ -197,8 +197,9 @@ class TerminusSession:
         self._leave = leave
         self._lock = threading.Lock()
         self._closed = False
+        self._released = False
         self._uses = 1
-        """Number of users of the connection: the session itself, and running calls."""
+        """Number of users of the connection: the session itself until it is released, running calls and closes."""
         self._last: Terminal | None = None
         self._end: Observation | None = None
         self._commands = 0
@@ -217,7 +218,7 @@ class TerminusSession:
 
     @property
     def done(self) -> bool:
-        """Whether the episode is known to have ended from its calls."""
+        """Whether a call of this session was the last or came after the episode's end."""
         return self._end is not None
 
     def initial_messages(self) -> list[dict[str, Any]]:
@@ -236,7 +237,8 @@ class TerminusSession:
         """Runs a command or submits the final answer.
 
         A mistake of the policy (another tool, both arguments or none, an invalid command, a command beyond the maximum,
-        a call after the end) is returned as `error` for it to read, and changes nothing.
+        a call after the end) is returned as `error` for it to read, and changes nothing. After the end, whatever ended
+        the episode, the result is `done` and has the reward.
         """
         problem = call_problem(name, arguments)
         if problem:
@@ -250,13 +252,19 @@ class TerminusSession:
         except (FailedPrecondition, InvalidArgument, ResourceExhausted) as error:
             if error.reason not in _POLICYS:
                 raise
-            return self._result(name, arguments, error.message, error=error.message)
+            problem = error.message if error.reason != "EPISODE_ENDED" else self._find_end() or error.message
+            return self._result(name, arguments, problem, error=problem)
         finally:
             self._release()
         if seen.ended:
             self._end = seen
-        failure = f"{seen.failure.reason}: {seen.failure.message}" if seen.failure else None
-        return self._result(name, arguments, seen.text(), error=failure)
+        return self._result(name, arguments, seen.text(), error=_failure(seen))
+
+    def _find_end(self) -> str | None:
+        """Looks up an end that no call of this session saw: its time passed, or it was ended elsewhere. Returns why."""
+        if self._end is None and (found := self._terminal.refresh()).ended:
+            self._end = Observation("", result=None, ended=True, reward=found.reward, failure=found.failure)
+        return _failure(self._end) if self._end is not None else None
 
     def _step(self, arguments: Mapping[str, Any]) -> Observation:
         if command := arguments.get("command"):
@@ -296,15 +304,29 @@ class TerminusSession:
         )
 
     def close(self) -> None:
-        """Ends the episode unless it has ended; a command running in another thread returns. Idempotent."""
+        """Ends the episode unless it has ended; a command running in another thread returns. Idempotent.
+
+        Raises:
+            PenstockError: the driver has not ended it. Call this again: until then the session keeps its connection,
+                and runs nothing.
+        """
         with self._lock:
-            if self._closed:
-                return
             self._closed = True
+            if self._released:
+                return
+            self._uses += 1
         try:
             self._terminal.close()
             self._last = self._terminal.refresh()
+            self._release_own()
         finally:
+            self._release()
+
+    def _release_own(self) -> None:
+        """Releases the session's own use of the connection, once."""
+        with self._lock:
+            is_first, self._released = not self._released, True
+        if is_first:
             self._release()
 
     def _release(self) -> None:
@@ -327,6 +349,10 @@ class TerminusSession:
         if error:
             data["error"] = error
         return TerminusResult(data, self.done, {"terminal_id": self.terminal_id}, error)
+
+
+def _failure(seen: Observation) -> str | None:
+    return f"{seen.failure.reason}: {seen.failure.message}" if seen.failure else None
 
 
 def terminus_reward(completions: Sequence[Sequence[Mapping[str, Any]] | str], **kwargs: Any) -> list[float | None]:

@@ -158,7 +158,8 @@ class Sampling:
     """Sampling parameters. None (or an empty tuple) = unset: the sampler's default applies.
 
     Ranges: temperature [0, 5], 0 being greedy; top_p (0, 1]; top_k >= 1; min_p [0, 1]; max_tokens >= 1; n is 1 wherever
-    a conversation is captured; top_logprobs 0 to 20; token_tensors: "routed_experts", of an engine that has it.
+    a conversation is captured; top_logprobs 0 to 20; token_tensors: "routed_experts", of an engine that has it. Where
+    it overrides the agent's sampling, top_k 0 turns the agent's off, while None leaves it.
     """
 
     temperature: float | None = None

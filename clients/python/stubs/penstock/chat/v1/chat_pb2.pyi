@@ -472,7 +472,7 @@ class Sampling(_message.Message):
     top_p: _builtins.float
     """Range (0, 1]."""
     top_k: _builtins.int
-    """At least 1; unset = off."""
+    """At least 1; unset = off. In a `sampling_override`, unset leaves the agent's own, and 0 turns it off."""
     min_p: _builtins.float
     """Range [0, 1]."""
     max_tokens: _builtins.int

@@ -48,7 +48,8 @@ class RolloutServiceStub:
     Errors: NOT_FOUND (AGENT_UNKNOWN), ALREADY_EXISTS (ROLLOUT_EXISTS), FAILED_PRECONDITION (BACKEND_UNKNOWN,
     BACKEND_UNAVAILABLE, CAPABILITY_MISSING, HOST_NOT_ALLOWED, AGENT_NEEDS_ROOT; AGENT_WITHOUT_MCP: it would be offered
     host tools, and its agent cannot use them), UNAVAILABLE (SANDBOX_UNREACHABLE, INTERCEPTION_UNREACHABLE),
-    RESOURCE_EXHAUSTED (ROLLOUT_LIMIT, with RetryInfo); for the model source those of RolloutGateService.CheckSource.
+    RESOURCE_EXHAUSTED (ROLLOUT_LIMIT, with RetryInfo where waiting can make room); for the model source those of
+    RolloutGateService.CheckSource.
     """
     GetRollout: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.GetRolloutRequest, _rollout_service_pb2.GetRolloutResponse]
     """GetRollout returns a rollout.
@@ -226,7 +227,8 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     Errors: NOT_FOUND (AGENT_UNKNOWN), ALREADY_EXISTS (ROLLOUT_EXISTS), FAILED_PRECONDITION (BACKEND_UNKNOWN,
     BACKEND_UNAVAILABLE, CAPABILITY_MISSING, HOST_NOT_ALLOWED, AGENT_NEEDS_ROOT; AGENT_WITHOUT_MCP: it would be offered
     host tools, and its agent cannot use them), UNAVAILABLE (SANDBOX_UNREACHABLE, INTERCEPTION_UNREACHABLE),
-    RESOURCE_EXHAUSTED (ROLLOUT_LIMIT, with RetryInfo); for the model source those of RolloutGateService.CheckSource.
+    RESOURCE_EXHAUSTED (ROLLOUT_LIMIT, with RetryInfo where waiting can make room); for the model source those of
+    RolloutGateService.CheckSource.
     """
     GetRollout: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.GetRolloutRequest, _rollout_service_pb2.GetRolloutResponse]  # type: ignore[assignment]
     """GetRollout returns a rollout.
@@ -407,7 +409,8 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         Errors: NOT_FOUND (AGENT_UNKNOWN), ALREADY_EXISTS (ROLLOUT_EXISTS), FAILED_PRECONDITION (BACKEND_UNKNOWN,
         BACKEND_UNAVAILABLE, CAPABILITY_MISSING, HOST_NOT_ALLOWED, AGENT_NEEDS_ROOT; AGENT_WITHOUT_MCP: it would be offered
         host tools, and its agent cannot use them), UNAVAILABLE (SANDBOX_UNREACHABLE, INTERCEPTION_UNREACHABLE),
-        RESOURCE_EXHAUSTED (ROLLOUT_LIMIT, with RetryInfo); for the model source those of RolloutGateService.CheckSource.
+        RESOURCE_EXHAUSTED (ROLLOUT_LIMIT, with RetryInfo where waiting can make room); for the model source those of
+        RolloutGateService.CheckSource.
         """
 
     @_abc_1.abstractmethod

@@ -10,17 +10,19 @@
 The label of a row (`--label-key task_id`) names its task. Form: slime at commit 624b824 (2026-08-21).
 """
 
+import asyncio
 from argparse import Namespace
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
 from typing import Any, Final
 
+from slime.rollout.sglang_rollout import GenerateState
 from slime.utils import http_utils
 from slime.utils.types import Sample
 
 from penstock.adapters.trainers import slime
 from penstock.adapters.trainers.plugins.rollouts import AgentRollouts
-from penstock.adapters.trainers.selection import Place, Selection
+from penstock.adapters.trainers.selection import Place, Row, Selection
 from penstock.client.errors import InvalidArgument
 from penstock.client.intercept.calls import ModelCall
 from penstock.client.types.chat import Completion, FinishReason, LogprobsMode, Sampling
@@ -35,18 +37,21 @@ _TAKEN: Final = (
 )
 """What a sample gets from the rollout; slime gave it the rest."""
 
+_LOOK_S: Final = 0.5
+"""Seconds between looks at whether slime aborts: it sets a flag that nothing can wait for."""
+
 Generate = Callable[[Namespace, Sample, dict[str, Any]], Awaitable[Sample]]
 
 
 class _Aborted(Exception):
-    """slime aborts what its servers generate."""
+    """slime aborts: it has enough samples, and waits until every rollout that is left has ended."""
 
 
 def generate_with(rollouts: AgentRollouts) -> Generate:
     """Returns the function that `--custom-generate-function-path` names.
 
-    It returns the sample with the rollout's sequence that has most trained tokens, and with its reward. While slime
-    aborts, the rollout is cancelled and the sample is ABORTED.
+    It returns the sample with the rollout's sequence that has most trained tokens, and with its reward. Once slime
+    aborts, the rollout is cancelled, whatever it does, and the sample is ABORTED.
 
     Raises:
         InvalidArgument: `TASK_UNKNOWN`; `TOP_P`: slime replays the tokens that top_p left, which no agent's calls have.
@@ -57,11 +62,15 @@ def generate_with(rollouts: AgentRollouts) -> Generate:
         if args.rollout_top_p != 1.0:
             raise InvalidArgument(f"rollout_top_p: 1.0, not {args.rollout_top_p}", reason="TOP_P")
 
+        state = GenerateState(args)
+
         async def answer(call: ModelCall) -> Completion:
+            if state.aborted:  # its servers are to become idle
+                raise _Aborted
             return await _sample(args, call, sampling_params)
 
         try:
-            row = await rollouts.row(sample.label, answer)
+            row = await _unless_aborted(state, rollouts.row(sample.label, answer))
         except _Aborted:
             return replace(sample, status=Sample.Status.ABORTED)
         ((made,),) = slime.samples(Selection((Place(row.trajectory.rollout_id, "", (row,)),)), filler_token_id=0)
@@ -73,6 +82,20 @@ def generate_with(rollouts: AgentRollouts) -> Generate:
         )
 
     return generate
+
+
+async def _unless_aborted(state: GenerateState, work: Coroutine[Any, Any, Row]) -> Row:
+    """Awaits the work; cancels it, and raises _Aborted, once slime aborts."""
+    working = asyncio.ensure_future(work)
+    try:
+        while not working.done():
+            if state.aborted:
+                raise _Aborted
+            await asyncio.wait([working], timeout=_LOOK_S)
+        return working.result()
+    finally:
+        working.cancel()
+        await asyncio.gather(working, return_exceptions=True)
 
 
 async def _sample(args: Namespace, call: ModelCall, sampling_params: dict[str, Any]) -> Completion:

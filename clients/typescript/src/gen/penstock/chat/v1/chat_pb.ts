@@ -461,7 +461,7 @@ export type Sampling = Message$1<"penstock.chat.v1.Sampling"> & {
   topP?: number | undefined;
 
   /**
-   * At least 1; unset = off.
+   * At least 1; unset = off. In a `sampling_override`, unset leaves the agent's own, and 0 turns it off.
    *
    * @generated from field: optional int32 top_k = 3;
    */

@@ -1600,7 +1600,8 @@ export const RolloutService: GenService<{
    * Errors: NOT_FOUND (AGENT_UNKNOWN), ALREADY_EXISTS (ROLLOUT_EXISTS), FAILED_PRECONDITION (BACKEND_UNKNOWN,
    * BACKEND_UNAVAILABLE, CAPABILITY_MISSING, HOST_NOT_ALLOWED, AGENT_NEEDS_ROOT; AGENT_WITHOUT_MCP: it would be offered
    * host tools, and its agent cannot use them), UNAVAILABLE (SANDBOX_UNREACHABLE, INTERCEPTION_UNREACHABLE),
-   * RESOURCE_EXHAUSTED (ROLLOUT_LIMIT, with RetryInfo); for the model source those of RolloutGateService.CheckSource.
+   * RESOURCE_EXHAUSTED (ROLLOUT_LIMIT, with RetryInfo where waiting can make room); for the model source those of
+   * RolloutGateService.CheckSource.
    *
    * @generated from rpc penstock.driver.v1.RolloutService.CreateRollout
    */
