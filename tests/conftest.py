@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+import structlog
 from hypothesis import HealthCheck, settings
 from tests import on_demand, sharing
 from tests.support.absent import absent
@@ -30,6 +31,14 @@ os.environ.setdefault(
     str(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock-tests" / "jax"),
 )
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+
+# Without it, each logged exception shows all variables of all its frames: seconds of a test's event loop.
+structlog.configure(
+    processors=[
+        *structlog.get_config()["processors"][:-1],
+        structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback),
+    ]
+)
 
 HERE = Path(__file__).parent
 ON_THE_STACK = tuple(HERE / folder for folder in ("conformance/agents", "e2e", "integration/evaluation", "security"))

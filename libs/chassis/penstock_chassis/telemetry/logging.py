@@ -56,7 +56,9 @@ def configure(
     if style == "json":
         last = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(serializer=_dump)]
     else:
-        last = [structlog.dev.ConsoleRenderer(colors=out.isatty())]
+        # Its own choice shows each frame's variables, with keys and bodies, and takes seconds where those are large.
+        plain = structlog.dev.plain_traceback
+        last = [structlog.dev.ConsoleRenderer(colors=out.isatty(), exception_formatter=plain)]
     structlog.configure(
         processors=[*shared, *last],
         wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[level]),

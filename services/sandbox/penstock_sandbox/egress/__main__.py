@@ -13,10 +13,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import structlog
-
 from penstock_chassis import sockets
 from penstock_chassis.aio.tasks import TaskOwner
+from penstock_chassis.telemetry import logging
 from penstock_sandbox.egress.addresses import Addresses
 from penstock_sandbox.egress.authority import Authority
 from penstock_sandbox.egress.credentials import Credentials
@@ -80,8 +79,7 @@ async def serve(settings: dict[str, Any], stop: asyncio.Event, listens: asyncio.
 
 
 async def main() -> None:
-    # Standard output is the service's.
-    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+    logging.configure()
     settings = json.loads(sys.stdin.buffer.readline())
     # Before a library reads it. The kernel shows a process's first environment alone, and that has none of it.
     os.environ.update(settings["environment"])

@@ -3,6 +3,7 @@
 import errno
 import io
 from collections.abc import Iterator
+from typing import Literal
 
 import orjson
 import pytest
@@ -94,6 +95,28 @@ def test_the_console_style_is_for_people() -> None:
         structlog.configure(**before)
     assert "127.0.0.1:1" in out.getvalue()
     assert "abc" not in out.getvalue()
+
+
+@pytest.mark.requirement("R8")
+@pytest.mark.parametrize("style", ["json", "console"])
+def test_the_trace_of_an_exception_shows_no_variable(style: Literal["json", "console"]) -> None:
+    """A function's variables are keys, prompts and whole bodies."""
+    before = structlog.get_config()
+    out = io.StringIO()
+
+    def fails(given: str) -> None:
+        raise RuntimeError
+
+    try:
+        configure("info", style, stream=out)
+        try:
+            fails("sk-" + "of-a-caller")
+        except RuntimeError:
+            structlog.get_logger().exception("failed")
+    finally:
+        structlog.configure(**before)
+    assert "in fails" in out.getvalue() and "RuntimeError" in out.getvalue()
+    assert "sk-of-a-caller" not in out.getvalue()
 
 
 @pytest.mark.requirement("R148")
