@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from google.protobuf.duration_pb2 import Duration
-from tests.conformance.sandbox.conftest import Box, failure
+from tests.conformance.sandbox.conftest import Box, command, failure
 from tests.conformance.sandbox.services import SERVICES, Running, start, start_variant
 from tests.support.agent_sandbox.running import StandIn, stand_in
 
@@ -195,6 +195,32 @@ async def test_a_spec_may_name_another_warm_pool(world: World) -> None:
     async with box_of(service, base=sb.Base(image="cold")) as box:
         assert (await cluster.claim_of(box.id))["spec"]["warmPoolRef"] == {"name": "cold"}
         assert await box.out("id -un") == "agent"
+
+
+async def _prepared(service: Running, shell: str, base: sb.Base) -> str:
+    """The id of a snapshot in which a command ran."""
+    spec = ss.SnapshotSpec(sandbox=sb.SandboxSpec(base=base), setup=[command(shell=shell)])
+    *_, last = [
+        event async for event in service.sandboxes.PrepareSnapshot(ss.PrepareSnapshotRequest(spec=spec), timeout=120)
+    ]
+    return str(last.snapshot.snapshot_id)
+
+
+@pytest.mark.requirement("R57")
+async def test_a_fork_starts_in_the_warm_pool_that_its_snapshot_was_made_in(world: World) -> None:
+    """Also of a snapshot that was prepared on another one: its archive is a difference from that pool's image."""
+    cluster, service = world
+    first = await _prepared(service, "echo first > file", sb.Base(image="cold"))
+    second = await _prepared(service, "echo second >> file", sb.Base(snapshot_id=first))
+    for snapshot_id, told in ((first, "first"), (second, "first\nsecond")):
+        fork = ss.ForkSandboxesRequest(request_id=secrets.token_hex(8), snapshot_id=snapshot_id, count=1)
+        (child,) = [event async for event in service.sandboxes.ForkSandboxes(fork, timeout=120)]
+        box = Box(service, child.sandbox)
+        assert (await cluster.claim_of(box.id))["spec"]["warmPoolRef"] == {"name": "cold"}
+        assert await box.out("cat file") == told
+        await service.sandboxes.DeleteSandbox(ss.DeleteSandboxRequest(sandbox_id=box.id), timeout=60)
+    claimed = [one["body"] for one in await cluster.requests("POST sandboxclaims")][-4:]
+    assert [body["spec"]["warmPoolRef"]["name"] for body in claimed] == ["cold"] * 4
 
 
 @pytest.mark.requirement("R48", "R53")

@@ -248,7 +248,7 @@ class KubernetesBackend(Backend):
         *,
         is_trial: bool = False,
     ) -> PodSandbox:
-        pool = spec.image or self._options.warm_pool
+        pool = self._archives.base(spec.snapshot_id) if spec.snapshot_id else spec.image or self._options.warm_pool
         until = even_time() + (spec.lease_s or 0.0) + MARGIN_S
         followed = self._our_claims.follow(self._our_cluster.claim_name(sandbox_id))
         try:
@@ -257,7 +257,7 @@ class KubernetesBackend(Backend):
             pod = await self._adopted(claim)
             place = await bootstrap.prepare(pod, as_root=False, backend=self.name)
             await self._check_pool(pool, pod, place, is_trial=is_trial)
-            sandbox = await self._furnished(sandbox_id, claim, pod, place, spec, toolboxes, until, on_lost)
+            sandbox = await self._furnished(sandbox_id, claim, pool, pod, place, spec, toolboxes, until, on_lost)
             self._live[sandbox_id] = sandbox
             await sandbox.open(spec.network)
         except (Gone, LinkLost, Refused) as error:
@@ -319,6 +319,7 @@ class KubernetesBackend(Backend):
         self,
         sandbox_id: str,
         claim: ClaimState,
+        pool: str,
         pod: AdoptedPod,
         place: bootstrap.PreparedMachine,
         spec: SandboxSpec,
@@ -332,7 +333,7 @@ class KubernetesBackend(Backend):
             await equip(pod, place, [*layers, *packed], noted=spec.to_be_sealed)
         await bootstrap.start_guest(pod, place, program.text().encode())
         path = [folder for toolbox in toolboxes for folder in toolbox.path]
-        return PodSandbox(sandbox_id, self._our_cluster, claim, pod, place, path, until, on_lost, self._release)
+        return PodSandbox(sandbox_id, self._our_cluster, claim, pool, pod, place, path, until, on_lost, self._release)
 
     async def _abandon(self, sandbox_id: str, making: asyncio.Task[PodSandbox]) -> None:
         # The caller got the error already; here only the claim's end matters.
