@@ -62,7 +62,7 @@ class StandIn:
         await self._send("PUT", "behaviour", how)
 
     async def do(self, what: str, name: str = "") -> dict[str, Any]:
-        """Ask for compact, cut, or fail, replace, delete of a claim."""
+        """Ask for compact, cut, rotate, or fail, replace, delete of a claim."""
         told: dict[str, Any] = await self._send("POST", f"{what}/{name}" if name else what, {})
         return told
 
