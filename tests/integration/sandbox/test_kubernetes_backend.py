@@ -197,6 +197,27 @@ async def test_a_spec_may_name_another_warm_pool(world: World) -> None:
         assert await box.out("id -un") == "agent"
 
 
+@pytest.mark.requirement("R55", "R63")
+async def test_a_warm_pool_is_offered_as_its_template_is_now(world: World) -> None:
+    """One that was open is taken once it is closed, without a restart; one that was opened since is refused."""
+    cluster, service = world
+    policy = {"networkPolicy": {"ingress": []}}
+    try:
+        for change, refused in (({"networkPolicy": None}, True), (policy, False), ({"networkPolicy": None}, True)):
+            await cluster.edit("sandboxtemplates", "open", change)
+            request = ss.CreateSandboxRequest(
+                request_id=secrets.token_hex(8), spec=sb.SandboxSpec(base=sb.Base(image="open"))
+            )
+            if refused:
+                error = await failure(service.sandboxes.CreateSandbox(request, timeout=60))
+                assert error.reason == "TEMPLATE_UNSUITABLE"
+            else:
+                made = (await service.sandboxes.CreateSandbox(request, timeout=60)).sandbox
+                await service.sandboxes.DeleteSandbox(ss.DeleteSandboxRequest(sandbox_id=made.sandbox_id), timeout=60)
+    finally:
+        await cluster.edit("sandboxtemplates", "open", {"networkPolicy": None})
+
+
 async def _prepared(service: Running, shell: str, base: sb.Base) -> str:
     """The id of a snapshot in which a command ran."""
     spec = ss.SnapshotSpec(sandbox=sb.SandboxSpec(base=base), setup=[command(shell=shell)])
