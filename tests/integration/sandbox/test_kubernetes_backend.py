@@ -21,12 +21,17 @@ from google.protobuf.duration_pb2 import Duration
 from tests.conformance.sandbox.conftest import Box, command, failure
 from tests.conformance.sandbox.services import SERVICES, Running, start, start_variant
 from tests.support.agent_sandbox.running import StandIn, stand_in
+from tests.support.waiting import eventually
 
 from penstock.sandbox.v1 import sandbox_pb2 as sb
 from penstock.sandbox.v1 import sandbox_service_pb2 as ss
 from penstock_chassis.errors import FailedPrecondition, Unavailable
+from penstock_chassis.times import even_time
+from penstock_sandbox.backends.kubernetes import backend as kubernetes_backend
+from penstock_sandbox.backends.kubernetes.backend import KubernetesBackend, KubernetesOptions
 from penstock_sandbox.backends.kubernetes.keys import ClaimKey, client_context
 from penstock_sandbox.backends.kubernetes.pod import Address, AdoptedPod
+from penstock_sandbox.domain.model import SandboxSpec
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -109,6 +114,29 @@ async def test_lease_moves_the_clusters_deadline_only_where_it_must(world: World
         claim = await cluster.claim_of(box.id)
         until = datetime.datetime.fromisoformat(claim["spec"]["lifecycle"]["shutdownTime"])
         assert (until - datetime.datetime.now(datetime.UTC)).total_seconds() > 3000
+
+
+@pytest.mark.requirement("R50", "R61")
+async def test_the_clusters_deadline_lies_after_the_lease_of_a_sandbox_that_was_long_in_coming(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lease begins when it is ready. Here its create began a thousand seconds ago."""
+    cluster, _ = world
+    opened = KubernetesBackend(
+        KubernetesOptions(
+            tmp_path, "sandboxes", "penstock", keys=Path(cluster.keys), kubeconfig=Path(cluster.kubeconfig)
+        )
+    )
+    await opened.open()
+    try:
+        await eventually(lambda: opened.available, "the trial has passed")
+        began = iter([even_time() - 1000])
+        monkeypatch.setattr(kubernetes_backend, "even_time", lambda: next(began, None) or even_time())
+        await opened.create("sb-late", SandboxSpec(lease_s=3600.0), (), lambda _: None)
+        until = (await cluster.claim_of("sb-late"))["spec"]["lifecycle"]["shutdownTime"]
+        assert datetime.datetime.fromisoformat(until).timestamp() > even_time() + 3600
+    finally:
+        await opened.aclose()
 
 
 # Who may reach a pod -------------------------------------------------------------------------------------------------
@@ -201,7 +229,7 @@ async def test_a_spec_may_name_another_warm_pool(world: World) -> None:
 async def test_a_warm_pool_is_offered_as_its_template_is_now(world: World) -> None:
     """One that was open is taken once it is closed, without a restart; one that was opened since is refused."""
     cluster, service = world
-    policy = {"networkPolicy": {"ingress": []}}
+    policy: dict[str, Any] = {"networkPolicy": {"ingress": []}}
     try:
         for change, refused in (({"networkPolicy": None}, True), (policy, False), ({"networkPolicy": None}, True)):
             await cluster.edit("sandboxtemplates", "open", change)

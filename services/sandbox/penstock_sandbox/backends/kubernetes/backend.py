@@ -260,6 +260,8 @@ class KubernetesBackend(Backend):
             sandbox = await self._furnished(sandbox_id, claim, pool, pod, place, spec, toolboxes, until, on_lost)
             self._live[sandbox_id] = sandbox
             await sandbox.open(spec.network)
+            # The lease begins now; a pod that was long in coming has used up the deadline's margin.
+            await sandbox.extend(even_time() + (spec.lease_s or 0.0))
         except (Gone, LinkLost, Refused) as error:
             raise Unavailable(
                 f"the sandbox was lost during its creation ({error})", reason="CREATE_FAILED", retry_after_s=1.0
