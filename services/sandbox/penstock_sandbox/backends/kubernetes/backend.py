@@ -257,7 +257,7 @@ class KubernetesBackend(Backend):
             pod = await self._adopted(claim)
             place = await bootstrap.prepare(pod, as_root=False, backend=self.name)
             await self._check_pool(pool, pod, place, is_trial=is_trial)
-            sandbox = await self._furnished(sandbox_id, claim, pool, pod, place, spec, toolboxes, until, on_lost)
+            sandbox = await self._furnished(sandbox_id, claim, pod, place, spec, toolboxes, until, on_lost)
             self._live[sandbox_id] = sandbox
             await sandbox.open(spec.network)
             # The lease begins now; a pod that was long in coming has used up the deadline's margin.
@@ -331,7 +331,6 @@ class KubernetesBackend(Backend):
         self,
         sandbox_id: str,
         claim: ClaimState,
-        pool: str,
         pod: AdoptedPod,
         place: bootstrap.PreparedMachine,
         spec: SandboxSpec,
@@ -345,7 +344,7 @@ class KubernetesBackend(Backend):
             await equip(pod, place, [*layers, *packed], noted=spec.to_be_sealed)
         await bootstrap.start_guest(pod, place, program.text().encode())
         path = [folder for toolbox in toolboxes for folder in toolbox.path]
-        return PodSandbox(sandbox_id, self._our_cluster, claim, pool, pod, place, path, until, on_lost, self._release)
+        return PodSandbox(sandbox_id, self._our_cluster, claim, pod, place, path, until, on_lost, self._release)
 
     async def _abandon(self, sandbox_id: str, making: asyncio.Task[PodSandbox]) -> None:
         # The caller got the error already; here only the claim's end matters.

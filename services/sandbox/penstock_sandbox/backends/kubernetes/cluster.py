@@ -74,6 +74,8 @@ class ClaimState:
     finished: str = ""
     """Why its pod has ended; empty while it has not."""
     deleting: bool = False
+    pool: str = ""
+    """The warm pool that it was made for."""
 
     @classmethod
     def of(cls, claim: Object) -> ClaimState:
@@ -93,6 +95,7 @@ class ClaimState:
             next(iter(bound.get("podIPs") or ()), ""),
             finished.get("reason", "") if finished.get("status") == "True" else "",
             "deletionTimestamp" in metadata,
+            ((claim.get("spec") or {}).get("warmPoolRef") or {}).get("name", ""),
         )
 
 

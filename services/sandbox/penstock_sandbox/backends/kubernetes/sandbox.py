@@ -45,7 +45,6 @@ class PodSandbox(GuestSandbox):
         sandbox_id: str,
         cluster: Cluster,
         claim: ClaimState,
-        pool: str,
         pod: AdoptedPod,
         place: bootstrap.PreparedMachine,
         path: Sequence[str],
@@ -61,7 +60,7 @@ class PodSandbox(GuestSandbox):
         )
         self.claim = claim
         self.machine = pod
-        self.base = pool
+        self.base = claim.pool
         self.place = place
         self.keep: Callable[[], Awaitable[None]] | None = None
         self._pod = pod
