@@ -162,12 +162,15 @@ async def test_a_watch_whose_version_is_too_old_lists_anew(world: World) -> None
 
 @pytest.mark.requirement("R50", "R51")
 async def test_a_service_whose_token_expires_takes_the_next_from_its_kubeconfig(world: World) -> None:
-    """Its sandboxes are deleted, and it makes further ones."""
+    """Its sandboxes are deleted, it makes further ones, and still hears of what ends by itself."""
     cluster, service = world
-    box = await _box(service)
-    _log_in(cluster, (await cluster.do("rotate"))["token"])
-    _, second = await asyncio.gather(_delete(box), _box(service))
-    await _delete(second)
+    kept, box = await _box(service), await _box(service)
+    for _ in range(2):
+        _log_in(cluster, (await cluster.do("rotate"))["token"])
+        _, box = await asyncio.gather(_delete(box), _box(service))
+    await _delete(box)
+    await cluster.do("fail", (await cluster.claim_of(kept.id))["metadata"]["name"])
+    assert (await _lost(kept)).lost_reason == "POD_ENDED"
     await _none_left(cluster)
 
 

@@ -229,29 +229,30 @@ class Cluster:
         or PenstockError.
         """
         watch = self._watch()
-        events = watch.stream(
-            self._connection.objects.list_namespaced_custom_object,
-            **self._of(_CLAIMS),
-            label_selector=self._selector,
-            resource_version=version,
-            allow_watch_bookmarks=True,
-            timeout_seconds=_WATCH_S,
-            _request_timeout=_WATCH_S + _REQUEST_S,
-        )
-        try:
-            while True:
-                try:
-                    event = await asked("watch claims", anext(events))
-                except StopAsyncIteration:
-                    return
-                changed = event["raw_object"]
-                version = changed["metadata"]["resourceVersion"]
-                if event["type"] == "BOOKMARK":
-                    yield event["type"], None, version
-                elif self._is_ours(changed):
-                    yield event["type"], ClaimState.of(changed), version
-        finally:
-            await watch.close()
+        async with self._connection.lent():
+            events = watch.stream(
+                self._connection.objects.list_namespaced_custom_object,
+                **self._of(_CLAIMS),
+                label_selector=self._selector,
+                resource_version=version,
+                allow_watch_bookmarks=True,
+                timeout_seconds=_WATCH_S,
+                _request_timeout=_WATCH_S + _REQUEST_S,
+            )
+            try:
+                while True:
+                    try:
+                        event = await asked("watch claims", anext(events))
+                    except StopAsyncIteration:
+                        return
+                    changed = event["raw_object"]
+                    version = changed["metadata"]["resourceVersion"]
+                    if event["type"] == "BOOKMARK":
+                        yield event["type"], None, version
+                    elif self._is_ours(changed):
+                        yield event["type"], ClaimState.of(changed), version
+            finally:
+                await watch.close()
 
     @property
     def _selector(self) -> str:

@@ -6,7 +6,7 @@ library asks it once. So a refusal (401) has the configuration read again, and t
 Invariants
 - The configuration is read again once for all requests that were refused beside each other.
 - A request is repeated once: a second refusal goes to its caller. A refused one has changed nothing in the cluster.
-- The client before the present one stays open, for the requests that still run on it; older ones are closed.
+- A replaced client is closed when nothing runs on it any more: a watch whose client is closed gets no event and no end.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from __future__ import annotations
 import asyncio
 import importlib
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -32,17 +34,36 @@ T = TypeVar("T")
 _log = structlog.get_logger(__name__)
 
 
+@dataclass(slots=True, eq=False)
+class _Client:
+    """A client of the library; ``users`` run on it."""
+
+    api: Any
+    objects: Any
+    core: Any
+    users: int = 0
+
+
 class Connection:
-    """See the module. Call `open` first. ``objects`` and ``core`` are the library's APIs."""
+    """See the module. Call `open` first. What uses ``objects`` and ``core``, the library's APIs, is in `accepted` or
+    `lent`."""
 
     def __init__(self, kubeconfig: Path | None, context: str) -> None:
         self._kubeconfig = kubeconfig
         self._context = context
         self._reading: SingleFlight[Any, None] = SingleFlight(keep=0, finish=True)
-        self._client: Any = None
-        self._before: Any = None
-        self.objects: Any = None
-        self.core: Any = None
+        self._client: _Client | None = None
+        self._open: set[_Client] = set()
+
+    @property
+    def objects(self) -> Any:
+        """The API of custom objects."""
+        return self._present.objects
+
+    @property
+    def core(self) -> Any:
+        """The API of pods."""
+        return self._present.core
 
     @property
     def in_cluster(self) -> bool:
@@ -64,41 +85,62 @@ class Connection:
                     context=self._context or None,
                     client_configuration=configuration,
                 )
-            fresh = client.ApiClient(configuration)
+            api = client.ApiClient(configuration)
         except Exception as error:  # noqa: BLE001 - whatever its parsers raise, which may quote the file's secrets
             cause = str(error) if isinstance(error, config.ConfigException | OSError) else type(error).__name__
             raise FailedPrecondition(
                 f"no cluster is configured ({cause}): set kubernetes_config, or run this service in the cluster",
                 reason="BACKEND_UNAVAILABLE",
             ) from None
-        oldest, self._before, self._client = self._before, self._client, fresh
-        self.objects = client.CustomObjectsApi(self._client)
-        self.core = client.CoreV1Api(self._client)
-        if oldest is not None:
-            await oldest.close()
+        before, self._client = self._client, _Client(api, client.CustomObjectsApi(api), client.CoreV1Api(api))
+        self._open.add(self._client)
+        if before is not None:
+            await self._close_unused(before)
 
     async def aclose(self) -> None:
         """Closes its connections."""
         await self._reading.aclose()
-        for client in (self._before, self._client):
-            if client is not None:
-                await client.close()
+        while self._open:
+            await self._open.pop().api.close()
 
     async def accepted(self, request: Callable[[], Awaitable[T]]) -> T:
         """Returns what a request does, repeated with fresh credentials if those at hand are refused.
 
         Raises what the request raises; Unavailable if the configuration cannot be read now.
         """
-        client = self._client
+        client = self._present
         try:
-            return await request()
+            async with self.lent():
+                return await request()
         except NotAccepted:
             # Where another request was refused before, the fresh ones are there.
             if client is self._client:
                 await self._renew(client)
-            return await request()
+            async with self.lent():
+                return await request()
 
-    async def _renew(self, refused: Any) -> None:
+    @asynccontextmanager
+    async def lent(self) -> AsyncIterator[None]:
+        """Keeps the present client open meanwhile."""
+        client = self._present
+        client.users += 1
+        try:
+            yield
+        finally:
+            client.users -= 1
+            await self._close_unused(client)
+
+    @property
+    def _present(self) -> _Client:
+        assert self._client is not None, "it is opened first"
+        return self._client
+
+    async def _close_unused(self, client: _Client) -> None:
+        if client is not self._client and not client.users and client in self._open:
+            self._open.remove(client)
+            await client.api.close()
+
+    async def _renew(self, refused: _Client) -> None:
         _log.info("the cluster does not accept the credentials any more; the configuration is read again")
         try:
             async with asyncio.timeout(_READ_S):
