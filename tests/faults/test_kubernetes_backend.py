@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import secrets
 import signal
 import tempfile
@@ -20,7 +21,8 @@ from tests.support.waiting import eventually_async, limits
 
 from penstock.sandbox.v1 import sandbox_pb2 as sb
 from penstock.sandbox.v1 import sandbox_service_pb2 as ss
-from penstock_chassis.errors import DeadlineExceeded, ResourceExhausted, Unavailable
+from penstock_chassis.errors import DeadlineExceeded, FailedPrecondition, ResourceExhausted, Unavailable
+from penstock_sandbox.backends.kubernetes.cluster import Cluster
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -102,6 +104,13 @@ async def _shown(box: Box) -> sb.Sandbox:
     return (await box.service.sandboxes.GetSandbox(ss.GetSandboxRequest(sandbox_id=box.id), timeout=30)).sandbox
 
 
+def _log_in(cluster: StandIn, token: str) -> None:
+    """As a login command writes the kubeconfig."""
+    config = json.loads(Path(cluster.kubeconfig).read_text())
+    config["users"][0]["user"] = {"token": token}
+    Path(cluster.kubeconfig).write_text(json.dumps(config))
+
+
 # The service dies ----------------------------------------------------------------------------------------------------
 
 
@@ -179,6 +188,57 @@ async def test_a_watch_whose_version_is_too_old_lists_anew(world: World) -> None
     assert await second.out("echo on") == "on"
     await _delete(second)
     await _none_left(cluster)
+
+
+@pytest.mark.requirement("R50", "R51")
+async def test_a_service_whose_token_expires_takes_the_next_from_its_kubeconfig(world: World) -> None:
+    """Its sandboxes are deleted, it makes further ones, and still hears of what ends by itself."""
+    cluster, service = world
+    kept, box = await _box(service), await _box(service)
+    for _ in range(2):
+        _log_in(cluster, (await cluster.do("rotate"))["token"])
+        _, box = await asyncio.gather(_delete(box), _box(service))
+    await _delete(box)
+    await cluster.do("fail", (await cluster.claim_of(kept.id))["metadata"]["name"])
+    assert (await _lost(kept)).lost_reason == "POD_ENDED"
+    await _none_left(cluster)
+
+
+@pytest.mark.requirement("R51")
+@pytest.mark.parametrize("source", ["exec", "tokenFile"])
+async def test_expired_credentials_are_read_again_once_for_all_requests(
+    world: World, tmp_path: Path, source: str
+) -> None:
+    """A plug-in is run, or a file read; while that fails, the error may pass."""
+    cluster, _ = world
+    config, runs, token = json.loads(Path(cluster.kubeconfig).read_text()), tmp_path / "runs", tmp_path / "token"
+    form = {"apiVersion": "client.authentication.k8s.io/v1", "kind": "ExecCredential", "status": {"token": "%s"}}
+    program = f"echo run >> {runs}; test -e {token} && printf '{json.dumps(form)}' \"$(cat {token})\""
+    plug_in = {"apiVersion": form["apiVersion"], "command": "/bin/sh", "args": ["-c", program]}
+    token.write_text(config["users"][0]["user"]["token"])
+    config["users"][0]["user"] = {"exec": plug_in} if source == "exec" else {"tokenFile": str(token)}
+    (tmp_path / "config").write_text(json.dumps(config))
+    reached = Cluster("sandboxes", "nobody", tmp_path / "config", "")
+    await reached.open()
+    try:
+        assert await reached.claims()
+        token.unlink()
+        fresh = (await cluster.do("rotate"))["token"]
+        _log_in(cluster, fresh)
+        with pytest.raises(Unavailable, match="kubernetes_config"):
+            await reached.claims()
+        token.write_text(fresh)
+        before = runs.read_text().count("run") if source == "exec" else 0
+        await asyncio.gather(*(reached.claims() for _ in range(8)))
+        if source == "exec":
+            assert runs.read_text().count("run") == before + 1
+        token.write_text("none that is known")
+        await cluster.do("rotate")
+        with pytest.raises(FailedPrecondition, match="credentials"):
+            await reached.claims()
+    finally:
+        await reached.aclose()
+        _log_in(cluster, (await cluster.do("rotate"))["token"])
 
 
 @pytest.mark.requirement("R51")

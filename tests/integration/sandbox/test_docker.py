@@ -18,8 +18,9 @@ from tests.support.docker import dockerd
 from tests.support.docker.backend import BY_THE_ENGINE, REACHES, backend, create, diff, run
 from tests.support.waiting import eventually
 
-from penstock_chassis.errors import DeadlineExceeded, FailedPrecondition, NotFound, PenstockError
+from penstock_chassis.errors import DeadlineExceeded, FailedPrecondition, NotFound, PenstockError, Unavailable
 from penstock_sandbox.backends.docker.backend import DockerBackend
+from penstock_sandbox.backends.docker.cleanup.reaper import INSTANCE, KIND, RUN
 from penstock_sandbox.backends.docker.engine.errors import Missing
 from penstock_sandbox.backends.docker.options import DockerOptions
 from penstock_sandbox.domain.backend import MountedToolbox, StartFailed
@@ -35,6 +36,37 @@ async def failure(awaitable: Any) -> PenstockError:
     with pytest.raises(PenstockError) as raised:
         await awaitable
     return raised.value
+
+
+# When the daemon is away ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.requirement("R44", "R50")
+async def test_a_daemon_that_is_away_at_the_start_is_tried_until_it_answers(tmp_path: Path) -> None:
+    """Until then what an earlier run left counts as there; afterwards it is removed, without a restart."""
+    engine, instance, socket = await asyncio.to_thread(dockerd.engine), secrets.token_hex(16), tmp_path / "docker.sock"
+    (tmp_path / "docker").mkdir()
+    (tmp_path / "docker" / "instance").write_text(instance)
+    left = engine.api.create_container(dockerd.BASE, "-", labels={INSTANCE: instance, RUN: "earlier", KIND: "sandbox"})
+    async with backend(tmp_path, host=f"unix://{socket}") as opened:
+        assert not opened.available and "there is no" in opened.unavailable_reason
+        await opened.reconcile([])
+        for unfinished in (opened.reconcile(["sb-left"]), opened.adopt_layers(["ss-left"])):
+            error = await failure(unfinished)
+            assert isinstance(error, Unavailable) and error.reason == "DOCKER_UNREACHABLE"
+        socket.symlink_to(engine.host.removeprefix("unix://"))
+        await eventually(lambda: opened.available, "the daemon is tried again")
+        await opened.reconcile(["sb-left"])
+        assert await opened.adopt_layers(["ss-left"]) == frozenset()
+        assert left["Id"] not in [one["Id"] for one in engine.api.containers(all=True)]
+        assert await run(await create(opened), "echo", "works") == (0, "works\n")
+
+
+async def test_the_search_for_a_daemon_ends_with_the_service(tmp_path: Path) -> None:
+    before = asyncio.all_tasks()
+    async with backend(tmp_path, host=f"unix://{tmp_path}/docker.sock"):
+        assert asyncio.all_tasks() > before
+    assert asyncio.all_tasks() == before
 
 
 # What holds a container ----------------------------------------------------------------------------------------------

@@ -22,6 +22,8 @@ from penstock_chassis.errors import FailedPrecondition
 
 pytestmark = pytest.mark.asyncio
 
+OTHER_IMAGE = "python:3.12-slim"
+
 
 @pytest_asyncio.fixture
 async def jobs() -> AsyncIterator[HfJobs]:
@@ -95,6 +97,17 @@ async def test_a_fork_has_what_its_user_made_and_not_what_that_deleted(jobs: HfJ
         ]
         assert "4803" not in await box.out("cat /proc/[0-9]*/cmdline | tr '\\0' ' '")
         assert (await box.run(shell="ls /opt/penstock/attendant")).exit.code != 0
+
+
+@pytest.mark.requirement("R57")
+async def test_a_fork_starts_in_the_image_that_its_snapshot_was_made_in(jobs: HfJobs, state_dir: Path) -> None:
+    """Also of a snapshot that was prepared on another one: its archive is a difference from that image."""
+    async with serve(state_dir, jobs, hf_allowed_images='["python:*"]') as service:
+        first = await prepare(service, "echo first > file", base=sb.Base(image=OTHER_IMAGE))
+        second = await prepare(service, "echo second >> file", base=sb.Base(snapshot_id=first.snapshot_id))
+        (child,) = await fork(service, second)
+        assert await Box(service, child.sandbox).out("cat file") == "first\nsecond"
+        assert [job["image"] for job in await jobs.jobs()] == [OTHER_IMAGE] * 3
 
 
 @pytest.mark.requirement("R46", "R57")

@@ -18,15 +18,20 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from google.protobuf.duration_pb2 import Duration
-from tests.conformance.sandbox.conftest import Box, failure
+from tests.conformance.sandbox.conftest import Box, command, failure
 from tests.conformance.sandbox.services import SERVICES, Running, start, start_variant
 from tests.support.agent_sandbox.running import StandIn, stand_in
+from tests.support.waiting import eventually
 
 from penstock.sandbox.v1 import sandbox_pb2 as sb
 from penstock.sandbox.v1 import sandbox_service_pb2 as ss
 from penstock_chassis.errors import FailedPrecondition, Unavailable
+from penstock_chassis.times import even_time
+from penstock_sandbox.backends.kubernetes import backend as kubernetes_backend
+from penstock_sandbox.backends.kubernetes.backend import KubernetesBackend, KubernetesOptions
 from penstock_sandbox.backends.kubernetes.keys import ClaimKey, client_context
 from penstock_sandbox.backends.kubernetes.pod import Address, AdoptedPod
+from penstock_sandbox.domain.model import SandboxSpec
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -109,6 +114,29 @@ async def test_lease_moves_the_clusters_deadline_only_where_it_must(world: World
         claim = await cluster.claim_of(box.id)
         until = datetime.datetime.fromisoformat(claim["spec"]["lifecycle"]["shutdownTime"])
         assert (until - datetime.datetime.now(datetime.UTC)).total_seconds() > 3000
+
+
+@pytest.mark.requirement("R50", "R61")
+async def test_the_clusters_deadline_lies_after_the_lease_of_a_sandbox_that_was_long_in_coming(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lease begins when it is ready. Here its create began a thousand seconds ago."""
+    cluster, _ = world
+    opened = KubernetesBackend(
+        KubernetesOptions(
+            tmp_path, "sandboxes", "penstock", keys=Path(cluster.keys), kubeconfig=Path(cluster.kubeconfig)
+        )
+    )
+    await opened.open()
+    try:
+        await eventually(lambda: opened.available, "the trial has passed")
+        began = iter([even_time() - 1000])
+        monkeypatch.setattr(kubernetes_backend, "even_time", lambda: next(began, None) or even_time())
+        await opened.create("sb-late", SandboxSpec(lease_s=3600.0), (), lambda _: None)
+        until = (await cluster.claim_of("sb-late"))["spec"]["lifecycle"]["shutdownTime"]
+        assert datetime.datetime.fromisoformat(until).timestamp() > even_time() + 3600
+    finally:
+        await opened.aclose()
 
 
 # Who may reach a pod -------------------------------------------------------------------------------------------------
@@ -195,6 +223,53 @@ async def test_a_spec_may_name_another_warm_pool(world: World) -> None:
     async with box_of(service, base=sb.Base(image="cold")) as box:
         assert (await cluster.claim_of(box.id))["spec"]["warmPoolRef"] == {"name": "cold"}
         assert await box.out("id -un") == "agent"
+
+
+@pytest.mark.requirement("R55", "R63")
+async def test_a_warm_pool_is_offered_as_its_template_is_now(world: World) -> None:
+    """One that was open is taken once it is closed, without a restart; one that was opened since is refused."""
+    cluster, service = world
+    policy: dict[str, Any] = {"networkPolicy": {"ingress": []}}
+    try:
+        for change, refused in (({"networkPolicy": None}, True), (policy, False), ({"networkPolicy": None}, True)):
+            await cluster.edit("sandboxtemplates", "open", change)
+            request = ss.CreateSandboxRequest(
+                request_id=secrets.token_hex(8), spec=sb.SandboxSpec(base=sb.Base(image="open"))
+            )
+            if refused:
+                error = await failure(service.sandboxes.CreateSandbox(request, timeout=60))
+                assert error.reason == "TEMPLATE_UNSUITABLE"
+            else:
+                made = (await service.sandboxes.CreateSandbox(request, timeout=60)).sandbox
+                await service.sandboxes.DeleteSandbox(ss.DeleteSandboxRequest(sandbox_id=made.sandbox_id), timeout=60)
+    finally:
+        await cluster.edit("sandboxtemplates", "open", {"networkPolicy": None})
+
+
+async def _prepared(service: Running, shell: str, base: sb.Base) -> str:
+    """The id of a snapshot in which a command ran."""
+    spec = ss.SnapshotSpec(sandbox=sb.SandboxSpec(base=base), setup=[command(shell=shell)])
+    *_, last = [
+        event async for event in service.sandboxes.PrepareSnapshot(ss.PrepareSnapshotRequest(spec=spec), timeout=120)
+    ]
+    return str(last.snapshot.snapshot_id)
+
+
+@pytest.mark.requirement("R57")
+async def test_a_fork_starts_in_the_warm_pool_that_its_snapshot_was_made_in(world: World) -> None:
+    """Also of a snapshot that was prepared on another one: its archive is a difference from that pool's image."""
+    cluster, service = world
+    first = await _prepared(service, "echo first > file", sb.Base(image="cold"))
+    second = await _prepared(service, "echo second >> file", sb.Base(snapshot_id=first))
+    for snapshot_id, told in ((first, "first"), (second, "first\nsecond")):
+        fork = ss.ForkSandboxesRequest(request_id=secrets.token_hex(8), snapshot_id=snapshot_id, count=1)
+        (child,) = [event async for event in service.sandboxes.ForkSandboxes(fork, timeout=120)]
+        box = Box(service, child.sandbox)
+        assert (await cluster.claim_of(box.id))["spec"]["warmPoolRef"] == {"name": "cold"}
+        assert await box.out("cat file") == told
+        await service.sandboxes.DeleteSandbox(ss.DeleteSandboxRequest(sandbox_id=box.id), timeout=60)
+    claimed = [one["body"] for one in await cluster.requests("POST sandboxclaims")][-4:]
+    assert [body["spec"]["warmPoolRef"]["name"] for body in claimed] == ["cold"] * 4
 
 
 @pytest.mark.requirement("R48", "R53")

@@ -2,7 +2,8 @@
 
 /control, for tests: GET requests, claims; POST faults ([{"match": "POST sandboxclaims", "times": 1, "status": 429,
 "headers": {}, "after": true}]: `after` lets the request take effect, `drop` cuts the connection); PUT behaviour
-(attributes of the controller); POST compact, cut, fail/NAME, replace/NAME, delete/NAME.
+(attributes of the controller); PATCH PLURAL/NAME, as an operator's merge patch; POST compact, cut,
+rotate (a new token; the old one is refused), fail/NAME, replace/NAME, delete/NAME.
 """
 
 from __future__ import annotations
@@ -82,6 +83,7 @@ class Api:
                 web.get("/control/claims", self._claims),
                 web.post("/control/faults", self._break),
                 web.put("/control/behaviour", self._behave),
+                web.patch("/control/{plural}/{name}", self._patch),
                 web.post("/control/{what}", self._do),
                 web.post("/control/{what}/{name}", self._do),
             ]
@@ -242,6 +244,8 @@ class Api:
             self._store.compact()
         elif what == "cut":
             told["cut"] = self._controller.cut()
+        elif what == "rotate":
+            told["token"] = self._token = secrets.token_urlsafe(24)
         elif what == "fail":
             await self._controller.fail(name)
         elif what == "replace":

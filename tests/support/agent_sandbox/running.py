@@ -61,13 +61,22 @@ class StandIn:
         """Set the controller's faults."""
         await self._send("PUT", "behaviour", how)
 
+    async def edit(self, plural: str, name: str, spec: Any) -> None:
+        """Merges ``spec`` into an object's, as an operator does."""
+        await self._send("PATCH", f"{plural}/{name}", {"spec": spec})
+
     async def do(self, what: str, name: str = "") -> dict[str, Any]:
-        """Ask for compact, cut, or fail, replace, delete of a claim."""
+        """Ask for compact, cut, rotate, or fail, replace, delete of a claim."""
         told: dict[str, Any] = await self._send("POST", f"{what}/{name}" if name else what, {})
         return told
 
     async def _send(self, method: str, path: str, body: Any = None) -> Any:
-        async with self.http.request(method, f"{self.control}/control/{path}", json=body) as answer:
+        async with self.http.request(
+            method,
+            f"{self.control}/control/{path}",
+            data=None if body is None else json.dumps(body),
+            headers={"Content-Type": "application/merge-patch+json" if method == "PATCH" else "application/json"},
+        ) as answer:
             answer.raise_for_status()
             return await answer.json()
 

@@ -56,7 +56,10 @@ class Store:
         stored = self.get(plural, name)
         if stored is None:
             return None
+        before = copy.deepcopy(stored.get("spec"))
         how(stored)
+        if stored.get("spec") != before:
+            stored["metadata"]["generation"] += 1
         return self._put("MODIFIED", plural, stored)
 
     def remove(self, plural: str, name: str) -> None:

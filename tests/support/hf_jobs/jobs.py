@@ -242,6 +242,7 @@ class StandIn:
                 {
                     "id": job.id,
                     "namespace": job.namespace,
+                    "image": job.asked["dockerImage"],
                     "stage": job.stage,
                     "labels": job.asked.get("labels", {}),
                     "environment": sorted(job.asked.get("environment", {})),

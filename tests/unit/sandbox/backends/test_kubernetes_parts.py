@@ -12,7 +12,7 @@ import pytest
 from penstock_chassis.errors import FailedPrecondition, PenstockError, ResourceExhausted, Unavailable
 from penstock_sandbox.backends.kubernetes import diagnosis, entrypoint
 from penstock_sandbox.backends.kubernetes.cluster import ClaimState
-from penstock_sandbox.backends.kubernetes.errors import Conflict, Gone, translate
+from penstock_sandbox.backends.kubernetes.errors import Conflict, Gone, NotAccepted, translate
 from penstock_sandbox.backends.kubernetes.keys import ClaimKey
 from penstock_sandbox.backends.kubernetes.manifests import RULES, Choices, manifests
 from penstock_sandbox.backends.kubernetes.trial_checks import declares_closed
@@ -87,7 +87,7 @@ def test_the_entrypoint_is_a_program_for_python_3_8() -> None:
 @pytest.mark.parametrize(
     ("status", "message", "kind", "reason"),
     [
-        (401, "", FailedPrecondition, "BACKEND_UNAVAILABLE"),
+        (401, "", NotAccepted, "BACKEND_UNAVAILABLE"),
         (403, "cannot create", FailedPrecondition, "BACKEND_UNAVAILABLE"),
         (403, "exceeded quota: q", ResourceExhausted, "PROVIDER_LIMIT"),
         (404, "", Gone, ""),

@@ -6,6 +6,7 @@ a guest agent, in one of several ways (``access``); and its mounts (``sandboxes`
 Invariants
 - Capabilities are tested: ``open`` makes a sandbox and checks it from inside before the backend is available.
 - Everything carries the labels of the instance and of the run; leftovers of another run are removed (see ``reaper``).
+- A daemon that cannot be reached is tried until it answers; until then what an earlier run left counts as there.
 - A snapshot is a committed image, immutable, and stays while a sandbox or another snapshot is based on it.
 """
 
@@ -18,9 +19,12 @@ from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, suppress
 from datetime import datetime
 from pathlib import Path
+from typing import Final
 
 import structlog
 
+from penstock_chassis.aio.retry import Backoff, Delays
+from penstock_chassis.aio.tasks import TaskOwner
 from penstock_chassis.errors import FailedPrecondition, Internal, PenstockError, Unavailable
 from penstock_sandbox.backends.docker import seccomp
 from penstock_sandbox.backends.docker.access.started_inside import Inside
@@ -43,6 +47,7 @@ from penstock_sandbox.domain.backend import Backend, MountedToolbox, SandboxHand
 from penstock_sandbox.domain.model import SandboxSpec
 
 _ADVICE = "start it, or set docker_host (or DOCKER_HOST) to its address"
+_RETRIES: Final = Delays(1.0, 60.0, jitter=(0.5, 1.0))
 
 _log = structlog.get_logger(__name__)
 
@@ -57,19 +62,36 @@ class DockerBackend(Backend):
     def __init__(self, options: DockerOptions) -> None:
         self._options = options
         self._stack = AsyncExitStack()
+        self._retrying = TaskOwner()
+        self._sweeps = False
+        """Whether the reaper has been opened: then what earlier runs left is removed."""
 
     # Opening and closing -----------------------------------------------------------------------------------------
 
     async def open(self) -> None:
+        if not await self._answered():
+            self._retrying.start(self._try_until_it_answers(), "docker-retry")
+
+    async def _try_until_it_answers(self) -> None:
+        backoff = Backoff(_RETRIES)
+        await backoff.wait()
+        while not await self._answered():
+            await backoff.wait()
+
+    async def _answered(self) -> bool:
+        """Opens everything, or says why it cannot; returns whether the daemon answered."""
+        answered, reason = True, self.unavailable_reason
         try:
             await self._open()
         except PenstockError as error:
-            self.unavailable_reason = error.message
+            answered, self.unavailable_reason = not isinstance(error, Unavailable), error.message
         except Refused as error:
             self.unavailable_reason = f"the Docker daemon refused: {error.what}"
         if self.unavailable_reason:
-            _log.info("docker backend unavailable", reason=self.unavailable_reason)
+            if self.unavailable_reason != reason:
+                _log.info("docker backend unavailable", reason=self.unavailable_reason, tried_again=not answered)
             await self._stack.aclose()
+        return answered
 
     async def _open(self) -> None:
         options = self._options
@@ -86,6 +108,7 @@ class DockerBackend(Backend):
         reaper = Reaper(daemon, owner, other_runtime=bool(options.runtime))
         self._stack.push_async_callback(reaper.aclose)
         await reaper.open()
+        self._sweeps = True
         prepared = Prepared(daemon, owner, reaper, options.prepared_bytes, keep_workdir=options.read_only)
         self._stack.push_async_callback(prepared.aclose)
         operators = (options.image, options.sidecar_image)
@@ -129,12 +152,18 @@ class DockerBackend(Backend):
             self.capabilities, self.unavailable_reason = found, ""
 
     async def aclose(self) -> None:
+        await self._retrying.aclose()
         await self._stack.aclose()
 
     async def _close_reach(self) -> None:
         reach, self._boxes.reach = self._boxes.reach, None
         if reach is not None:
             await reach.aclose()
+
+    async def reconcile(self, known: Sequence[str]) -> None:
+        # The reaper finds them by their labels. It has nothing to confirm where the journal names none.
+        if known and not self._sweeps:
+            raise Unavailable(self.unavailable_reason, reason="DOCKER_UNREACHABLE")
 
     # Sandboxes ---------------------------------------------------------------------------------------------------
 
@@ -213,6 +242,8 @@ class DockerBackend(Backend):
 
     async def adopt_layers(self, known: Sequence[str]) -> frozenset[str]:
         if not self.available:
+            if known and self._retrying:
+                raise Unavailable(self.unavailable_reason, reason="DOCKER_UNREACHABLE")
             raise FailedPrecondition(self.unavailable_reason, reason="BACKEND_UNAVAILABLE")
         there = {}
         for layer_id in known:

@@ -189,9 +189,10 @@ class HfBackend(Backend):
             )
         self._making += 1
         try:
-            remote = await self._client.create(sandbox_id, spec.image or self._options.image)
+            image = self._archives.base(spec.snapshot_id) if spec.snapshot_id else spec.image or self._options.image
+            remote = await self._client.create(sandbox_id, image)
             try:
-                sandbox = await self._furnished(sandbox_id, remote, spec, toolboxes, on_lost)
+                sandbox = await self._furnished(sandbox_id, remote, image, spec, toolboxes, on_lost)
             except BaseException:
                 await self._end(remote)
                 raise
@@ -214,6 +215,7 @@ class HfBackend(Backend):
         self,
         sandbox_id: str,
         remote: Remote,
+        image: str,
         spec: SandboxSpec,
         toolboxes: Sequence[MountedToolbox],
         on_lost: Callable[[str], None],
@@ -225,7 +227,7 @@ class HfBackend(Backend):
             await equip(remote, place, [*layers, *packed], noted=spec.to_be_sealed)
         await bootstrap.start_guest(remote, place, program.text().encode())
         path = [folder for toolbox in toolboxes for folder in toolbox.path]
-        return HfSandbox(sandbox_id, remote, place, path, on_lost, self._release)
+        return HfSandbox(sandbox_id, remote, image, place, path, on_lost, self._release)
 
     async def _release(self, sandbox: HfSandbox) -> None:
         self._live.pop(sandbox.id, None)

@@ -37,6 +37,7 @@ class HfSandbox(GuestSandbox):
         self,
         sandbox_id: str,
         remote: Remote,
+        image: str,
         place: bootstrap.PreparedMachine,
         path: Sequence[str],
         on_lost: Callable[[str], None],
@@ -50,6 +51,7 @@ class HfSandbox(GuestSandbox):
             heartbeat_s=_HEARTBEAT_S,
         )
         self.machine = remote
+        self.base = image
         self.place = place
         self.keep: Callable[[], Awaitable[None]] | None = None
         """Run once by ``destroy``, after the link has closed and before the job is ended."""

@@ -6,7 +6,7 @@ API server: it is asked to claim, to say when a pod is ready, and to delete.
 
 Invariants
 - Capabilities are tested: ``open`` claims a sandbox, reads its template's policy and tries the network from inside
-  before the backend is available (R55); so is each further warm pool at its first use.
+  before the backend is available (R55); so is each further warm pool at its first use, and each whose template changed.
 - The cluster ends each claim a margin after its lease, so that a forgotten one does not stay (R50).
 - A cancelled create is awaited and its claim deleted; a claim counts as deleted when the cluster has it no more.
 - Claims with our label that this process does not know are deleted, at ``open`` and periodically.
@@ -98,8 +98,8 @@ class KubernetesBackend(Backend):
         self._removals = Deletions(_REMOVAL_DELAYS, gone=(Gone,))
         self._live: dict[str, PodSandbox | None] = {}
         """By our ids; None during the create."""
-        self._closed_pools: dict[str, bool] = {}
-        """Warm pools that were looked at: whether their sandboxes are closed."""
+        self._closed_pools: dict[str, tuple[str, int]] = {}
+        """Warm pools whose sandboxes were found closed, and the uid and generation of the template they had then."""
         self._loops = TaskOwner()
         self._cleanups = TaskOwner()
 
@@ -172,7 +172,7 @@ class KubernetesBackend(Backend):
             terminals = sandbox.terminals
         finally:
             await self._discard_patiently(trial_id)
-        closed = self._closed_pools[self._options.warm_pool]
+        closed = self._options.warm_pool in self._closed_pools
         if not closed and not self._options.allow_open_network:
             raise FailedPrecondition(
                 f"sandboxes of the warm pool {self._options.warm_pool!r} reach a network: give its template a "
@@ -248,7 +248,7 @@ class KubernetesBackend(Backend):
         *,
         is_trial: bool = False,
     ) -> PodSandbox:
-        pool = spec.image or self._options.warm_pool
+        pool = self._archives.base(spec.snapshot_id) if spec.snapshot_id else spec.image or self._options.warm_pool
         until = even_time() + (spec.lease_s or 0.0) + MARGIN_S
         followed = self._our_claims.follow(self._our_cluster.claim_name(sandbox_id))
         try:
@@ -260,6 +260,8 @@ class KubernetesBackend(Backend):
             sandbox = await self._furnished(sandbox_id, claim, pod, place, spec, toolboxes, until, on_lost)
             self._live[sandbox_id] = sandbox
             await sandbox.open(spec.network)
+            # The lease begins now; a pod that was long in coming has used up the deadline's margin.
+            await sandbox.extend(even_time() + (spec.lease_s or 0.0))
         except (Gone, LinkLost, Refused) as error:
             raise Unavailable(
                 f"the sandbox was lost during its creation ({error})", reason="CREATE_FAILED", retry_after_s=1.0
@@ -300,14 +302,24 @@ class KubernetesBackend(Backend):
     async def _check_pool(
         self, pool: str, pod: AdoptedPod, place: bootstrap.PreparedMachine, *, is_trial: bool
     ) -> None:
-        """Looks at a warm pool when it is first used. Raises FailedPrecondition if it is more open than the first."""
-        if pool not in self._closed_pools or is_trial:
-            closed = trial_checks.declares_closed(await self._our_cluster.template_of(pool))
-            if closed and (reached := await trial_checks.leak(pod, place)):
-                _log.error("the cluster does not enforce a template's network policy", pool=pool, reached=reached)
-                closed = False
-            self._closed_pools[pool] = closed
-        if not is_trial and not self._closed_pools[pool] and NetworkKind.OPEN not in self.capabilities.networks:
+        """Looks at a warm pool. Raises FailedPrecondition if it is more open than the trial's was.
+
+        Its template is read each time, since an operator may change it; the network is tried once for each version.
+        """
+        if not is_trial and NetworkKind.OPEN in self.capabilities.networks:
+            return
+        template = await self._our_cluster.template_of(pool)
+        version = str(template["metadata"]["uid"]), int(template["metadata"]["generation"])
+        closed = trial_checks.declares_closed(template)
+        untried = is_trial or self._closed_pools.get(pool) != version
+        if closed and untried and (reached := await trial_checks.leak(pod, place)):
+            _log.error("the cluster does not enforce a template's network policy", pool=pool, reached=reached)
+            closed = False
+        if closed:
+            self._closed_pools[pool] = version
+        else:
+            self._closed_pools.pop(pool, None)
+        if not is_trial and not closed:
             raise FailedPrecondition(
                 f"sandboxes of the warm pool {pool!r} reach a network: give its template a networkPolicy without "
                 "egress",

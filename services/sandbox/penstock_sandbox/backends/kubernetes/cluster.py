@@ -7,6 +7,7 @@ Invariants
 - Every claim carries the label of this instance; nothing without it is ever touched.
 - A claim's name follows from the sandbox's id, so that a repeated create whose answer was lost finds its claim.
 - Idempotent calls are retried with growing delays, at least as long as the API server's Retry-After.
+- Credentials that expire are read again (see ``connection``).
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import hashlib
 import importlib
 import importlib.util
 import math
-import os
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ from typing import Any, Final, TypeVar
 
 from penstock_chassis.aio.retry import Delays, retry
 from penstock_chassis.errors import FailedPrecondition, ResourceExhausted, Unavailable
+from penstock_sandbox.backends.kubernetes.connection import Connection
 from penstock_sandbox.backends.kubernetes.errors import Conflict, Gone, asked
 
 INSTANCE: Final = "penstock-instance"
@@ -73,6 +74,8 @@ class ClaimState:
     finished: str = ""
     """Why its pod has ended; empty while it has not."""
     deleting: bool = False
+    pool: str = ""
+    """The warm pool that it was made for."""
 
     @classmethod
     def of(cls, claim: Object) -> ClaimState:
@@ -92,6 +95,7 @@ class ClaimState:
             next(iter(bound.get("podIPs") or ()), ""),
             finished.get("reason", "") if finished.get("status") == "True" else "",
             "deletionTimestamp" in metadata,
+            ((claim.get("spec") or {}).get("warmPoolRef") or {}).get("name", ""),
         )
 
 
@@ -101,42 +105,19 @@ class Cluster:
     def __init__(self, namespace: str, instance: str, kubeconfig: Path | None, context: str) -> None:
         self.namespace = namespace
         self._instance = instance
-        self._kubeconfig = kubeconfig
-        self._context = context
-        self._client: Any = None
+        self._connection = Connection(kubeconfig, context)
 
     async def open(self) -> None:
         """Imports the client and reads its configuration. Raises FailedPrecondition with what to set."""
-        # A second of imports.
-        client = await asyncio.to_thread(importlib.import_module, "kubernetes_asyncio.client")
-        config = await asyncio.to_thread(importlib.import_module, "kubernetes_asyncio.config")
-        configuration = client.Configuration()
-        try:
-            if self._kubeconfig is None and os.environ.get("KUBERNETES_SERVICE_HOST"):
-                config.load_incluster_config(client_configuration=configuration)
-                self.namespace = self.namespace or await asyncio.to_thread(_own_namespace)
-            else:
-                await config.load_kube_config(
-                    config_file=str(self._kubeconfig) if self._kubeconfig is not None else None,
-                    context=self._context or None,
-                    client_configuration=configuration,
-                )
-        except Exception as error:  # noqa: BLE001 - whatever its parsers raise, which may quote the file's secrets
-            cause = str(error) if isinstance(error, config.ConfigException | OSError) else type(error).__name__
-            raise FailedPrecondition(
-                f"no cluster is configured ({cause}): set kubernetes_config, or run this service in the cluster",
-                reason="BACKEND_UNAVAILABLE",
-            ) from None
+        await self._connection.open()
+        if not self.namespace and self._connection.in_cluster:
+            self.namespace = await asyncio.to_thread(_own_namespace)
         self.namespace = self.namespace or "default"
-        self._client = client.ApiClient(configuration)
-        self._objects = client.CustomObjectsApi(self._client)
-        self._core = client.CoreV1Api(self._client)
         self._watch = (await asyncio.to_thread(importlib.import_module, "kubernetes_asyncio.watch")).Watch
 
     async def aclose(self) -> None:
         """Closes its connections."""
-        if self._client is not None:
-            await self._client.close()
+        await self._connection.aclose()
 
     # Claims ------------------------------------------------------------------------------------------------------
 
@@ -168,7 +149,7 @@ class Cluster:
             try:
                 made = await asked(
                     "create claim",
-                    self._objects.create_namespaced_custom_object(
+                    self._connection.objects.create_namespaced_custom_object(
                         **self._of(_CLAIMS), body=body, _request_timeout=_REQUEST_S
                     ),
                 )
@@ -191,7 +172,7 @@ class Cluster:
             try:
                 await asked(
                     "patch claim",
-                    self._objects.patch_namespaced_custom_object(
+                    self._connection.objects.patch_namespaced_custom_object(
                         **self._of(_CLAIMS), name=name, body=body, _content_type=_MERGE, _request_timeout=_REQUEST_S
                     ),
                 )
@@ -207,7 +188,7 @@ class Cluster:
             try:
                 await asked(
                     "delete claim",
-                    self._objects.delete_namespaced_custom_object(
+                    self._connection.objects.delete_namespaced_custom_object(
                         **self._of(_CLAIMS), name=name, propagation_policy="Foreground", _request_timeout=_REQUEST_S
                     ),
                 )
@@ -225,7 +206,7 @@ class Cluster:
             while True:
                 page = await asked(
                     "list claims",
-                    self._objects.list_namespaced_custom_object(
+                    self._connection.objects.list_namespaced_custom_object(
                         **self._of(_CLAIMS),
                         label_selector=self._selector,
                         limit=_PAGE,
@@ -248,29 +229,30 @@ class Cluster:
         or PenstockError.
         """
         watch = self._watch()
-        events = watch.stream(
-            self._objects.list_namespaced_custom_object,
-            **self._of(_CLAIMS),
-            label_selector=self._selector,
-            resource_version=version,
-            allow_watch_bookmarks=True,
-            timeout_seconds=_WATCH_S,
-            _request_timeout=_WATCH_S + _REQUEST_S,
-        )
-        try:
-            while True:
-                try:
-                    event = await asked("watch claims", anext(events))
-                except StopAsyncIteration:
-                    return
-                changed = event["raw_object"]
-                version = changed["metadata"]["resourceVersion"]
-                if event["type"] == "BOOKMARK":
-                    yield event["type"], None, version
-                elif self._is_ours(changed):
-                    yield event["type"], ClaimState.of(changed), version
-        finally:
-            await watch.close()
+        async with self._connection.lent():
+            events = watch.stream(
+                self._connection.objects.list_namespaced_custom_object,
+                **self._of(_CLAIMS),
+                label_selector=self._selector,
+                resource_version=version,
+                allow_watch_bookmarks=True,
+                timeout_seconds=_WATCH_S,
+                _request_timeout=_WATCH_S + _REQUEST_S,
+            )
+            try:
+                while True:
+                    try:
+                        event = await asked("watch claims", anext(events))
+                    except StopAsyncIteration:
+                        return
+                    changed = event["raw_object"]
+                    version = changed["metadata"]["resourceVersion"]
+                    if event["type"] == "BOOKMARK":
+                        yield event["type"], None, version
+                    elif self._is_ours(changed):
+                        yield event["type"], ClaimState.of(changed), version
+            finally:
+                await watch.close()
 
     @property
     def _selector(self) -> str:
@@ -303,7 +285,7 @@ class Cluster:
         found = await self._repeated(
             lambda: asked(
                 "list pods",
-                self._core.list_namespaced_pod(
+                self._connection.core.list_namespaced_pod(
                     self.namespace, label_selector=f"{CLAIM_UID}={claim_uid}", _request_timeout=_REQUEST_S
                 ),
             )
@@ -316,14 +298,13 @@ class Cluster:
         return {"group": group, "version": VERSION, "namespace": self.namespace, "plural": plural}
 
     async def _get(self, plural: str, name: str, group: str = GROUP) -> Object:
-        found: Object = await self._objects.get_namespaced_custom_object(
+        found: Object = await self._connection.objects.get_namespaced_custom_object(
             **self._of(plural, group), name=name, _request_timeout=_REQUEST_S
         )
         return found
 
-    @staticmethod
-    async def _repeated(once: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        return await retry(once, _DELAYS, patience_s=_patience, attempts=_ATTEMPTS)
+    async def _repeated(self, once: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        return await retry(lambda: self._connection.accepted(once), _DELAYS, patience_s=_patience, attempts=_ATTEMPTS)
 
 
 def _patience(error: Exception) -> float:

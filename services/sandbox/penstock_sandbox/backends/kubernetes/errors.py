@@ -34,6 +34,10 @@ class Conflict(Exception):
     """An object of this name exists (409)."""
 
 
+class NotAccepted(FailedPrecondition):
+    """The cluster does not accept the credentials (401); nothing was done."""
+
+
 async def asked(what: str, call: Coroutine[Any, Any, T]) -> T:
     """Returns a call's answer. Raises Gone, Conflict or PenstockError."""
     from kubernetes_asyncio.client.exceptions import ApiException
@@ -70,8 +74,10 @@ def translate(what: str, status: int, body: object, headers: Any = None) -> Exce
     if _QUOTA in message:
         return over_quota(message)
     if status == 401:
-        return _unavailable(
-            "the cluster does not accept this service's credentials: correct kubernetes_config, or the pod's account"
+        return NotAccepted(
+            "the cluster does not accept this service's credentials: correct kubernetes_config, or the pod's account",
+            reason="BACKEND_UNAVAILABLE",
+            metadata={"backend": "kubernetes"},
         )
     if status == 403:
         return _unavailable(

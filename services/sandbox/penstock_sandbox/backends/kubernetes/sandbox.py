@@ -60,6 +60,7 @@ class PodSandbox(GuestSandbox):
         )
         self.claim = claim
         self.machine = pod
+        self.base = claim.pool
         self.place = place
         self.keep: Callable[[], Awaitable[None]] | None = None
         self._pod = pod
@@ -94,15 +95,22 @@ class PodSandbox(GuestSandbox):
             self.lose("POD_REPLACED")
 
     async def renewed(self, until: float) -> None:
+        try:
+            await self.extend(until)
+        except Gone:
+            self.lose(GONE)
+            raise lost(LinkLost(GONE)) from None
+
+    async def extend(self, until: float) -> None:
+        """Moves the cluster's deadline for a lease that ends at ``until`` (seconds since the epoch), if it must.
+
+        Raises Gone, or PenstockError where the cluster does not do it.
+        """
         async with self._renewing:
             wanted = until + MARGIN_S
             if until + _LEAST_MARGIN_S <= self._until <= wanted + MARGIN_S and self._until > even_time():
                 return
-            try:
-                await self._cluster.extend_claim(self.claim.name, wanted)
-            except Gone:
-                self.lose(GONE)
-                raise lost(LinkLost(GONE)) from None
+            await self._cluster.extend_claim(self.claim.name, wanted)
             self._until = wanted
 
     async def _end_at_cluster(self) -> None:

@@ -2,7 +2,8 @@
 
 Invariants
 - Nothing here outlives the service: a killed one's archives are removed at the start.
-- A layer exists completely, with the digest reported by its sandbox, or not at all.
+- A layer exists completely, with the digest reported by its sandbox, or not at all. It names its base: its archive
+  holds only the differences from that.
 - Toolboxes are packed once for all concurrent callers; a few unused ones are cached.
 """
 
@@ -15,6 +16,7 @@ import shutil
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -35,6 +37,8 @@ class MachineSandbox(Protocol):
     """A sandbox on a machine, as ``Archives.seal`` needs it."""
 
     place: PreparedMachine
+    base: str
+    """The image, or pool of machines, that it was started in."""
     keep: Callable[[], Awaitable[None]] | None
     """Run once by ``destroy``, after the link has closed and before the machine is ended."""
 
@@ -46,13 +50,19 @@ class MachineSandbox(Protocol):
         """Ends it."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    archive: Archive
+    base: str
+
+
 class Archives:
     """All archives under ``folder``; a layer may have ``layer_bytes`` of files."""
 
     def __init__(self, folder: Path, layer_bytes: int) -> None:
         self._folder = folder
         self._layer_bytes = layer_bytes
-        self._layers: dict[str, Archive] = {}
+        self._layers: dict[str, _Layer] = {}
         self._packing: SingleFlight[_Key, Archive] = SingleFlight(keep=0, finish=True)
         self._threads = TaskOwner()
         # Least recently used first.
@@ -76,7 +86,11 @@ class Archives:
 
     def layer(self, layer_id: str) -> Archive:
         """Returns an existing layer."""
-        return self._layers[layer_id]
+        return self._layers[layer_id].archive
+
+    def base(self, layer_id: str) -> str:
+        """Returns the image or pool that an existing layer was made in; sandboxes made from it start in the same."""
+        return self._layers[layer_id].base
 
     async def seal(self, sandbox: MachineSandbox, layer_id: str) -> SealedLayer:
         """Ends the sandbox and keeps its changes. Raises FailedPrecondition (SEAL_FAILED)."""
@@ -90,7 +104,7 @@ class Archives:
             except PenstockError as error:
                 failure = error
                 return
-            self._layers[layer_id] = made
+            self._layers[layer_id] = _Layer(made, sandbox.base)
             if not wanted:
                 self._forget(layer_id)
 
@@ -107,16 +121,16 @@ class Archives:
                 f"the sandbox's files could not be saved: {failure.message if failure else 'it had ended'}",
                 reason="SEAL_FAILED",
             ) from failure
-        return SealedLayer(layer_id, self._layers[layer_id].size)
+        return SealedLayer(layer_id, self._layers[layer_id].archive.size)
 
     async def remove(self, layer_id: str) -> None:
         """Removes a layer; idempotent. Sandboxes made from it live on: each has a copy."""
         await asyncio.to_thread(self._forget, layer_id)
 
     def _forget(self, layer_id: str) -> None:
-        archive = self._layers.pop(layer_id, None)
-        if archive is not None:
-            archive.path.unlink(missing_ok=True)
+        layer = self._layers.pop(layer_id, None)
+        if layer is not None:
+            layer.archive.path.unlink(missing_ok=True)
 
     # Toolboxes ---------------------------------------------------------------------------------------------------
 
