@@ -19,22 +19,14 @@ import structlog
 
 from penstock_chassis.errors import FailedPrecondition, Unavailable
 from penstock_chassis.membership import session_header
-from penstock_codec.openai_chat import (
-    read_finish_reason,
-    read_message,
-    read_usage,
-    write_messages,
-    write_tool,
-    write_tool_choice,
-)
+from penstock_codec.openai_chat import read_finish_reason, read_message, read_usage
 from penstock_interception.domain.calls import Answerer, Dialect, ModelFacts
 from penstock_interception.domain.completions import Completion, Failure, Tokens
-from penstock_interception.domain.requests import ChatRequest, is_hosted_field
+from penstock_interception.domain.requests import ChatRequest
 from penstock_interception.domain.state import Call
 from penstock_interception.graph.values import MAX_TOP, IntArray, LogprobsMode, TopLogprobs
 from penstock_interception.sources.base import ModelSource, Resolved, SourceError
-
-_SAMPLING = ("temperature", "top_p", "max_tokens", "seed", "presence_penalty", "frequency_penalty")
+from penstock_interception.sources.upstream_body import chat_body, limit_tokens, passed_on
 
 _log = structlog.get_logger(__name__)
 
@@ -45,7 +37,6 @@ MAX_LISTING_BYTES = 1 << 20
 _TOKEN_TELLERS = frozenset({"vllm"})
 # Too many requests, or too slow. Any other 5xx may be the request's own.
 _OVERLOADED = frozenset({503, 504})
-_DROPPED = ("stream", "stream_options", "n", "models")
 # A softmax rounds the logprob of a certain token to slightly above 0; a larger value is invalid and is refused.
 _ROUNDED = 1e-3
 
@@ -129,6 +120,7 @@ class UpstreamSource(ModelSource):
             body["model"] = self.model
         if not self.allows(str(body.get("model") or "")):
             raise SourceError("MODEL_NOT_ALLOWED", retriable=False)
+        limit_tokens(body, call.sampling.max_tokens)
         body.update(_asked(call, body))
         if call.facts.returns_tokens:
             body.update({"logprobs": True, "return_token_ids": True})
@@ -182,8 +174,7 @@ class UpstreamSource(ModelSource):
         if request.dialect is not Dialect.CHAT_COMPLETIONS:
             written = await asyncio.to_thread(lambda: chat_body(self._parse(request.dialect, request.body)))
             return {"model": request.model_requested, **written}
-        body: dict[str, Any] = orjson.loads(request.body)
-        return {name: value for name, value in body.items() if name not in _DROPPED and not is_hosted_field(name)}
+        return passed_on(request.body)
 
 
 def refusal(status: int) -> Failure:
@@ -196,11 +187,7 @@ def refusal(status: int) -> Failure:
 
 def _asked(call: Call, body: dict[str, Any]) -> dict[str, Any]:
     """Returns the API's fields for sampling that differs from the agent's request."""
-    sampling = call.sampling
     asked: dict[str, Any] = {}
-    limit = "max_tokens" if "max_tokens" in body else "max_completion_tokens"
-    if sampling.max_tokens is not None:
-        asked[limit if limit in body else "max_tokens"] = sampling.max_tokens
     override = call.rollout.spec.sampling_override
     for name in ("temperature", "top_p", "seed", "presence_penalty", "frequency_penalty"):
         if (value := getattr(override, name)) is not None:
@@ -277,20 +264,3 @@ def _completion(data: bytes) -> Completion:
         model=model,
         usage=usage,
     )
-
-
-def chat_body(request: ChatRequest) -> dict[str, Any]:
-    """Returns a request of any dialect as a Chat Completions body, without a model and without streaming."""
-    body: dict[str, Any] = {"messages": write_messages(request.messages)}
-    sampling = request.sampling
-    body |= {name: value for name in _SAMPLING if (value := getattr(sampling, name)) is not None}
-    if sampling.stop:
-        body["stop"] = list(sampling.stop)
-    if sampling.response_format is not None:
-        body["response_format"] = orjson.loads(sampling.response_format)
-    if request.tools:
-        body["tools"] = [write_tool(tool) for tool in request.tools]
-        body["tool_choice"] = write_tool_choice(request.tool_choice)
-        if request.tool_choice.parallel_tool_calls is not None:
-            body["parallel_tool_calls"] = request.tool_choice.parallel_tool_calls
-    return body
