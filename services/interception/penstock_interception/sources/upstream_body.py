@@ -10,17 +10,26 @@ from typing import Any, Final
 
 import orjson
 
+from penstock_codec.chat import Sampling
 from penstock_codec.openai_chat import write_messages, write_tool, write_tool_choice
 from penstock_interception.domain.requests import ChatRequest, is_hosted_field, plain_name
+from penstock_interception.domain.state import Call
+from penstock_interception.sources.base import SourceError
 
 _SAMPLING: Final = ("temperature", "top_p", "max_tokens", "seed", "presence_penalty", "frequency_penalty")
 _LIMITS: Final = ("max_tokens", "max_completion_tokens")
+_OVERRIDABLE: Final = ("temperature", "top_p", "seed", "presence_penalty", "frequency_penalty", "stop")
+_FORMATS: Final = ("text", "json_object", "json_schema")
+# The API lacks these; vLLM and SGLang have them under the same names.
+_EXTENDED: Final = ("top_k", "min_p", "min_tokens", "stop_token_ids", "repetition_penalty")
+# These no server has, or none under a common name.
+_ABSENT: Final = ("thinking_budget_tokens", "n")
 _SPELLING: Final = {
     plain_name(name): name
     for name in (
-        *("model", "messages", "tools", "tool_choice", "stop", "response_format", "logprobs", "top_logprobs"),
-        *(*_SAMPLING, *_LIMITS, "top_k", "min_p", "min_tokens", "stop_token_ids", "repetition_penalty"),
-        *("chat_template_kwargs", "return_token_ids", "return_tokens_as_token_ids"),
+        *("model", "messages", "tools", "tool_choice", *_SAMPLING, *_LIMITS, *_OVERRIDABLE, *_EXTENDED),
+        *("response_format", "chat_template_kwargs", "logprobs", "top_logprobs"),
+        *("return_token_ids", "return_tokens_as_token_ids"),
     )
 }
 # By plain name. The gate asks for one completion, whole; further models and a further limit would be beside its own.
@@ -44,6 +53,50 @@ def limit_tokens(body: dict[str, Any], limit: int | None) -> None:
         return
     given = [name for name in _LIMITS if body.pop(name, None) is not None]
     body[given[0] if given else "max_tokens"] = limit
+
+
+def replace_sampling(body: dict[str, Any], call: Call, agents: Sampling) -> None:
+    """Writes the fields of the call's sampling that a rollout or a trainer has put in the place of the agent's.
+
+    `agents`: what the agent asks for; of a Chat Completions body, which says it itself, it may be empty.
+
+    Raises SourceError UPSTREAM_SAMPLING_UNSUPPORTED where the upstream's API has no field for one.
+    """
+    override, extended = call.rollout.spec.sampling_override, call.facts.extended_sampling
+    for name in (*_OVERRIDABLE, *_EXTENDED, *_ABSENT, "response_format", "thinking"):
+        wanted = getattr(call.sampling, name)
+        if wanted is None or (name == "n" and wanted == 1):
+            continue
+        field, value = _written(name, wanted, body)
+        is_taken = value is not None and name not in _ABSENT and (name not in _EXTENDED or extended)
+        is_agents = wanted == getattr(agents, name) or (value is not None and value == body.get(field))
+        if is_agents and getattr(override, name) is None:
+            continue
+        if not is_taken:
+            raise SourceError(
+                "UPSTREAM_SAMPLING_UNSUPPORTED",
+                f"{name} overrides the agent's sampling, and the upstream's API (OpenAI Chat Completions"
+                f"{' as vLLM and SGLang have it' if extended else ''}) does not take it.",
+                retriable=False,
+            )
+        body[field] = value
+
+
+def _written(name: str, wanted: Any, body: dict[str, Any]) -> tuple[str, Any]:
+    """Returns a field's name in Chat Completions, and its value; None for a response format that the API lacks."""
+    if name == "response_format":
+        try:
+            form = orjson.loads(wanted)
+        except ValueError:
+            return name, None
+        return name, form if isinstance(form, dict) and form.get("type") in _FORMATS else None
+    if name == "thinking":
+        # Not part of the API: servers of open models pass it to the chat template, others refuse it.
+        given = body.get("chat_template_kwargs")
+        return "chat_template_kwargs", {**(given if isinstance(given, dict) else {}), "enable_thinking": wanted}
+    if name == "stop" and wanted == (body.get(name),):
+        return name, body[name]  # one text may stand without a list
+    return name, list(wanted) if isinstance(wanted, tuple) else wanted
 
 
 def chat_body(request: ChatRequest) -> dict[str, Any]:
