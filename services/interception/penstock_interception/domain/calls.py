@@ -321,6 +321,8 @@ class ModelFacts:
     max_context_tokens: int | None = None
     # Whether the upstream returns token ids of prompt and completion, and logprobs, on request.
     returns_tokens: bool = False
+    # Whether the upstream takes sampling fields beyond its API's, as vLLM and SGLang do.
+    extended_sampling: bool = False
     # Hex SHA-256 of the rule that says how many tokens an image takes; "" without one.
     processor_sha256: str = ""
     # Whether who answers takes images: an engine, or a trainer.

@@ -25,6 +25,8 @@ from penstock_interception.interceptor import Interceptor
 MAX_BODY_BYTES: Final = 16 << 20
 MAX_TEXT: Final = 256 << 10
 """Characters of an answer that are returned."""
+_OF_ITS_TERMS: Final = frozenset({"UPSTREAM_KEY_REFUSED", "UPSTREAM_SAMPLING_UNSUPPORTED"})
+"""Reasons why no request of the rollout would be answered, for good."""
 
 
 class UserCalls:
@@ -98,6 +100,6 @@ class UserCalls:
 
 def _is_of_the_request(call: Call, problem: Problem) -> bool:
     """Whether the model refuses the request, or fails on it alone, so that another one could have an answer."""
-    if call.state is not CallState.FAILED or call.failure is None or call.failure.reason == "UPSTREAM_KEY_REFUSED":
+    if call.state is not CallState.FAILED or call.failure is None or call.failure.reason in _OF_ITS_TERMS:
         return False
     return not problem.retry or call.failure.reason == "REQUEST_FAILS"

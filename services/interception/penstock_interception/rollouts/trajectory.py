@@ -91,8 +91,10 @@ def level_of(call: Call) -> CaptureLevel:
 
 
 def notes_of(call: Call) -> tuple[str, ...]:
-    """Returns what was changed or ignored in the agent's request, and what its answer lacks of it."""
-    completion, notes = call.completion, call.request.normalisations
+    """Returns what was changed or ignored in the agent's request, and what its answer lacks of it, or its source."""
+    completion, notes, failure = call.completion, call.request.normalisations, call.failure
+    if failure is not None and failure.reason == "UPSTREAM_SAMPLING_UNSUPPORTED":
+        return (*notes, failure.message)
     if completion is None:
         return notes
     tokens = completion.tokens

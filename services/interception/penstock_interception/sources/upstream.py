@@ -19,22 +19,15 @@ import structlog
 
 from penstock_chassis.errors import FailedPrecondition, Unavailable
 from penstock_chassis.membership import session_header
-from penstock_codec.openai_chat import (
-    read_finish_reason,
-    read_message,
-    read_usage,
-    write_messages,
-    write_tool,
-    write_tool_choice,
-)
+from penstock_codec.chat import Sampling
+from penstock_codec.openai_chat import read_finish_reason, read_message, read_usage
 from penstock_interception.domain.calls import Answerer, Dialect, ModelFacts
 from penstock_interception.domain.completions import Completion, Failure, Tokens
-from penstock_interception.domain.requests import ChatRequest, is_hosted_field
+from penstock_interception.domain.requests import ChatRequest
 from penstock_interception.domain.state import Call
 from penstock_interception.graph.values import MAX_TOP, IntArray, LogprobsMode, TopLogprobs
 from penstock_interception.sources.base import ModelSource, Resolved, SourceError
-
-_SAMPLING = ("temperature", "top_p", "max_tokens", "seed", "presence_penalty", "frequency_penalty")
+from penstock_interception.sources.upstream_body import chat_body, limit_tokens, passed_on, replace_sampling
 
 _log = structlog.get_logger(__name__)
 
@@ -43,9 +36,10 @@ MAX_ANSWER_BYTES = 32 << 20
 MAX_LISTING_BYTES = 1 << 20
 # `owned_by` values of servers that return token ids on request.
 _TOKEN_TELLERS = frozenset({"vllm"})
+# And of those that take sampling fields beyond the API's.
+_EXTENDERS = frozenset({"vllm", "sglang"})
 # Too many requests, or too slow. Any other 5xx may be the request's own.
 _OVERLOADED = frozenset({503, 504})
-_DROPPED = ("stream", "stream_options", "n", "models")
 # A softmax rounds the logprob of a certain token to slightly above 0; a larger value is invalid and is refused.
 _ROUNDED = 1e-3
 _MOST_ID = np.iinfo(np.int32).max
@@ -122,16 +116,23 @@ class UpstreamSource(ModelSource):
                 "this endpoint.",
                 reason="UPSTREAM_KEY_REFUSED",
             )
-        return Resolved(ModelFacts(model=self.model or asked_model, returns_tokens=_returns_tokens(listed)), None)
+        owners = _owners(listed)
+        facts = ModelFacts(
+            model=self.model or asked_model,
+            returns_tokens=bool(owners & _TOKEN_TELLERS),
+            extended_sampling=bool(owners & _EXTENDERS),
+        )
+        return Resolved(facts, None)
 
     async def complete(self, call: Call) -> Completion:
         """Sends the agent's body and returns one completion."""
-        body = await self._body(call)
+        body, agents = await self._body(call)
         if self.model:
             body["model"] = self.model
         if not self.allows(str(body.get("model") or "")):
             raise SourceError("MODEL_NOT_ALLOWED", retriable=False)
-        body.update(_asked(call, body))
+        limit_tokens(body, call.sampling.max_tokens)
+        replace_sampling(body, call, agents)
         if call.facts.returns_tokens:
             body.update({"logprobs": True, "return_token_ids": True})
             if call.sampling.top_logprobs:
@@ -179,13 +180,17 @@ class UpstreamSource(ModelSource):
             raise SourceError("UPSTREAM_ANSWER_TOO_LARGE", retriable=False)
         return _completion(data)
 
-    async def _body(self, call: Call) -> dict[str, Any]:
+    async def _body(self, call: Call) -> tuple[dict[str, Any], Sampling]:
+        """Returns the agent's request in Chat Completions, and of its sampling what the body may lack."""
         request = call.request
-        if request.dialect is not Dialect.CHAT_COMPLETIONS:
-            written = await asyncio.to_thread(lambda: chat_body(self._parse(request.dialect, request.body)))
-            return {"model": request.model_requested, **written}
-        body: dict[str, Any] = orjson.loads(request.body)
-        return {name: value for name, value in body.items() if name not in _DROPPED and not is_hosted_field(name)}
+        if request.dialect is Dialect.CHAT_COMPLETIONS:
+            return passed_on(request.body), Sampling()
+
+        def rewritten() -> tuple[dict[str, Any], Sampling]:
+            parsed = self._parse(request.dialect, request.body)
+            return {"model": request.model_requested, **chat_body(parsed)}, parsed.sampling
+
+        return await asyncio.to_thread(rewritten)
 
 
 def refusal(status: int) -> Failure:
@@ -196,33 +201,11 @@ def refusal(status: int) -> Failure:
     return Failure("UPSTREAM_REFUSED", f"HTTP {status}", retriable=retriable)
 
 
-def _asked(call: Call, body: dict[str, Any]) -> dict[str, Any]:
-    """Returns the API's fields for sampling that differs from the agent's request."""
-    sampling = call.sampling
-    asked: dict[str, Any] = {}
-    limit = "max_tokens" if "max_tokens" in body else "max_completion_tokens"
-    if sampling.max_tokens is not None:
-        asked[limit if limit in body else "max_tokens"] = sampling.max_tokens
-    override = call.rollout.spec.sampling_override
-    for name in ("temperature", "top_p", "seed", "presence_penalty", "frequency_penalty"):
-        if (value := getattr(override, name)) is not None:
-            asked[name] = value
-    if override.thinking is not None:
-        # Not part of the API: servers of open models pass it to the chat template, others refuse it.
-        given = body.get("chat_template_kwargs")
-        asked["chat_template_kwargs"] = {
-            **(given if isinstance(given, dict) else {}),
-            "enable_thinking": override.thinking,
-        }
-    return asked
-
-
-def _returns_tokens(listing: bytes) -> bool:
+def _owners(listing: bytes) -> set[Any]:
     try:
-        owners = {item.get("owned_by") for item in orjson.loads(listing)["data"]}
+        return {item.get("owned_by") for item in orjson.loads(listing)["data"]}
     except (ValueError, KeyError, TypeError, AttributeError):
-        return False
-    return bool(owners & _TOKEN_TELLERS)
+        return set()
 
 
 def _tokens(answer: dict[str, Any], choice: dict[str, Any]) -> tuple[Tokens | None, IntArray | None]:
@@ -298,20 +281,3 @@ def _completion(data: bytes) -> Completion:
         model=model,
         usage=usage,
     )
-
-
-def chat_body(request: ChatRequest) -> dict[str, Any]:
-    """Returns a request of any dialect as a Chat Completions body, without a model and without streaming."""
-    body: dict[str, Any] = {"messages": write_messages(request.messages)}
-    sampling = request.sampling
-    body |= {name: value for name in _SAMPLING if (value := getattr(sampling, name)) is not None}
-    if sampling.stop:
-        body["stop"] = list(sampling.stop)
-    if sampling.response_format is not None:
-        body["response_format"] = orjson.loads(sampling.response_format)
-    if request.tools:
-        body["tools"] = [write_tool(tool) for tool in request.tools]
-        body["tool_choice"] = write_tool_choice(request.tool_choice)
-        if request.tool_choice.parallel_tool_calls is not None:
-            body["parallel_tool_calls"] = request.tool_choice.parallel_tool_calls
-    return body

@@ -157,6 +157,18 @@ async def test_turn_of_thoughts_text_and_parallel_calls_continues_from_exact_tok
     assert [call.call_class for call in captured.calls] == [trajectory_pb2.CALL_CLASS_MAIN] * 2
 
 
+@pytest.mark.requirement("R30")
+@pytest.mark.parametrize("line_break", ["\n", "\r\n", "\r"])
+async def test_streamed_call_whose_sampled_arguments_have_line_breaks_is_whole(service: Any, line_break: str) -> None:
+    """Models write indented JSON; an event ends at a line break. Those in texts are escaped, and stay."""
+    rollout, trainer = await service.open(), await service.trainer()
+    indented = CALL.replace('{"n"', '{\n  "n"').replace(',"command"', ',\n  "command"').replace("ls", "ls\\n")
+    asked = streaming(rollout, tools=[BASH])
+    await trainer.answer(indented.replace("\n", line_break))
+    calls = [part.function_call for part in parts_of(await asked) if part.function_call]
+    assert [(call.name, call.args) for call in calls] == [("bash", {"n": 1.0, "command": "ls\n"})]
+
+
 @pytest.mark.requirement("R82")
 async def test_the_sdks_own_chat_runs_tools_over_two_turns(service: Any) -> None:
     """The SDK's automatic function calling, which writes the history itself, stays on the exact tokens."""

@@ -16,6 +16,7 @@ from tests.integration.interception.conftest import Service
 from tests.support.endpoints.upstream import Vendor, vendor
 from tests.support.waiting import eventually
 
+from penstock.chat.v1 import chat_pb2
 from penstock.interception.v1 import interception_pb2
 from penstock.interception.v1 import rollout_gate_service_pb2 as pb
 from penstock.trajectory.v1 import trajectory_pb2
@@ -101,6 +102,18 @@ async def test_a_question_is_refused_where_it_is_the_cause(served: Any, person: 
         assert await refused(ask(service, "long")) == "USER_REFUSED"
         assert await refused(ask(service, "key")) == "USER_UNANSWERED"
         assert await ask(service, "well") == "on"
+
+
+@pytest.mark.requirement("R63", "R72")
+async def test_override_that_a_users_model_does_not_take_is_not_the_questions_doing(
+    served: Any, person: Vendor
+) -> None:
+    """No question would be answered, whatever the agent wrote."""
+    async with served() as service:
+        await service.open("r")
+        await opened(service, sampling_override=chat_pb2.Sampling(top_k=5))
+        assert await refused(ask(service, "well")) == "USER_UNANSWERED"
+    assert not asked(person)
 
 
 @pytest.mark.requirement("R34")

@@ -230,6 +230,7 @@ def test_a_policy_that_fills_its_context_until_its_agent_crashes_is_graded(reaso
         ([("MODEL_NOT_ALLOWED", False), ("UPSTREAM_UNREACHABLE", True)], False),
         ([("UPSTREAM_UNREACHABLE", True), ("CONTEXT_EXCEEDED", False)], False),
         ([("GPU_ON_FIRE", False)], False),
+        ([("UPSTREAM_SAMPLING_UNSUPPORTED", False)], False),
     ],
 )
 def test_policy_that_crashes_after_an_unanswerable_request_is_graded(

@@ -46,6 +46,8 @@ _STATUSES: Final = {
     504: "DEADLINE_EXCEEDED",
 }
 _TYPE: Final = "type.googleapis.com/google.rpc."
+# An event's data is one line. Sampled arguments may have line breaks, which in JSON are only space between tokens.
+_ONE_LINE: Final = bytes.maketrans(b"\r\n", b"  ")
 
 
 class GenerateContent(PlainStreams):
@@ -99,7 +101,7 @@ class GenerateContent(PlainStreams):
         written = [orjson.dumps(chunk) for chunk in chunks]
         if request.echo.get(ARRAY):
             return b",\n".join(written) + b"]"
-        return b"".join(b"data: " + chunk + b"\n\n" for chunk in written)
+        return b"".join(b"data: " + chunk.translate(_ONE_LINE) + b"\n\n" for chunk in written)
 
     def stream_problem(self, problem: Problem, request: ChatRequest) -> bytes:
         return self.problem(problem) + (b"]" if request.echo.get(ARRAY) else b"\n")
