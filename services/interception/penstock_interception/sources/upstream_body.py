@@ -60,9 +60,15 @@ def replace_sampling(body: dict[str, Any], call: Call, agents: Sampling) -> None
 
     `agents`: what the agent asks for; of a Chat Completions body, which says it itself, it may be empty.
 
+    One that turns the agent's `top_k` off is written as both servers know it, -1, and elsewhere as no field.
+
     Raises SourceError UPSTREAM_SAMPLING_UNSUPPORTED where the upstream's API has no field for one.
     """
     override, extended = call.rollout.spec.sampling_override, call.facts.extended_sampling
+    if call.sampling.top_k is None and body.get("top_k") not in (None, -1, 0):
+        del body["top_k"]
+        if extended:
+            body["top_k"] = -1  # without it the server's own default would count
     for name in (*_OVERRIDABLE, *_EXTENDED, *_ABSENT, "response_format", "thinking"):
         wanted = getattr(call.sampling, name)
         if wanted is None or (name == "n" and wanted == 1):

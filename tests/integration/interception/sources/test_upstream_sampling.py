@@ -129,6 +129,18 @@ async def asked_with(
 
 @pytest.mark.requirement("R63")
 @pytest.mark.parametrize("mode", ["proxy", "delegated"])
+@pytest.mark.parametrize(("owner", "sent"), [("nobody", None), ("vllm", -1), ("sglang", -1)])
+async def test_override_turns_an_agents_top_k_off_at_an_upstream(
+    service: Any, mode: str, owner: str, sent: int | None
+) -> None:
+    async with upstream(answer, owner) as (url, seen):
+        status, call = await asked_with(service, mode, url, "chat", chat_pb2.Sampling(top_k=0), top_k=64)
+    assert status == 200 and not call.sampling_requested.HasField("top_k")
+    assert seen[0][1].get("top_k") == sent
+
+
+@pytest.mark.requirement("R63")
+@pytest.mark.parametrize("mode", ["proxy", "delegated"])
 @pytest.mark.parametrize("dialect", ["chat", "messages", "generateContent"])
 @pytest.mark.parametrize("owner", ["nobody", "vllm", "sglang"])
 async def test_override_reaches_an_upstream_in_the_place_of_what_the_agent_asks(
