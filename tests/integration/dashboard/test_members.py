@@ -43,6 +43,8 @@ class Driver(driver_grpc.RolloutServiceServicer, pb_grpc.OperationsServiceServic
     """How often it was asked who there is."""
     answers: asyncio.Event | None = None
     """If set, it says who there is only afterwards."""
+    names_addresses: bool = True
+    """Whether it says where other drivers are; not of those with another name in their certificate."""
 
     async def GetServerInfo(  # noqa: N802
         self, request: pb.GetServerInfoRequest, context: Any
@@ -83,7 +85,7 @@ class Driver(driver_grpc.RolloutServiceServicer, pb_grpc.OperationsServiceServic
         home = next((item for item in self.listed if rollout_id.startswith(f"r.{item[0]}.")), (self.name, ""))
         if home[0] != self.name:
             info = error_details_pb2.ErrorInfo(reason="HOME_ELSEWHERE", domain="penstock")
-            info.metadata.update({"home": home[0], "address": home[1]})
+            info.metadata.update({"home": home[0]} | ({"address": home[1]} if self.names_addresses else {}))
             packed = AnyMessage()
             packed.Pack(info)
             code = grpc.StatusCode.FAILED_PRECONDITION
@@ -154,9 +156,12 @@ async def test_named_member_answers_with_the_pages_token(tmp_path: Path) -> None
         assert {token for driver in here.drivers for token in driver.tokens} == {f"Bearer {TOKEN}"}
 
 
-async def test_rollout_of_another_driver_is_found_by_its_id(tmp_path: Path) -> None:
-    """A page's address has no driver's name: calls and streams follow HOME_ELSEWHERE."""
+@pytest.mark.requirement("R118")
+@pytest.mark.parametrize("names_addresses", [True, False])
+async def test_rollout_of_another_driver_is_found_by_its_id(tmp_path: Path, names_addresses: bool) -> None:
+    """A page's address has no driver's name: calls and streams follow HOME_ELSEWHERE, by the name if it has no more."""
     async with page(tmp_path, "d0", "d1") as here:
+        here.drivers[0].names_addresses = names_addresses
         assert await here.driver_of("r.d1.x") == "d1"
         messages, trailers = await here.ask(WATCH, rollout_service_pb2.WatchRolloutRequest(rollout_id="r.d1.x"))
     assert (len(messages), "grpc-status: 0" in trailers) == (2, True)

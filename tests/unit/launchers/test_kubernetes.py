@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import re
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +13,12 @@ import pytest
 from cryptography import x509
 from tests.support.charts import render
 from tests.support.release_commands.installing import put
+from tests.support.waiting import eventually
 from tests.unit.deploy.test_network import covers, dialled
 
 from penstock.client.errors import ConfigurationError
 from penstock.client.transport.endpoints import SERVICES, Endpoints, read_connection, write_connection
-from penstock.launchers import Stack
+from penstock.launchers import Stack, on_kubernetes
 from penstock.launchers.kubernetes_release import (
     SECRET,
     Release,
@@ -175,6 +179,50 @@ async def test_a_missing_program_is_named_with_how_to_get_it(
             pass
     assert caught.value.reason == reason
     assert not (tmp_path / "state").exists()
+
+
+@pytest.mark.requirement("R125")
+async def test_the_time_without_a_forwarded_port_begins_when_the_port_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """kubectl prints its line once: a port that has led to a pod for longer than it may be away is not given up."""
+    kubectl, starts = tmp_path / "kubectl", tmp_path / "starts"
+    kubectl.write_text(  # forwards at its first start alone, and runs until it is killed
+        f'#!/bin/sh\n[ -e "{starts}" ] || echo "Forwarding from 127.0.0.1:4711 -> 7702"\n'
+        f'echo $$ >> "{starts}"\nexec sleep 600\n'
+    )
+    kubectl.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    monkeypatch.setattr(on_kubernetes, "_PAUSE_S", 0.0)
+    loop, ahead = asyncio.get_running_loop(), [0.0]
+    real = loop.time
+    monkeypatch.setattr(loop, "time", lambda: real() + ahead[0])
+    stack = on_kubernetes.KubernetesStack(state_dir=tmp_path / "state")
+    stack.log_dir.mkdir(parents=True)
+    port: asyncio.Future[int] = loop.create_future()
+    forward = asyncio.create_task(stack._forward("driver", port))
+
+    def failure() -> str:
+        return "" if stack._failure is None else stack._failure.reason
+
+    async def end_after(seconds: float, number: int) -> None:
+        """Ends kubectl's start of this number, so long after it by the loop's clock."""
+        await eventually(lambda: starts.exists() and starts.read_text().count("\n") >= number, f"start {number}")
+        ahead[0] += seconds
+        os.kill(int(starts.read_text().split()[-1]), signal.SIGTERM)
+
+    try:
+        assert await port == 4711
+        await end_after(on_kubernetes._AWAY_S + 1, 1)
+        await eventually(lambda: forward.done() or starts.read_text().count("\n") == 2, "kubectl is started again")
+        assert failure() == ""
+        await end_after(on_kubernetes._AWAY_S + 1, 2)
+        await forward
+        assert failure() == "FORWARD_LOST"
+    finally:
+        forward.cancel()
+        await asyncio.wait([forward])
 
 
 def test_values_come_from_a_file_too(tmp_path: Path) -> None:

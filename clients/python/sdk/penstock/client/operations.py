@@ -1,16 +1,17 @@
 """Status of the services: `ps.operations`."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
 
-from penstock.client.errors import NotFound
+from penstock.client.errors import DeadlineExceeded, FailedPrecondition, NotFound, Unavailable
 from penstock.client.transport.cluster import Cluster
 from penstock.client.transport.endpoints import ServiceName
 from penstock.client.transport.rpc import Service
 from penstock.client.wire.chat import duration
 from penstock.driver.v1 import (
+    rollout_pb2,
     rollout_service_pb2,
     rollout_service_pb2_grpc,
     terminal_service_pb2,
@@ -19,7 +20,9 @@ from penstock.driver.v1 import (
 from penstock.ops.v1 import operations_service_pb2 as pb
 from penstock.ops.v1 import operations_service_pb2_grpc as pb_grpc
 from penstock.sandbox.v1 import sandbox_pb2, sandbox_service_pb2, sandbox_service_pb2_grpc
-from penstock.values import reader
+from penstock.values import ids, reader
+
+T = TypeVar("T")
 
 ROLLOUT_LABEL: Final = "penstock_rollout"
 TERMINAL_LABEL: Final = "penstock_terminal"
@@ -28,6 +31,7 @@ TERMINAL_LABEL: Final = "penstock_terminal"
 _CALL_S: Final = 10.0
 _WAIT_S: Final = 60.0
 """Longest wait of one call of Drain."""
+_AWAY: Final = (Unavailable, DeadlineExceeded)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +70,7 @@ class ServiceStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeftSandbox:
-    """A leftover sandbox: its rollout or terminal is over. `known` is whether the driver knows that one."""
+    """A leftover sandbox: its rollout or terminal is over. `known` is whether a driver knows that one."""
 
     sandbox_id: str
     rollout_id: str
@@ -260,9 +264,9 @@ class OperationsClient:
         return service.briefly()
 
     async def left_sandboxes(self, *, patience: float = 0.0) -> list[LeftSandbox]:
-        """Returns the sandboxes of rollouts and terminals that are over.
+        """Returns the sandboxes of rollouts and terminals that are over, as the drivers that have them say.
 
-        The driver ends a rollout only when its sandbox is gone. A terminal's sandbox is removed a moment after the end,
+        A driver ends a rollout only when its sandbox is gone. A terminal's sandbox is removed a moment after the end,
         and exists a moment before the driver lists the terminal.
 
         Args:
@@ -273,35 +277,76 @@ class OperationsClient:
         """
         before = await self._sandboxes()
         running = await self._running()
-        # Only those that existed before the rollouts were listed, and still do: no rollout just ended or began.
-        still = (await self._sandboxes()).keys()
         found = []
         for sandbox_id, made in before.items():
-            if sandbox_id not in still or made.rollout_id in running:
+            if made.rollout_id in running:
                 continue
-            if made.rollout_id:
-                known = await self._knows(made.rollout_id)
-                found.append(LeftSandbox(sandbox_id=sandbox_id, rollout_id=made.rollout_id, known=known))
-            elif left := await self._left_of_terminal(sandbox_id, made, patience):
+            if left := await (
+                self._left_of_rollout(sandbox_id, made)
+                if made.rollout_id
+                else self._left_of_terminal(sandbox_id, made, patience)
+            ):
                 found.append(left)
-        return found
+        # Only those that existed before their owners were asked for, and still do: no rollout just ended or began.
+        still = await self._sandboxes()
+        return [left for left in found if left.sandbox_id in still]
+
+    async def _left_of_rollout(self, sandbox_id: str, made: _Made) -> LeftSandbox | None:
+        """A rollout's sandbox, where its driver says that it has ended, or no driver has it."""
+
+        async def has_ended(driver: Service) -> bool:
+            stub = rollout_service_pb2_grpc.RolloutServiceStub(driver.channel)
+            request = rollout_service_pb2.GetRolloutRequest(rollout_id=made.rollout_id)
+            answer = await driver.call(stub.GetRollout, request, timeout=_CALL_S, repeatable=True)
+            return answer.rollout.phase == rollout_pb2.PHASE_ENDED
+
+        ended = await self._at_home(made.rollout_id, has_ended)
+        if ended is False:
+            return None
+        return LeftSandbox(sandbox_id=sandbox_id, rollout_id=made.rollout_id, known=ended is not None)
 
     async def _left_of_terminal(self, sandbox_id: str, made: _Made, patience: float) -> LeftSandbox | None:
         """A terminal's sandbox, where it should be gone since `patience` seconds."""
-        service = self._services["driver"]
-        stub = terminal_service_pb2_grpc.TerminalServiceStub(service.channel)
-        request = terminal_service_pb2.GetTerminalRequest(terminal_id=made.terminal_id)
-        try:
-            terminal = (await service.call(stub.GetTerminal, request, timeout=_CALL_S, repeatable=True)).terminal
-        except NotFound:
-            known, since = False, made.create_time
-        else:
-            if not terminal.ended:
-                return None
-            known, since = True, terminal.end_time.ToNanoseconds() / 1e9
+
+        async def terminal(driver: Service) -> terminal_service_pb2.Terminal:
+            stub = terminal_service_pb2_grpc.TerminalServiceStub(driver.channel)
+            request = terminal_service_pb2.GetTerminalRequest(terminal_id=made.terminal_id)
+            return (await driver.call(stub.GetTerminal, request, timeout=_CALL_S, repeatable=True)).terminal
+
+        found = await self._at_home(made.terminal_id, terminal)
+        if found is not None and not found.ended:
+            return None
+        since = made.create_time if found is None else found.end_time.ToNanoseconds() / 1e9
         if time.time() - since < patience:
             return None
+        known = found is not None
         return LeftSandbox(sandbox_id=sandbox_id, rollout_id="", known=known, terminal_id=made.terminal_id)
+
+    async def _at_home(self, name: str, ask: Callable[[Service], Awaitable[T]]) -> T | None:
+        """Asks the driver that has a rollout or terminal, each driver where its id names none; None: none has it.
+
+        Raises:
+            Unavailable, DeadlineExceeded: no driver that answers has it.
+            PenstockError: another error of a driver.
+        """
+        if ids.home_of(name) is None:
+            members = await self._cluster.members("driver")
+        else:
+            members = [await self._cluster.home("driver", name)]
+        away: Unavailable | DeadlineExceeded | None = None
+        for member in members:
+            try:
+                return await ask(member.service.briefly())
+            except NotFound:
+                continue
+            except FailedPrecondition as error:
+                if error.reason != "HOME_ELSEWHERE":  # of a driver that is not listed
+                    raise
+            except _AWAY as error:
+                away = error
+        if away is not None:
+            raise away
+        return None
 
     async def _sandboxes(self) -> dict[str, _Made]:
         """Returns every sandbox that the driver created for a rollout or a terminal."""
@@ -323,22 +368,18 @@ class OperationsClient:
         return found
 
     async def _running(self) -> set[str]:
-        service = self._services["driver"]
-        stub = rollout_service_pb2_grpc.RolloutServiceStub(service.channel)
-        request = rollout_service_pb2.ListRolloutsRequest(filter=rollout_service_pb2.RolloutFilter(ended=False))
-        pages = service.pages(stub.ListRollouts, request, timeout=_CALL_S)
-        return {item.rollout_id async for page in pages for item in page.rollouts}
-
-    async def _knows(self, rollout_id: str) -> bool:
-        service = self._services["driver"]
-        stub = rollout_service_pb2_grpc.RolloutServiceStub(service.channel)
-        try:
-            await service.call(
-                stub.GetRollout, rollout_service_pb2.GetRolloutRequest(rollout_id=rollout_id), timeout=_CALL_S
-            )
-        except NotFound:
-            return False
-        return True
+        """Returns the rollouts that run at the drivers that answer: most owners, by few requests."""
+        found: set[str] = set()
+        for member in await self._cluster.members("driver"):
+            service = member.service.briefly()
+            stub = rollout_service_pb2_grpc.RolloutServiceStub(service.channel)
+            request = rollout_service_pb2.ListRolloutsRequest(filter=rollout_service_pb2.RolloutFilter(ended=False))
+            try:
+                async for page in service.pages(stub.ListRollouts, request, timeout=_CALL_S):
+                    found.update(item.rollout_id for item in page.rollouts)
+            except _AWAY:  # its sandboxes, if it has any, are asked for one by one
+                continue
+        return found
 
 
 def _series(gauge: pb.Gauge) -> str:

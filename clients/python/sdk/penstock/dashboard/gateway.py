@@ -199,9 +199,14 @@ class Gateway:
         error = from_rpc_error(failure, asked.peer)
         if error.reason != "HOME_ELSEWHERE" or asked is not self._services[kind]:
             return None
-        address = error.metadata.get("address", "")
+        # Of a member whose certificate has another name than its address, the driver says the name alone.
+        home, address = error.metadata.get("home", ""), error.metadata.get("address", "")
         members = await self._members(kind, credential)
-        found = (member.service for member in members if member.service.address == address)
+        found = (
+            member.service
+            for member in members
+            if (home and member.name == home) or (address and member.service.address == address)
+        )
         return next((service for service in found if service is not asked), None)
 
     def _admit(self, request: web.Request) -> tuple[Method, ServiceName, list[tuple[str, str]], float | None]:

@@ -285,12 +285,13 @@ class KubernetesStack:
                     stderr=errors,
                     start_new_session=True,  # an interrupt at the terminal is ours
                 )
+            has_forwarded = False
             try:
                 if process.stdout is None:
                     raise AssertionError("started with a pipe")
                 async for line in process.stdout:
-                    alive_at = loop.time()
                     if found := _FORWARDS.match(line.decode(errors="replace")):
+                        has_forwarded = True
                         port = found[1]
                         if not first.done():
                             first.set_result(int(port))
@@ -300,6 +301,8 @@ class KubernetesStack:
                     with suppress(ProcessLookupError):
                         process.terminate()
                     await process.wait()
+            if has_forwarded:  # until now: it prints nothing while one connection lasts
+                alive_at = loop.time()
             if loop.time() - alive_at > _AWAY_S:
                 text = f"The port of {service} has led nowhere for {_AWAY_S:.0f} s; {log} says why."
                 self._fail(StackFailed(text, reason="FORWARD_LOST"))

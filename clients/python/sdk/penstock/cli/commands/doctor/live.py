@@ -164,7 +164,7 @@ async def _left_sandboxes(ps: Penstock, patience: float) -> list[Trouble]:
         (
             False,
             "SANDBOXES_STRANGE",
-            "of rollouts or terminals that are unknown to this driver",
+            "of rollouts or terminals that are unknown to the drivers of this connection",
             "another driver may have made them",
         ),
     ):
