@@ -101,13 +101,15 @@ helm.sh/chart: {{ .root.Chart.Name }}-{{ .root.Chart.Version }}
 {{- if has $key $own }}
 {{- fail (printf "%s.settings.%s is set by the chart itself: see the other values of %s" $service $key $service) }}
 {{- end }}
-{{- if regexMatch "(^|_)(token|key|password|secret)$|^(namespaces|upstreams|inference)$" $key }}
+{{- if and (regexMatch "(^|_)(tokens?|keys?|passwords?|secrets?|credentials)$|^(namespaces|upstreams|inference)$" $key) (not (regexMatch "^max_[a-z_]*tokens$|^kubernetes_keys$" $key)) }}
 {{- fail (printf "%s.settings.%s can hold a secret: write it into config.toml of the Secret %s, under [%s]" $service $key (include "penstock.tokensSecret" $) $service) }}
 {{- end }}
 - {name: PENSTOCK_{{ upper $service }}_{{ upper $key }}, value: {{ ternary $value (toJson $value) (kindIs "string" $value) | quote }}}
 {{- end }}
 {{- range .values.env }}
-{{- if and (regexMatch "(?i)(token|key|password|secret)$" .name) (hasKey . "value") }}
+{{- /* A limit of tokens is none, and neither is the place of Google's file. */}}
+{{- $secret := regexMatch "(?i)(tokens?|keys?|passwords?|secrets?|credentials)$|^PENSTOCK_[A-Z]+_(NAMESPACES|UPSTREAMS|INFERENCE)$" .name -}}
+{{- if and $secret (not (regexMatch "(?i)(^|_)max_[a-z_]*tokens$|^GOOGLE_APPLICATION_CREDENTIALS$" .name)) (hasKey . "value") }}
 {{- fail (printf "%s.env: %s can be a secret: use valueFrom.secretKeyRef" $service .name) }}
 {{- end }}
 - {{ toJson . }}
