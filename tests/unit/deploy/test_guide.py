@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -17,6 +18,7 @@ from tests.unit.deploy.test_network import covers, dialled
 
 from penstock.cli.commands.credentials import make
 from penstock_chassis.healthcheck import CA_VARIABLE
+from tools.helm import CHART
 
 PAGE: Final = "docs/guides/on-kubernetes.md"
 
@@ -89,3 +91,20 @@ def test_the_guides_members_are_those_of_the_chart() -> None:
     members = re.findall(r"`(dns:penstock-[^`]+)`", text)
     assert len(members) == 4 and all(member in told for member in members)
     assert CA_VARIABLE in told
+
+
+def test_each_command_of_the_guides_upgrade_restarts_one_kind(tmp_path: Path) -> None:
+    """With the chart of the next version, whose pods differ by nothing but the images that a command names."""
+    newer = tmp_path / CHART.name
+    shutil.copytree(CHART, newer)
+    about = (newer / "Chart.yaml").read_text(encoding="utf-8")
+    (newer / "Chart.yaml").write_text(re.sub(r'0\.1\.0', "0.2.0", about), encoding="utf-8")
+    upgrades = [found for found in lines("helm") if found[1] == "upgrade" and "--reuse-values" in found]
+    given: list[str] = []
+    before = render({}).pod_templates()
+    for words, service in zip(upgrades, ("sandbox", "inference", "interception", "driver"), strict=True):
+        given += [part for at, word in enumerate(words) if word == "--set" for part in words[at : at + 2]]
+        after = render({}, *given, chart=newer).pod_templates()
+        assert [name for name in after if after[name] != before[name]] == [service]
+        assert after[service]["spec"]["containers"][0]["image"] == f"penstock/{service}:0.2.0"
+        before = after

@@ -174,9 +174,10 @@ capabilities: {drop: [ALL]}
     resources: {requests: {storage: {{ .values.storage.size }}}}
 {{- end }}
 
+{{/* No label with the chart's version: a pod restarts when its template changes, and kinds are upgraded one at a time. */}}
 {{- define "penstock.podMetadata" -}}
 labels:
-  {{- include "penstock.labels" . | nindent 2 }}
+  {{- include "penstock.selector" . | nindent 2 }}
 {{- end }}
 
 {{/* Of every pod. No link variables: the one of a Service named RELEASE-driver would be read as a setting of the service. */}}
