@@ -98,7 +98,7 @@ def test_each_command_of_the_guides_upgrade_restarts_one_kind(tmp_path: Path) ->
     newer = tmp_path / CHART.name
     shutil.copytree(CHART, newer)
     about = (newer / "Chart.yaml").read_text(encoding="utf-8")
-    (newer / "Chart.yaml").write_text(re.sub(r'0\.1\.0', "0.2.0", about), encoding="utf-8")
+    (newer / "Chart.yaml").write_text(re.sub(r"0\.1\.0", "0.2.0", about), encoding="utf-8")
     upgrades = [found for found in lines("helm") if found[1] == "upgrade" and "--reuse-values" in found]
     given: list[str] = []
     before = render({}).pod_templates()

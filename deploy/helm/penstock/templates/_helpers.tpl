@@ -69,6 +69,17 @@ helm.sh/chart: {{ .root.Chart.Name }}-{{ .root.Chart.Version }}
 {{- if and (ne $scaling.mode "none") (hasKey $scaling .service) }}{{ if (index $scaling .service).enabled }}true{{ end }}{{ end -}}
 {{- end }}
 
+{{/* An autoscaler's number is the cluster's own: of a workload that had one and has none, the API server makes 1. */}}
+{{- define "penstock.replicas" -}}
+{{- if not (include "penstock.scaled" .) }}
+replicas: {{ .values.replicas }}
+{{- else }}
+{{- with lookup "apps/v1" "StatefulSet" (include "penstock.namespace" .) (include "penstock.name" .) }}
+replicas: {{ int .spec.replicas }}
+{{- end }}
+{{- end }}
+{{- end }}
+
 {{/* The longest stop, and half a minute: a pod that drains is not killed. */}}
 {{- define "penstock.grace" -}}
 {{ add .values.drainSeconds .values.stopSeconds 30 }}
