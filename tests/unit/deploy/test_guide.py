@@ -15,6 +15,7 @@ from cryptography import x509
 from tests.integration.docs.blocks import ALL, commands
 from tests.support.charts import NAMESPACE, SERVICES, defaults, render
 from tests.unit.deploy.test_network import covers, dialled
+from tests.unit.docs.pages import ROOT
 
 from penstock.cli.commands.credentials import make
 from penstock_chassis.healthcheck import CA_VARIABLE
@@ -51,6 +52,18 @@ def test_certificates_of_the_guides_command_have_every_name_that_is_dialled(tmp_
         assert set(files) <= made, found
 
 
+@pytest.mark.requirement("R9")
+def test_the_guide_names_sandbox_services_of_another_namespace() -> None:
+    """What is added to its command, and to the connection file, is what that namespace's services are called by."""
+    text = (ROOT / PAGE).read_text(encoding="utf-8")
+    (namespace,) = re.findall(r"sandbox\.namespace: ([\w-]+)", text)
+    (address,) = re.findall(r'"sandbox":"([^":]+):7701"', text)
+    hosts = re.findall(r"--host '?([^'\s]+)", text)
+    names = dialled(render({"sandbox": {"namespace": namespace}}))["sandbox"]
+    assert address in names
+    assert all(any(covers(host, name) for host in hosts) for name in names - {"localhost"})
+
+
 def test_secrets_of_the_guide_are_those_that_pods_mount() -> None:
     """Each with the keys that its pod reads."""
     given: dict[str, set[str]] = {}
@@ -85,7 +98,7 @@ def test_the_guides_pool_is_the_one_that_sandboxes_want() -> None:
 
 def test_the_guides_members_are_those_of_the_chart() -> None:
     """The table of what runs where."""
-    text = (Path(__file__).parents[3] / PAGE).read_text(encoding="utf-8")
+    text = (ROOT / PAGE).read_text(encoding="utf-8")
     pods = render({}).pods()
     told = str([pods[service]["containers"][0]["env"] for service in ("driver", "interception")])
     members = re.findall(r"`(dns:penstock-[^`]+)`", text)

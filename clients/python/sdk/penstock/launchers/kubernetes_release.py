@@ -63,6 +63,14 @@ class Release:
         """Returns the name of a service within the cluster."""
         return f"{self.name}-{service}.{self.namespace_of(service)}.svc"
 
+    def client_host(self, service: ServiceName) -> str:
+        """Returns the name that clients in the cluster call a service by.
+
+        It is that of the clients' Service, which has pods of its own namespace only.
+        """
+        near = self.namespace_of(service) == self.namespace
+        return f"{self.name}.{self.namespace}.svc" if near else self.host(service)
+
     @property
     def selector(self) -> str:
         """Of everything that it has, as kubectl takes it."""
