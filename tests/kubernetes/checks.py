@@ -81,7 +81,10 @@ def both_helms_install_upgrade_and_remove(cluster: Cluster) -> str:
     split = values({"sandbox": {"namespace": SANDBOXES, "replicas": 4}, "autoscaling": {"mode": "hpa"}})
     for program in ("helm3", "helm"):
         place = ("penstock", str(CHART), "-n", NAMESPACE, "--values", "-")
-        cluster.helm("install", *place, user="installer", program=program, data=values(CASES["hpa"]))
+        cluster.helm("install", *place, user="installer", program=program, data=values({"driver": {"replicas": 3}}))
+        cluster.helm("upgrade", *place, user="installer", program=program, data=values(CASES["hpa"]))
+        # Scaling that is switched on keeps what runs: of a number that is left out the server makes 1.
+        assert cluster.get("statefulset", "penstock-driver", "-n", NAMESPACE)["spec"]["replicas"] == 3
         budgets = cluster.get("poddisruptionbudgets", "-n", NAMESPACE)
         assert {one["metadata"]["name"] for one in budgets["items"]} == {f"penstock-{name}" for name in SERVICES}
         assert {one["apiVersion"] for one in budgets["items"]} == {"policy/v1beta1"}

@@ -89,9 +89,13 @@ class Rendered:
         """The StatefulSets and DaemonSets, by service."""
         return {component(one): one for one in self.kind("StatefulSet", "DaemonSet")}
 
+    def pod_templates(self) -> dict[str, Mapping[str, Any]]:
+        """What pods are made from, by service: a change of it restarts them."""
+        return {service: one["spec"]["template"] for service, one in self.workloads().items()}
+
     def pods(self) -> dict[str, Mapping[str, Any]]:
         """The pods' specs, by service."""
-        return {service: one["spec"]["template"]["spec"] for service, one in self.workloads().items()}
+        return {service: one["spec"] for service, one in self.pod_templates().items()}
 
 
 def component(manifest: Mapping[str, Any]) -> str:
@@ -99,15 +103,21 @@ def component(manifest: Mapping[str, Any]) -> str:
     return str(manifest["metadata"]["labels"]["app.kubernetes.io/component"])
 
 
-def render(values: Mapping[str, Any], *options: str, release: str = "penstock", program: str = "helm") -> Rendered:
-    """Renders the chart with these values, over the model's claim. Raises ChartRefused."""
-    text = _template(json.dumps(_merged(MODEL, values)), options, release, program)
+def render(
+    values: Mapping[str, Any],
+    *options: str,
+    release: str = "penstock",
+    program: str = "helm",
+    chart: Path = helm.CHART,
+) -> Rendered:
+    """Renders the chart, or another of its versions, with these values over the model's claim. Raises ChartRefused."""
+    text = _template(json.dumps(_merged(MODEL, values)), options, release, program, chart)
     return Rendered(list(yaml.load_all(text, yaml.CSafeLoader)))  # in C: a tenth of the time of the one in Python
 
 
 @lru_cache
-def _template(values: str, options: tuple[str, ...], release: str, program: str) -> str:
-    command = [str(helm.program(program)), "template", release, str(helm.CHART), "--namespace", NAMESPACE]
+def _template(values: str, options: tuple[str, ...], release: str, program: str, chart: Path) -> str:
+    command = [str(helm.program(program)), "template", release, str(chart), "--namespace", NAMESPACE]
     done = subprocess.run(
         [*command, "--values", "-", *options], input=values, capture_output=True, text=True, check=False
     )

@@ -13,6 +13,7 @@ from penstock_chassis.membership.reporting import PEER_LOST, PEER_UP, member_los
 from penstock_chassis.operations import Trouble
 from penstock_chassis.telemetry.metrics import Read, Reader
 from penstock_driver import metrics
+from penstock_driver.domain.rollout import Phase
 from penstock_driver.placement.placement import Placement
 from penstock_driver.rollouts.manager import RolloutManager
 from penstock_driver.terminals.manager import TerminalManager
@@ -132,7 +133,10 @@ class Health:
                 )
 
     def _rollouts(self) -> dict[tuple[str, ...], float]:
-        return {(phase.name.lower(),): count for phase, count in Counter(self._manager.live_phases()).items()}
+        """With those of no rollout: autoscalers take a gauge without values for an error."""
+        counted: Counter[Phase] = Counter({phase: 0 for phase in Phase if phase is not Phase.ENDED})
+        counted.update(self._manager.live_phases())
+        return {(phase.name.lower(),): count for phase, count in counted.items()}
 
     def _listed(self) -> Mapping[str, Sequence[Peer]]:
         """The members of each kind, without this driver itself."""

@@ -67,7 +67,10 @@ class Health:
             )
 
     def _by_state(self) -> dict[tuple[str, ...], float]:
-        counted = Counter((view.spec.backend, view.state.value) for view in self._sandboxes.table.matching({}))
+        """With the default backend's that no sandbox is in: autoscalers take a gauge without values for an error."""
+        default = [backend.name for backend in self._sandboxes.backends() if backend.is_default]
+        counted = Counter({(name, state.value): 0 for name in default for state in State if not state.terminal})
+        counted.update((view.spec.backend, view.state.value) for view in self._sandboxes.table.matching({}))
         return {place: float(count) for place, count in counted.items()}
 
 

@@ -111,3 +111,17 @@ async def test_a_release_that_cannot_be_removed_is_named_with_the_commands(
             assert stack.endpoints.inference == ""
             (cluster / "stuck").touch()
     assert caught.value.reason == "RELEASE_LEFT"
+
+
+async def test_sandbox_services_of_another_namespace_are_called_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clients' Service leads to no pods but those of its own namespace."""
+    put(tmp_path, monkeypatch)
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")  # inside: no port is forwarded
+    for sandboxes, host in (("pods", "{}-sandbox.pods.svc"), ("rl", "{}.rl.svc")):
+        values = {"sandbox": {"namespace": sandboxes}}
+        async with Stack(on="kubernetes", kube_namespace="rl", values=values) as stack:
+            name = stack.endpoints.origin.split()[-1]
+            assert stack.endpoints.sandbox == f"{host.format(name)}:7701"
+            assert stack.endpoints.driver == f"{name}.rl.svc:7702"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -14,9 +15,11 @@ from cryptography import x509
 from tests.integration.docs.blocks import ALL, commands
 from tests.support.charts import NAMESPACE, SERVICES, defaults, render
 from tests.unit.deploy.test_network import covers, dialled
+from tests.unit.docs.pages import ROOT
 
 from penstock.cli.commands.credentials import make
 from penstock_chassis.healthcheck import CA_VARIABLE
+from tools.helm import CHART
 
 PAGE: Final = "docs/guides/on-kubernetes.md"
 
@@ -47,6 +50,18 @@ def test_certificates_of_the_guides_command_have_every_name_that_is_dialled(tmp_
     for found in lines("kubectl"):
         files = [word.split("credentials/")[1] for word in found if word.startswith("--from-file=")]
         assert set(files) <= made, found
+
+
+@pytest.mark.requirement("R9")
+def test_the_guide_names_sandbox_services_of_another_namespace() -> None:
+    """What is added to its command, and to the connection file, is what that namespace's services are called by."""
+    text = (ROOT / PAGE).read_text(encoding="utf-8")
+    (namespace,) = re.findall(r"sandbox\.namespace: ([\w-]+)", text)
+    (address,) = re.findall(r'"sandbox":"([^":]+):7701"', text)
+    hosts = re.findall(r"--host '?([^'\s]+)", text)
+    names = dialled(render({"sandbox": {"namespace": namespace}}))["sandbox"]
+    assert address in names
+    assert all(any(covers(host, name) for host in hosts) for name in names - {"localhost"})
 
 
 def test_secrets_of_the_guide_are_those_that_pods_mount() -> None:
@@ -83,9 +98,26 @@ def test_the_guides_pool_is_the_one_that_sandboxes_want() -> None:
 
 def test_the_guides_members_are_those_of_the_chart() -> None:
     """The table of what runs where."""
-    text = (Path(__file__).parents[3] / PAGE).read_text(encoding="utf-8")
+    text = (ROOT / PAGE).read_text(encoding="utf-8")
     pods = render({}).pods()
     told = str([pods[service]["containers"][0]["env"] for service in ("driver", "interception")])
     members = re.findall(r"`(dns:penstock-[^`]+)`", text)
     assert len(members) == 4 and all(member in told for member in members)
     assert CA_VARIABLE in told
+
+
+def test_each_command_of_the_guides_upgrade_restarts_one_kind(tmp_path: Path) -> None:
+    """With the chart of the next version, whose pods differ by nothing but the images that a command names."""
+    newer = tmp_path / CHART.name
+    shutil.copytree(CHART, newer)
+    about = (newer / "Chart.yaml").read_text(encoding="utf-8")
+    (newer / "Chart.yaml").write_text(re.sub(r"0\.1\.0", "0.2.0", about), encoding="utf-8")
+    upgrades = [found for found in lines("helm") if found[1] == "upgrade" and "--reuse-values" in found]
+    given: list[str] = []
+    before = render({}).pod_templates()
+    for words, service in zip(upgrades, ("sandbox", "inference", "interception", "driver"), strict=True):
+        given += [part for at, word in enumerate(words) if word == "--set" for part in words[at : at + 2]]
+        after = render({}, *given, chart=newer).pod_templates()
+        assert [name for name in after if after[name] != before[name]] == [service]
+        assert after[service]["spec"]["containers"][0]["image"] == f"penstock/{service}:0.2.0"
+        before = after

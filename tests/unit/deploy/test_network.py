@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, Final
 
 import pytest
-from tests.support.charts import CASES, NAMESPACE, Rendered, component, render
+from tests.support.charts import CASES, MODEL, NAMESPACE, Rendered, component, render
 from tests.unit.deploy.test_pods import environment
 from tests.unit.docs.test_commands import SETTINGS
 
 from penstock_chassis.membership import members
+from tools import helm
 
 Edge = tuple[str, str, int]
 INSIDE: Final[frozenset[Edge]] = frozenset(
@@ -235,17 +237,33 @@ def covers(pattern: str, name: str) -> bool:
     return "." in name and name.split(".", 1)[1] == pattern[2:]
 
 
-def test_clients_have_one_name_and_four_ports() -> None:
-    """Each port leads to the pods that have it, by its name: the connection file has one host."""
-    rendered = render({})
+@pytest.mark.parametrize("case", CASES)
+def test_clients_have_one_name_and_a_port_for_each_service(case: str) -> None:
+    """Each port leads to the pods that have it, by its name: a Service selects none of another namespace."""
+    rendered = render(CASES[case])
     service = rendered.by_name["Service", "penstock"]
+    near = {name for name, one in rendered.workloads().items() if one["metadata"]["namespace"] == NAMESPACE}
+    assert {one["name"] for one in service["spec"]["ports"]} == near
     for one in service["spec"]["ports"]:
         assert CLIENTS[one["name"]] == one["port"]
         having = [
             name
             for name, pod in rendered.pods().items()
-            if any(port["name"] == one["targetPort"] for item in pod["containers"] for port in item["ports"])
+            if any(port["name"] == one["targetPort"] for item in pod["containers"] for port in item.get("ports", ()))
         ]
         assert having == [one["name"]]
     for workload in rendered.workloads().values():
         assert service["spec"]["selector"].items() <= workload["spec"]["template"]["metadata"]["labels"].items()
+
+
+@pytest.mark.parametrize("namespace", ["", NAMESPACE, "pods"])
+def test_who_installs_the_chart_is_told_where_clients_reach_each_service(namespace: str) -> None:
+    """Sandbox services of another namespace have an address of their own."""
+    values = {**MODEL, "sandbox": {"namespace": namespace}}
+    command = [str(helm.program("helm")), "install", "penstock", str(helm.CHART), "--dry-run=client", "--values", "-"]
+    done = subprocess.run(
+        [*command, "--namespace", NAMESPACE], input=json.dumps(values), capture_output=True, text=True, check=True
+    )
+    told = done.stdout.rpartition("networkPolicy.clients names: ")[2].strip()
+    alone = "penstock.penstock.svc, ports 7702, 7703, 7704; penstock-sandbox.pods.svc, port 7701."
+    assert told == (alone if namespace == "pods" else "penstock.penstock.svc, ports 7701, 7702, 7703, 7704.")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import typing
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pytest
 import yaml
+from pydantic import BaseModel, SecretStr
 from tests.support.charts import CASES, CLAIMS, NAMESPACE, SERVICES, ChartRefused, component, defaults, render
 from tests.unit.docs.pages import ROOT
 from tests.unit.docs.test_commands import SETTINGS
@@ -38,6 +40,22 @@ def environment(container: Mapping[str, Any], pod_name: str) -> dict[str, str]:
                 value = value.replace(f"$({name})", known)
             found[item["name"]] = value
     return found
+
+
+def holds_secret(annotation: Any) -> bool:
+    """Whether values of a type have a secret in them, at any depth."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return any(holds_secret(info.annotation) for info in annotation.model_fields.values())
+    return annotation is SecretStr or any(holds_secret(part) for part in typing.get_args(annotation))
+
+
+SECRETS: Final = [
+    (service, name)
+    for service, settings in SETTINGS.items()
+    for name, info in settings.model_fields.items()
+    if holds_secret(info.annotation)
+]
+"""Every setting that holds a secret, by service."""
 
 
 def claims(case: str) -> bool:
@@ -163,13 +181,36 @@ def test_no_secret_is_in_an_environment(case: str) -> None:
     assert len(set(names)) == len(names)
 
 
+@pytest.mark.requirement("R1", "R8")
+@pytest.mark.parametrize(("service", "name"), SECRETS)
+def test_every_setting_that_holds_a_secret_is_refused_among_values(service: str, name: str) -> None:
+    """Helm keeps a release's values, and a pod's environment is shown to everyone who may read pods."""
+    with pytest.raises(ChartRefused, match=f"{service}.settings.{name} can hold a secret"):
+        render({service: {"settings": {name: {}}}})
+    variable = SETTINGS[service].env_name(name)
+    with pytest.raises(ChartRefused, match=f"{variable} can be a secret"):
+        render({service: {"env": [{"name": variable, "value": "x"}]}})
+
+
+def test_limits_and_paths_are_no_secrets() -> None:
+    """Although their names end as those of secrets do."""
+    told = [
+        {"name": "VLLM_MAX_N_TOKENS", "value": "5"},
+        {"name": "GOOGLE_APPLICATION_CREDENTIALS", "value": "/run/keys/google.json"},
+    ]
+    pods = render({"inference": {"settings": {"max_context_tokens": 8192}, "env": told}}).pods()
+    found = environment(pods["inference"]["containers"][0], "x")
+    assert found["PENSTOCK_INFERENCE_MAX_CONTEXT_TOKENS"] == "8192"
+    assert all(found[item["name"]] == item["value"] for item in told)
+
+
 @pytest.mark.parametrize(
     ("values", "why"),
     [
         ({"driver": {"settings": {"operator_token": "x"}}}, "can hold a secret"),
-        ({"interception": {"settings": {"upstreams": {}}}}, "can hold a secret"),
         ({"driver": {"settings": {"drain_s": 5}}}, "set by the chart itself"),
         ({"sandbox": {"env": [{"name": "HF_TOKEN", "value": "x"}]}}, "can be a secret"),
+        ({"sandbox": {"env": [{"name": "MAX_API_KEY", "value": "x"}]}}, "can be a secret"),
         ({"inference": {"model": {"claim": ""}}}, "inference.model.claim"),
         ({"autoscaling": {"mode": "keda"}, "sandbox": {"kind": "DaemonSet"}}, "a DaemonSet has as many pods"),
         ({"credentials": {"certManager": {"enabled": True}}}, "name the issuer"),

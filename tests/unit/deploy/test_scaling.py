@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
-from typing import Final
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+from typing import Any, Final
 
 import promql_parser
 import pytest
@@ -48,7 +53,7 @@ def targets(rendered: Rendered) -> dict[str, tuple[str, str]]:
 
 @pytest.mark.parametrize("mode", ["keda", "hpa"])
 def test_a_scaler_has_the_number_of_pods_alone(mode: str) -> None:
-    """An upgrade that named another number would undo it; without scalers the chart names it."""
+    """An upgrade that named a number of the values would undo it; without scalers the chart names it."""
     rendered = render(CASES[mode])
     assert targets(rendered) == {service: ("StatefulSet", f"penstock-{service}") for service in SCALED}
     for service, workload in rendered.workloads().items():
@@ -59,6 +64,90 @@ def test_a_scaler_has_the_number_of_pods_alone(mode: str) -> None:
     partly = render({"autoscaling": {"mode": mode, "driver": {"enabled": False}}})
     assert set(targets(partly)) == SCALED - {"driver"}
     assert partly.workloads()["driver"]["spec"]["replicas"] == 2
+
+
+KINDS: Final[Mapping[str, Mapping[str, str]]] = {
+    "v1": {"Service": "services", "ServiceAccount": "serviceaccounts"},
+    "apps/v1": {"StatefulSet": "statefulsets"},
+    "autoscaling/v2": {"HorizontalPodAutoscaler": "horizontalpodautoscalers"},
+    "networking.k8s.io/v1": {"NetworkPolicy": "networkpolicies"},
+    "policy/v1": {"PodDisruptionBudget": "poddisruptionbudgets"},
+}
+"""What an API server knows of what the chart makes, by version."""
+
+
+def _group(version: str) -> Mapping[str, Any]:
+    """An API group as the server lists it."""
+    name, _, number = version.partition("/")
+    preferred = {"groupVersion": version, "version": number}
+    return {"name": name, "versions": [preferred], "preferredVersion": preferred}
+
+
+@contextmanager
+def cluster(replicas: Mapping[tuple[str, str], int]) -> Iterator[str]:
+    """An API server that has StatefulSets with these numbers of pods, by namespace and name; yields its URL."""
+    answers: dict[str, Mapping[str, Any]] = {
+        "/version": {"major": "1", "minor": "30", "gitVersion": "v1.30.0"},
+        "/api": {"kind": "APIVersions", "versions": ["v1"]},
+        "/apis": {
+            "kind": "APIGroupList",
+            "apiVersion": "v1",
+            "groups": [_group(name) for name in KINDS if "/" in name],
+        },
+    }
+    for version, kinds in KINDS.items():
+        answers[f"/apis/{version}" if "/" in version else f"/api/{version}"] = {
+            "kind": "APIResourceList",
+            "apiVersion": "v1",
+            "groupVersion": version,
+            "resources": [
+                {"name": plural, "singularName": "", "namespaced": True, "kind": kind, "verbs": ["get"]}
+                for kind, plural in kinds.items()
+            ],
+        }
+    for (namespace, name), count in replicas.items():
+        answers[f"/apis/apps/v1/namespaces/{namespace}/statefulsets/{name}"] = {
+            "apiVersion": "apps/v1",
+            "kind": "StatefulSet",
+            "metadata": {"name": name, "namespace": namespace},
+            "spec": {"replicas": count},
+        }
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            found = answers.get(self.path.partition("?")[0])
+            body = json.dumps(found or {"kind": "Status", "status": "Failure", "reason": "NotFound", "code": 404})
+            self.send_response(200 if found else 404)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+        def log_message(self, *_: Any) -> None:
+            """Nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.mark.requirement("R125")
+@pytest.mark.parametrize("program", ["helm3", "helm"])
+def test_scaling_that_is_switched_on_keeps_the_pods_that_run(program: str) -> None:
+    """A number that is there and is left out becomes 1: all other pods would be stopped, with their work."""
+    there = {("penstock", "penstock-driver"): 5, ("penstock-sandboxes", "penstock-sandbox"): 0}
+    values = {"autoscaling": {"mode": "hpa"}, "sandbox": {"namespace": "penstock-sandboxes", "replicas": 7}}
+    with cluster(there) as url:
+        options = ["--is-upgrade", "--dry-run=server", f"--kube-apiserver={url}", "--disable-openapi-validation"]
+        workloads = render(values, *options, program=program).workloads()
+    assert workloads["driver"]["spec"]["replicas"] == 5
+    assert workloads["sandbox"]["spec"]["replicas"] == 0
+    assert "replicas" not in workloads["interception"]["spec"]  # it is not there yet: the autoscaler's least
 
 
 @pytest.mark.parametrize("mode", ["keda", "hpa"])

@@ -14,6 +14,7 @@ from penstock_chassis.membership.members import Member
 from penstock_chassis.membership.peers import Host, Peer, State
 from penstock_chassis.membership.reporting import PEER_LOST, PEER_UP
 from penstock_driver import metrics
+from penstock_driver.domain.rollout import Phase
 from penstock_driver.placement.placement import OnePlace
 from penstock_driver.status import Health
 
@@ -51,6 +52,14 @@ async def test_each_lost_host_is_named(driver: Driver) -> None:
     with look.reported():
         assert PEER_UP.values() == {("sandbox",): 1.0, ("interception",): 0.0}
         assert PEER_LOST.values() == {("sandbox",): 2.0, ("interception",): 0.0}
+
+
+@pytest.mark.requirement("R125")
+async def test_an_idle_driver_says_that_it_runs_nothing(driver: Driver) -> None:
+    """Autoscalers take a gauge without values for an error, and keep the fleet at its peak."""
+    look = Health(driver.manager, driver.opened.parts.terminals, NOWHERE)
+    with look.reported():
+        assert metrics.ROLLOUTS.values() == {(phase.name.lower(),): 0 for phase in Phase if phase is not Phase.ENDED}
 
 
 @pytest.mark.requirement("R50")

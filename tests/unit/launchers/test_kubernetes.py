@@ -15,14 +15,17 @@ from tests.support.charts import render
 from tests.support.release_commands.installing import put
 from tests.support.waiting import eventually
 from tests.unit.deploy.test_network import covers, dialled
+from tests.unit.deploy.test_pods import SECRETS
 
 from penstock.client.errors import ConfigurationError
 from penstock.client.transport.endpoints import SERVICES, Endpoints, read_connection, write_connection
 from penstock.launchers import Stack, on_kubernetes
 from penstock.launchers.kubernetes_release import (
+    OPEN,
     SECRET,
     Release,
     chart_values,
+    may_be_secret,
     progress,
     read_values,
     secrets_of,
@@ -58,14 +61,26 @@ def test_options_go_over_values_and_values_over_the_stacks_own() -> None:
 def test_settings_that_may_be_secret_are_those_that_the_chart_refuses() -> None:
     """And they go into the Secret, whatever service they are of."""
     helpers = (CHART / "templates" / "_helpers.tpl").read_text(encoding="utf-8")
-    (pattern,) = re.findall(r'if regexMatch "(\(\^\|_\)[^"]*)" \$key', helpers)
-    assert pattern == SECRET.pattern
-    settings = {"inference": {"upstream_api_key": "hidden", "replicas": 2}}
+    (patterns,) = re.findall(r'if and \(regexMatch "([^"]*)" \$key\) \(not \(regexMatch "([^"]*)" \$key\)\)', helpers)
+    assert patterns == (SECRET.pattern, OPEN.pattern)
+    settings: dict[str, dict[str, Any]] = {
+        "inference": {"upstream_api_key": "hidden", "replicas": 2, "max_context_tokens": 8192},
+        "sandbox": {"image_credentials": {"docker.io": "user:hidden"}, "egress_tokens": {"npm.example": "hidden"}},
+    }
     made = values(CLAIM, settings=settings)
-    assert made["inference"]["settings"] == {"replicas": 2}
+    assert made["inference"]["settings"] == {"replicas": 2, "max_context_tokens": 8192}
+    assert made["sandbox"]["settings"] == {}
     release = Release("penstock-abcdef", "rl", made)
     tables = settings_tables(release, settings, {}, operator="o", trainer="t", node="n")
     assert tables["inference"]["upstream_api_key"] == "hidden" and "replicas" not in tables["inference"]
+    assert settings["sandbox"].items() <= tables["sandbox"].items()
+
+
+@pytest.mark.requirement("R1", "R8")
+def test_every_setting_that_holds_a_secret_goes_into_the_secret() -> None:
+    """Of all services; what the chart sets by itself it must see, to refuse it by name."""
+    assert [name for _, name in SECRETS if not may_be_secret(name)] == []
+    assert not may_be_secret("kubernetes_keys")
 
 
 def test_secrets_are_those_that_pods_mount_with_every_name_that_is_dialled() -> None:

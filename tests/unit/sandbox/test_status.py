@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from tests.unit.sandbox.scripted_domain import Domain, opened
 
+from penstock_sandbox import metrics
 from penstock_sandbox.snapshots.manager import Snapshots
 from penstock_sandbox.status import Health
 from penstock_sandbox.store.records import SnapshotRecords
@@ -40,6 +41,19 @@ async def test_a_sandbox_that_is_still_there_long_after_its_lease_is_overdue(tmp
         domain.world.fails = False
         await domain.try_again()
         assert not list(look.troubles(PATIENCE_S))
+
+
+@pytest.mark.requirement("R125")
+async def test_an_idle_service_says_that_it_has_no_sandboxes(tmp_path: Path) -> None:
+    """Autoscalers take a gauge without values for an error, and keep the fleet at its peak."""
+    async with opened(tmp_path) as domain:
+        with health(domain).reported():
+            none = dict.fromkeys([("scripted", state) for state in ("creating", "ready", "paused")], 0.0)
+            assert metrics.SANDBOXES.values() == none
+            sandbox = await domain.create()
+            assert metrics.SANDBOXES.values() == {**none, ("scripted", "ready"): 1.0}
+            await domain.sandboxes.delete(sandbox.id)
+            assert metrics.SANDBOXES.values() == none
 
 
 @pytest.mark.parametrize(("default", "told"), [("e2b", True), ("local", False)])

@@ -69,6 +69,17 @@ helm.sh/chart: {{ .root.Chart.Name }}-{{ .root.Chart.Version }}
 {{- if and (ne $scaling.mode "none") (hasKey $scaling .service) }}{{ if (index $scaling .service).enabled }}true{{ end }}{{ end -}}
 {{- end }}
 
+{{/* An autoscaler's number is the cluster's own: of a workload that had one and has none, the API server makes 1. */}}
+{{- define "penstock.replicas" -}}
+{{- if not (include "penstock.scaled" .) }}
+replicas: {{ .values.replicas }}
+{{- else }}
+{{- with lookup "apps/v1" "StatefulSet" (include "penstock.namespace" .) (include "penstock.name" .) }}
+replicas: {{ int .spec.replicas }}
+{{- end }}
+{{- end }}
+{{- end }}
+
 {{/* The longest stop, and half a minute: a pod that drains is not killed. */}}
 {{- define "penstock.grace" -}}
 {{ add .values.drainSeconds .values.stopSeconds 30 }}
@@ -101,13 +112,15 @@ helm.sh/chart: {{ .root.Chart.Name }}-{{ .root.Chart.Version }}
 {{- if has $key $own }}
 {{- fail (printf "%s.settings.%s is set by the chart itself: see the other values of %s" $service $key $service) }}
 {{- end }}
-{{- if regexMatch "(^|_)(token|key|password|secret)$|^(namespaces|upstreams|inference)$" $key }}
+{{- if and (regexMatch "(^|_)(tokens?|keys?|passwords?|secrets?|credentials)$|^(namespaces|upstreams|inference)$" $key) (not (regexMatch "^max_[a-z_]*tokens$|^kubernetes_keys$" $key)) }}
 {{- fail (printf "%s.settings.%s can hold a secret: write it into config.toml of the Secret %s, under [%s]" $service $key (include "penstock.tokensSecret" $) $service) }}
 {{- end }}
 - {name: PENSTOCK_{{ upper $service }}_{{ upper $key }}, value: {{ ternary $value (toJson $value) (kindIs "string" $value) | quote }}}
 {{- end }}
 {{- range .values.env }}
-{{- if and (regexMatch "(?i)(token|key|password|secret)$" .name) (hasKey . "value") }}
+{{- /* A limit of tokens is none, and neither is the place of Google's file. */}}
+{{- $secret := regexMatch "(?i)(tokens?|keys?|passwords?|secrets?|credentials)$|^PENSTOCK_[A-Z]+_(NAMESPACES|UPSTREAMS|INFERENCE)$" .name -}}
+{{- if and $secret (not (regexMatch "(?i)(^|_)max_[a-z_]*tokens$|^GOOGLE_APPLICATION_CREDENTIALS$" .name)) (hasKey . "value") }}
 {{- fail (printf "%s.env: %s can be a secret: use valueFrom.secretKeyRef" $service .name) }}
 {{- end }}
 - {{ toJson . }}
@@ -172,9 +185,10 @@ capabilities: {drop: [ALL]}
     resources: {requests: {storage: {{ .values.storage.size }}}}
 {{- end }}
 
+{{/* No label with the chart's version: a pod restarts when its template changes, and kinds are upgraded one at a time. */}}
 {{- define "penstock.podMetadata" -}}
 labels:
-  {{- include "penstock.labels" . | nindent 2 }}
+  {{- include "penstock.selector" . | nindent 2 }}
 {{- end }}
 
 {{/* Of every pod. No link variables: the one of a Service named RELEASE-driver would be read as a setting of the service. */}}

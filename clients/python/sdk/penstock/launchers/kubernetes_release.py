@@ -18,8 +18,10 @@ from penstock.local.processes import toml
 
 INSTANCE: Final = "app.kubernetes.io/instance"
 """Label with the release's name, of everything that it has."""
-SECRET: Final = re.compile(r"(^|_)(token|key|password|secret)$|^(namespaces|upstreams|inference)$")
-"""Names of settings that the chart refuses among its values, because they can hold a secret."""
+SECRET: Final = re.compile(r"(^|_)(tokens?|keys?|passwords?|secrets?|credentials)$|^(namespaces|upstreams|inference)$")
+"""Names of settings that the chart refuses among its values, because they can hold a secret: but those of `OPEN`."""
+OPEN: Final = re.compile(r"^max_[a-z_]*tokens$|^kubernetes_keys$")
+"""Names that end as those of secrets do: limits of tokens, and a directory that the chart itself sets."""
 _DRAIN_S: Final = 5
 _STOP_S: Final = 10
 _GRACE_S: Final = 30
@@ -61,6 +63,14 @@ class Release:
         """Returns the name of a service within the cluster."""
         return f"{self.name}-{service}.{self.namespace_of(service)}.svc"
 
+    def client_host(self, service: ServiceName) -> str:
+        """Returns the name that clients in the cluster call a service by.
+
+        It is that of the clients' Service, which has pods of its own namespace only.
+        """
+        near = self.namespace_of(service) == self.namespace
+        return f"{self.name}.{self.namespace}.svc" if near else self.host(service)
+
     @property
     def selector(self) -> str:
         """Of everything that it has, as kubectl takes it."""
@@ -73,6 +83,11 @@ class Release:
         return float(
             max(one.get("drainSeconds", _DRAIN_S) + one.get("stopSeconds", _STOP_S) for one in tables) + _GRACE_S
         )
+
+
+def may_be_secret(setting: str) -> bool:
+    """Returns whether a setting of this name can hold a secret, so that it belongs into a Secret of the cluster."""
+    return SECRET.search(setting) is not None and OPEN.search(setting) is None
 
 
 def read_values(given: Mapping[str, Any] | Path | str | None) -> Object:
@@ -122,7 +137,7 @@ def chart_values(
     if nodes is not None:
         values = _merged(values, {"sandbox": {"replicas": nodes}})
     for service, table in settings.items():
-        open_ones = {name: value for name, value in table.items() if not SECRET.search(name)}
+        open_ones = {name: value for name, value in table.items() if not may_be_secret(name)}
         values = _merged(values, {service: {"settings": open_ones}})
     scaling = _part(values, "autoscaling")
     for service in ("driver", "interception") if outside else ():
@@ -166,7 +181,7 @@ def settings_tables(
         "inference": both,
     }
     hidden = {
-        service: {name: value for name, value in settings.get(service, {}).items() if SECRET.search(name)}
+        service: {name: value for name, value in settings.get(service, {}).items() if may_be_secret(name)}
         for service in own
     }
     return {service: {**own[service], **hidden[service]} for service in release.services}

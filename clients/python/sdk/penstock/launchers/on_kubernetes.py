@@ -223,8 +223,7 @@ class KubernetesStack:
         await self._until_ready()
         self.ingress_address = f"{release.host('interception')}:{DEFAULT_INGRESS_PORT}"
         if self._inside:
-            name = f"{self.id}.{namespace}.svc"
-            self._addresses = {service: f"{name}:{DEFAULT_PORTS[service]}" for service in release.services}
+            self._addresses = {name: f"{release.client_host(name)}:{DEFAULT_PORTS[name]}" for name in release.services}
             return
         ports: dict[ServiceName, asyncio.Future[int]] = {}
         for service in release.services:
