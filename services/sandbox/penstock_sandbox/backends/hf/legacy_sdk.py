@@ -133,13 +133,18 @@ class LegacyRemote(Remote):
         cut = self._exec(["/bin/sh", "-c", _CUT, path, str(_PIECE)])
         if cut.code != 0:
             raise OSError(f"the file was not cut into pieces (exit {cut.code})")
-        partial = target.with_suffix(".partial")
-        with partial.open("wb") as file:
-            for name in cut.stdout.split():
-                piece = self._sandbox.read_file(name, text=False)
-                assert isinstance(piece, bytes)
-                file.write(piece)
-        partial.replace(target)
+        # Not by its suffix: ids have dots, so that two would share one name.
+        partial = target.with_name(f"{target.name}.partial")
+        try:
+            with partial.open("wb") as file:
+                for name in cut.stdout.split():
+                    piece = self._sandbox.read_file(name, text=False)
+                    assert isinstance(piece, bytes)
+                    file.write(piece)
+            partial.replace(target)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
 
     async def attach(self, command: list[str]) -> Pipe:
         await self.upload(_POLLER, await self.threads.ask(Path(poller.__file__).read_bytes))
