@@ -85,8 +85,27 @@ async def test_a_sandbox_is_asked_for_once_labelled_closed_and_with_a_deadline(w
         assert body["allow_internet_access"] is False
         assert body["network"] == {"allowPublicTraffic": False}
         assert body["timeout"] == 360
+        e2b_id = (await shown(cloud, box))["sandboxID"]
+        assert await deadlines(cloud, e2b_id) == [360], "counted from READY"
         assert "sk-test" not in str(body) and cloud.api_key not in str(body)
     assert box.id not in str(await cloud.sandboxes())
+
+
+async def deadlines(cloud: StandIn, e2b_id: str) -> list[int]:
+    """What E2B was asked for after the creation, in seconds."""
+    return [one["body"]["timeout"] for one in await cloud.requests(f"POST /sandboxes/{e2b_id}/timeout")]
+
+
+@pytest.mark.requirement("R50", "R61")
+async def test_a_creation_uses_none_of_a_lease(world: World) -> None:
+    """Toolboxes may take long to upload."""
+    cloud, service = world
+    spec = tb.ToolboxSpec(name=f"box-{secrets.token_hex(4)}", files=[script("#!/bin/sh\necho mine")])
+    made = await prepare_toolbox(service, spec)
+    async with box_of(service, lease=Duration(seconds=30), toolbox_ids=[made.toolbox_id]) as box:
+        (asked,) = [one["body"] for one in await cloud.requests("POST /v2/sandboxes") if box.id in str(one)]
+        assert asked["timeout"] == 600 + 600 + 60
+        assert await deadlines(cloud, (await shown(cloud, box))["sandboxID"]) == [90]
 
 
 @pytest.mark.requirement("R50", "R61")
@@ -96,8 +115,7 @@ async def test_a_renewed_lease_moves_e2bs_own_deadline(world: World) -> None:
         renew = ss.RenewLeaseRequest(sandbox_id=box.id, lease=Duration(seconds=1200))
         await service.sandboxes.RenewLease(renew, timeout=30)
         e2b_id = (await shown(cloud, box))["sandboxID"]
-        (moved,) = await cloud.requests(f"POST /sandboxes/{e2b_id}/timeout")
-        assert moved["body"] == {"timeout": 1260}
+        assert await deadlines(cloud, e2b_id) == [360, 1260]
 
 
 @pytest.mark.requirement("R63")
@@ -197,7 +215,7 @@ async def test_paused_sandbox_is_stopped_at_e2b_and_keeps_its_lease(world: World
         # No deadline can be moved while there is none; the next start of it gets the new one.
         renew = ss.RenewLeaseRequest(sandbox_id=box.id, lease=Duration(seconds=1200))
         await service.sandboxes.RenewLease(renew, timeout=30)
-        assert await cloud.requests(f"POST /sandboxes/{e2b['sandboxID']}/timeout") == []
+        assert await deadlines(cloud, e2b["sandboxID"]) == [660], "of the creation"
         assert (await box.kill("one")).reason == ps.EXIT_REASON_KILLED
         told = await _switches(cloud, e2b["sandboxID"])
         assert [one["path"].rpartition("/")[2] for one in told[before:]] == ["connect", "pause"]
@@ -379,6 +397,32 @@ async def test_a_lease_that_the_account_cannot_have_is_refused_by_field() -> Non
         assert isinstance(error, InvalidArgument) and error.violations[0].field == "spec.lease"
         async with box_of(service, lease=Duration(seconds=3600)) as box:
             assert (await box.run("true")).exit.code == 0
+
+
+@pytest.mark.requirement("R61", "R63")
+async def test_no_lease_is_renewed_beyond_what_the_account_can_have() -> None:
+    """The account's time began before the lease's, and begins anew after a pause."""
+    async with (
+        stand_in(),
+        start("e2b", e2b_max_lifetime_s="3600") as service,
+        box_of(service, lease=Duration(seconds=600)) as box,
+    ):
+
+        async def renew(seconds: int) -> None:
+            lease = ss.RenewLeaseRequest(sandbox_id=box.id, lease=Duration(seconds=seconds))
+            await service.sandboxes.RenewLease(lease, timeout=30)
+
+        for longer in (7200, 3600):
+            error = await failure(renew(longer))
+            assert isinstance(error, FailedPrecondition) and error.reason == "LEASE_REFUSED"
+        got = await service.sandboxes.GetSandbox(ss.GetSandboxRequest(sandbox_id=box.id), timeout=30)
+        assert got.sandbox.expire_time == box.sandbox.expire_time
+        await renew(1800)
+        await pause(box)
+        await renew(3600)
+        assert isinstance(await failure(renew(3601)), FailedPrecondition)
+        await resume(box)
+        assert await box.out("echo on") == "on"
 
 
 @pytest.mark.requirement("R55")

@@ -59,6 +59,11 @@ def _socket(sandbox_id: str) -> str:
     return f"{_FOLDER}/{sandbox_id}/socket"
 
 
+def longest_s(toolboxes: Sequence[MountedToolbox]) -> float:
+    """Returns how long E2B must keep a sandbox for ``equip`` to end, in seconds."""
+    return _UPLOAD_S + _UNPACK_S if toolboxes else 2 * _QUICK_S
+
+
 async def equip(sandbox: AsyncSandbox, sandbox_id: str, toolboxes: Sequence[MountedToolbox]) -> Workload:
     """Installs everything and starts the guest agent. Raises PenstockError, Gone or Denied."""
     try:
