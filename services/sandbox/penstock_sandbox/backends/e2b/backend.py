@@ -262,8 +262,7 @@ class E2BBackend(Backend):
             # Its lease begins when it is ready. E2B gets it all the same, to refuse what the account cannot have.
             timeout_s = min(max(lease_s, longest_s(toolboxes)) + MARGIN_S, self._options.max_lifetime_s)
             made = await self._our_cloud.create(sandbox_id, template, timeout_s, spec.network.kind)
-            # A snapshot holds its toolboxes; nothing is installed for a rollout.
-            workload = await equip(made, sandbox_id, () if spec.snapshot_id else toolboxes)
+            workload = await equip(made, sandbox_id, toolboxes, fresh=not spec.snapshot_id)
             path = [folder for toolbox in toolboxes for folder in toolbox.path]
             sandbox = E2BSandbox(
                 sandbox_id,
