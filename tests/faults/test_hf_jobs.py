@@ -14,6 +14,7 @@ from typing import Any
 import grpc
 import pytest
 import pytest_asyncio
+from google.protobuf.duration_pb2 import Duration
 from tests.conformance.sandbox.conftest import Box, claimed, failure
 from tests.conformance.sandbox.services import SERVICES, Running, start_variant
 from tests.support.hf_jobs.client import TOKEN, HfJobs, hf_jobs
@@ -120,6 +121,47 @@ async def test_a_job_that_vanishes_is_lost_at_once(jobs: HfJobs, state_dir: Path
         error = await failure(box.run("true"))
         assert isinstance(error, FailedPrecondition) and error.reason == "SANDBOX_LOST"
         assert error.metadata["lost_reason"] == "JOB_ENDED"
+
+
+@pytest.mark.requirement("R43", "R93")
+@pytest.mark.parametrize(
+    ("stage", "message", "reason"),
+    [
+        ("ERROR", "exit code 137", "JOB_FAILED"),
+        ("ERROR", "Job timeout", "JOB_ENDED"),
+        ("ERROR", "The job timed out after 24h", "JOB_ENDED"),
+        ("COMPLETED", "exit code 0", "JOB_ENDED"),
+        ("CANCELED", "", "JOB_ENDED"),
+    ],
+)
+async def test_only_a_job_that_failed_counts_as_ended_from_inside(
+    jobs: HfJobs, state_dir: Path, stage: str, message: str, reason: str
+) -> None:
+    """Neither Hugging Face's time limit nor its idle timeout is the agent's fault."""
+    async with serve(state_dir, jobs) as service:
+        box = await create(service)
+        await box.start("p", "sleep", "4804")
+        finishing = asyncio.create_task(box.finish("p"))
+        (job,) = await jobs.running()
+        await jobs.fault("end", job=job["id"], stage=stage, message=message)
+        assert (await finishing)[2].reason == ps.EXIT_REASON_SANDBOX_LOST
+        error = await failure(box.run("true"))
+        assert (error.reason, error.metadata["lost_reason"]) == ("SANDBOX_LOST", reason)
+
+
+@pytest.mark.requirement("R61", "R63")
+async def test_no_lease_is_renewed_beyond_its_jobs_end(jobs: HfJobs, state_dir: Path) -> None:
+    """The job's time began before the lease's."""
+    async with serve(state_dir, jobs, max_lifetime_s="604800") as service:
+        box = await create(service)
+        renew = ss.RenewLeaseRequest(sandbox_id=box.id, lease=Duration(seconds=86_400))
+        error = await failure(service.sandboxes.RenewLease(renew, timeout=30))
+        assert isinstance(error, FailedPrecondition) and error.reason == "LEASE_REFUSED"
+        got = await service.sandboxes.GetSandbox(ss.GetSandboxRequest(sandbox_id=box.id), timeout=30)
+        assert got.sandbox.expire_time == box.sandbox.expire_time
+        renew.lease.seconds = 43_200
+        granted = await service.sandboxes.RenewLease(renew, timeout=30)
+        assert granted.expire_time.seconds > box.sandbox.expire_time.seconds
 
 
 @pytest.mark.requirement("R4")

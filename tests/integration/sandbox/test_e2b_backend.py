@@ -38,6 +38,8 @@ from penstock.sandbox.v1 import toolbox_service_pb2 as tb
 from penstock_chassis.errors import FailedPrecondition, InvalidArgument, PenstockError
 from penstock_sandbox.backends.e2b.backend import E2BBackend, E2BOptions
 from penstock_sandbox.backends.e2b.cloud import Address
+from penstock_sandbox.backends.e2b.sandbox import E2BSandbox
+from penstock_sandbox.domain.backend import MountedToolbox
 from penstock_sandbox.domain.model import FileKind, ForkKind, NetworkKind, SandboxSpec
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -85,8 +87,27 @@ async def test_a_sandbox_is_asked_for_once_labelled_closed_and_with_a_deadline(w
         assert body["allow_internet_access"] is False
         assert body["network"] == {"allowPublicTraffic": False}
         assert body["timeout"] == 360
+        e2b_id = (await shown(cloud, box))["sandboxID"]
+        assert await deadlines(cloud, e2b_id) == [360], "counted from READY"
         assert "sk-test" not in str(body) and cloud.api_key not in str(body)
     assert box.id not in str(await cloud.sandboxes())
+
+
+async def deadlines(cloud: StandIn, e2b_id: str) -> list[int]:
+    """What E2B was asked for after the creation, in seconds."""
+    return [one["body"]["timeout"] for one in await cloud.requests(f"POST /sandboxes/{e2b_id}/timeout")]
+
+
+@pytest.mark.requirement("R50", "R61")
+async def test_a_creation_uses_none_of_a_lease(world: World) -> None:
+    """Toolboxes may take long to upload."""
+    cloud, service = world
+    spec = tb.ToolboxSpec(name=f"box-{secrets.token_hex(4)}", files=[script("#!/bin/sh\necho mine")])
+    made = await prepare_toolbox(service, spec)
+    async with box_of(service, lease=Duration(seconds=30), toolbox_ids=[made.toolbox_id]) as box:
+        (asked,) = [one["body"] for one in await cloud.requests("POST /v2/sandboxes") if box.id in str(one)]
+        assert asked["timeout"] == 600 + 600 + 60
+        assert await deadlines(cloud, (await shown(cloud, box))["sandboxID"]) == [90]
 
 
 @pytest.mark.requirement("R50", "R61")
@@ -96,8 +117,7 @@ async def test_a_renewed_lease_moves_e2bs_own_deadline(world: World) -> None:
         renew = ss.RenewLeaseRequest(sandbox_id=box.id, lease=Duration(seconds=1200))
         await service.sandboxes.RenewLease(renew, timeout=30)
         e2b_id = (await shown(cloud, box))["sandboxID"]
-        (moved,) = await cloud.requests(f"POST /sandboxes/{e2b_id}/timeout")
-        assert moved["body"] == {"timeout": 1260}
+        assert await deadlines(cloud, e2b_id) == [360, 1260]
 
 
 @pytest.mark.requirement("R63")
@@ -145,6 +165,81 @@ async def test_toolboxes_enter_the_prepared_state_once_and_no_fork(world: World)
     (kept,) = [one for one in await cloud.snapshots() if snapshot.snapshot_id in str(one)]
     await service.sandboxes.DeleteSnapshot(ss.DeleteSnapshotRequest(snapshot_id=snapshot.snapshot_id), timeout=30)
     assert kept not in await cloud.snapshots()
+
+
+@pytest.mark.requirement("R52", "R63")
+async def test_a_sandbox_from_a_snapshot_has_its_own_toolboxes_too(world: World) -> None:
+    """Only what the snapshot lacks is uploaded, and another one of the same name takes its place."""
+    cloud, service = world
+
+    async def toolbox(name: str, **contents: str) -> str:
+        files = [tb.ToolboxFile(path=f"bin/{tool}", content=text.encode()) for tool, text in contents.items()]
+        return (await prepare_toolbox(service, tb.ToolboxSpec(name=name, files=files))).toolbox_id
+
+    name, other = f"box-{secrets.token_hex(4)}", f"box-{secrets.token_hex(4)}"
+    first = await toolbox(name, tool="#!/bin/sh\necho first", stale="#!/bin/sh\n")
+    newer = await toolbox(name, tool="#!/bin/sh\necho newer")
+    added = await toolbox(other, added="#!/bin/sh\necho added")
+    _, below = await prepare(service, sandbox=sb.SandboxSpec(toolbox_ids=[first]), setup=[command(shell="tool")])
+    base = sb.Base(snapshot_id=below.snapshot_id)
+    before = len(await _uploads(cloud))
+    async with box_of(service, base=base, toolbox_ids=[first]) as box:
+        assert await box.out("tool") == "first"
+    assert len(await _uploads(cloud)) == before
+    async with box_of(service, base=base, toolbox_ids=[newer]) as box:
+        assert await box.out("tool; command -v stale || echo none") == "newer\nnone"
+    spec = sb.SandboxSpec(base=base, toolbox_ids=[first, added])
+    _, above = await prepare(service, sandbox=spec, setup=[command(shell="tool; added")])
+    assert len(await _uploads(cloud)) == before + 2
+    (fork_of_both,) = await fork(service, above.snapshot_id, 1)
+    assert await fork_of_both.out("tool; added") == "first\nadded"
+    assert len(await _uploads(cloud)) == before + 2
+    await service.sandboxes.DeleteSandbox(ss.DeleteSandboxRequest(sandbox_id=fork_of_both.id), timeout=30)
+
+
+@pytest.mark.requirement("R50", "R52")
+async def test_a_kept_snapshots_toolboxes_are_known_to_the_next_start(tmp_path: Path) -> None:
+    async with stand_in() as cloud:
+        files = [script("#!/bin/sh\necho mine")]
+        for _ in range(2):
+            async with start_on(tmp_path, "e2b", keep_snapshots="true") as service:
+                made = await prepare_toolbox(service, tb.ToolboxSpec(name="kept", files=files))
+                _, snapshot = await prepare(service, sandbox=sb.SandboxSpec(toolbox_ids=[made.toolbox_id]))
+                (box,) = await fork(service, snapshot.snapshot_id, 1)
+                assert await box.out("tool") == "mine"
+        assert len(await _uploads(cloud)) == 1
+
+
+@pytest.mark.requirement("R52")
+async def test_toolboxes_of_a_snapshot_without_a_record_are_uploaded_again(tmp_path: Path) -> None:
+    """As of one that an earlier version made; they are the same afterwards."""
+    source = tmp_path / "content"
+    source.mkdir(mode=0o755)
+    (source / "file").write_text("same")
+    box = MountedToolbox("old", source, "/opt/penstock/toolboxes/old", (), {})
+    async with stand_in() as cloud, _backend(cloud, tmp_path / "state") as backend:
+        parent = await backend.create("sb-1", SandboxSpec(lease_s=60.0), [box], lambda _: None)
+        assert isinstance(parent, E2BSandbox)
+        await parent.made.commands.run("rm /opt/penstock/attendant/toolboxes", user="root")
+        await backend.seal(parent, "ss-1")
+        spec = SandboxSpec(snapshot_id="ss-1", lease_s=60.0)
+        child = await backend.create("sb-2", spec, [box], lambda _: None)
+        assert len(await _uploads(cloud)) == 2
+        assert await in_sandbox(child, "cat", f"{box.mount_path}/file") == (0, "same")
+        await child.destroy()
+        await backend.remove_layer("ss-1")
+
+
+@pytest.mark.requirement("R49", "R63")
+async def test_toolboxes_that_cannot_be_unpacked_fail_the_creation(tmp_path: Path) -> None:
+    source = tmp_path / "content"
+    source.mkdir(mode=0o755)
+    box = MountedToolbox("bad", source, "/usr/bin/env/bad", (), {})
+    async with stand_in() as cloud, _backend(cloud, tmp_path / "state") as backend:
+        with pytest.raises(FailedPrecondition) as refusal:
+            await backend.create("sb-1", SandboxSpec(lease_s=60.0), [box], lambda _: None)
+        assert refusal.value.reason == "TEMPLATE_UNSUITABLE"
+        assert await cloud.sandboxes() == []
 
 
 async def _uploads(cloud: StandIn) -> list[dict[str, Any]]:
@@ -197,7 +292,7 @@ async def test_paused_sandbox_is_stopped_at_e2b_and_keeps_its_lease(world: World
         # No deadline can be moved while there is none; the next start of it gets the new one.
         renew = ss.RenewLeaseRequest(sandbox_id=box.id, lease=Duration(seconds=1200))
         await service.sandboxes.RenewLease(renew, timeout=30)
-        assert await cloud.requests(f"POST /sandboxes/{e2b['sandboxID']}/timeout") == []
+        assert await deadlines(cloud, e2b["sandboxID"]) == [660], "of the creation"
         assert (await box.kill("one")).reason == ps.EXIT_REASON_KILLED
         told = await _switches(cloud, e2b["sandboxID"])
         assert [one["path"].rpartition("/")[2] for one in told[before:]] == ["connect", "pause"]
@@ -379,6 +474,32 @@ async def test_a_lease_that_the_account_cannot_have_is_refused_by_field() -> Non
         assert isinstance(error, InvalidArgument) and error.violations[0].field == "spec.lease"
         async with box_of(service, lease=Duration(seconds=3600)) as box:
             assert (await box.run("true")).exit.code == 0
+
+
+@pytest.mark.requirement("R61", "R63")
+async def test_no_lease_is_renewed_beyond_what_the_account_can_have() -> None:
+    """The account's time began before the lease's, and begins anew after a pause."""
+    async with (
+        stand_in(),
+        start("e2b", e2b_max_lifetime_s="3600") as service,
+        box_of(service, lease=Duration(seconds=600)) as box,
+    ):
+
+        async def renew(seconds: int) -> None:
+            lease = ss.RenewLeaseRequest(sandbox_id=box.id, lease=Duration(seconds=seconds))
+            await service.sandboxes.RenewLease(lease, timeout=30)
+
+        for longer in (7200, 3600):
+            error = await failure(renew(longer))
+            assert isinstance(error, FailedPrecondition) and error.reason == "LEASE_REFUSED"
+        got = await service.sandboxes.GetSandbox(ss.GetSandboxRequest(sandbox_id=box.id), timeout=30)
+        assert got.sandbox.expire_time == box.sandbox.expire_time
+        await renew(1800)
+        await pause(box)
+        await renew(3600)
+        assert isinstance(await failure(renew(3601)), FailedPrecondition)
+        await resume(box)
+        assert await box.out("echo on") == "on"
 
 
 @pytest.mark.requirement("R55")

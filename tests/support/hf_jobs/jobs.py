@@ -7,6 +7,7 @@ Faults are asked for over HTTP, by tests only (POST /stand-in/...):
   500;
 - `cut` {"job": id}: every open stream to the job's ports breaks;
 - `vanish` {"job": id}: the job's machine is gone, and the API says so;
+- `end` {"job": id, "stage": stage, "message": text}: the job ends like that;
 - `hold` {"on": bool}: jobs that are created start only once it is off again.
 GET /stand-in/jobs tells of every job: id, stage, labels, names in its environment and secrets, timeout, namespace."""
 
@@ -230,6 +231,8 @@ class StandIn:
                 self._cut(self.jobs[asked["job"]])
             case "vanish":
                 await self._end(self.jobs[asked["job"]], "DELETED")
+            case "end":
+                await self._end(self.jobs[asked["job"]], asked["stage"], asked["message"])
             case "hold":
                 (self.may_start.clear if asked["on"] else self.may_start.set)()
             case _:

@@ -14,6 +14,7 @@ from functools import partial
 from typing import BinaryIO, Final
 
 import grpc
+import structlog
 
 from penstock.sandbox.v1 import (
     file_service_pb2,
@@ -66,6 +67,8 @@ from penstock_driver.wire.converters import (
     seed_to_proto,
     toolbox_to_proto,
 )
+
+_log = structlog.get_logger(__name__)
 
 CHUNK_BYTES: Final = 256 << 10
 CALL_S: Final = 60.0
@@ -497,8 +500,14 @@ class GrpcSandboxes:
     async def renew(self, sandbox_id: str, lease_s: float) -> None:
         """See ports.Sandboxes."""
         renewal = sandbox_service_pb2.RenewLeaseRequest(sandbox_id=sandbox_id, lease=times.duration(lease_s))
-        with typed_errors():
-            await self._sandboxes.RenewLease(renewal, timeout=CALL_S)
+        try:
+            with typed_errors():
+                await self._sandboxes.RenewLease(renewal, timeout=CALL_S)
+        except FailedPrecondition as error:
+            if error.reason != "LEASE_REFUSED":
+                raise
+            # The sandbox is there, for as long as before, which may well be enough.
+            _log.warning("a sandbox keeps its lease", sandbox_id=sandbox_id, error=error.message)
 
     async def labelled(self, labels: Mapping[str, str]) -> Sequence[str]:
         """See ports.Sandboxes."""

@@ -345,7 +345,10 @@ class Sandboxes(Protocol):
         """
 
     async def renew(self, sandbox_id: str, lease_s: float) -> None:
-        """Let a sandbox's lease end `lease_s` from now. Errors as of `rejoin`."""
+        """Let a sandbox's lease end `lease_s` from now. Errors as of `rejoin`.
+
+        A lease that the sandbox's provider does not extend that far stays as it is, here and above.
+        """
 
     async def labelled(self, labels: Mapping[str, str]) -> Sequence[str]:
         """Ids of the sandboxes that have all of the labels."""

@@ -213,7 +213,8 @@ class SandboxHandle(abc.ABC):
         """The lease now ends at ``until`` (seconds since the epoch), later or earlier than before.
 
         For a backend whose provider has a deadline for each sandbox. Called before the caller gets its response: an
-        error leaves the lease unchanged. Default: does nothing.
+        error leaves the lease unchanged. Raises FailedPrecondition (LEASE_REFUSED): the provider does not keep the
+        sandbox for so long. Default: does nothing.
         """
 
 

@@ -77,7 +77,8 @@ class Leases:
         """Sets the lease's end to now + ``lease_s``, or to the end of its lifetime if sooner; returns it.
 
         Raises InvalidArgument (FIELD_INVALID), NotFound (SANDBOX_UNKNOWN: also while it is being removed),
-        FailedPrecondition (SANDBOX_NOT_READY; SANDBOX_LOST while a lost sandbox is being removed).
+        FailedPrecondition (SANDBOX_NOT_READY; SANDBOX_LOST while a lost sandbox is being removed; LEASE_REFUSED if its
+        provider does not keep it for so long).
         """
         live = self._table.get(sandbox_id)
         if not 0 < lease_s <= self._max_lease_s:

@@ -221,10 +221,10 @@ class Sandboxes:
         namespaces share one table: the caller puts the namespace into them.
 
         Raises InvalidArgument (FIELD_INVALID), AlreadyExists (REQUEST_ID_REUSED), FailedPrecondition
-        (CAPABILITY_MISSING, UPSTREAM_NOT_ALLOWED, HOST_NOT_ALLOWED, BACKEND_UNAVAILABLE), NotFound (SNAPSHOT_UNKNOWN,
-        TOOLBOX_UNKNOWN), ResourceExhausted (NAMESPACE_QUOTA, SANDBOX_LIMIT, OWNER_LIMIT, DISK_LOW), Aborted
-        (DELETED_MEANWHILE), Unavailable (DRAINING, CREATE_FAILED, JOURNAL_FAILED), Internal (CREATE_FAILED), and as
-        ``Joins.take`` does.
+        (CAPABILITY_MISSING, UPSTREAM_NOT_ALLOWED, HOST_NOT_ALLOWED, BACKEND_UNAVAILABLE, LEASE_REFUSED), NotFound
+        (SNAPSHOT_UNKNOWN, TOOLBOX_UNKNOWN), ResourceExhausted (NAMESPACE_QUOTA, SANDBOX_LIMIT, OWNER_LIMIT, DISK_LOW),
+        Aborted (DELETED_MEANWHILE), Unavailable (DRAINING, CREATE_FAILED, JOURNAL_FAILED), Internal (CREATE_FAILED),
+        and as ``Joins.take`` does.
         """
         owner = None if shared else f"{namespace}/{spec.labels.get(self._limits.owner_label, '')}"
 

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from penstock.sandbox.v1 import sandbox_pb2, sandbox_service_pb2, sandbox_service_pb2_grpc
 from penstock_chassis.aio.pace import Pace
+from penstock_chassis.errors import FailedPrecondition
 from penstock_chassis.testing import serve
 from penstock_driver.clients.sandboxes import GrpcSandboxes
 from penstock_driver.domain.ports import Load, PreparedSnapshot, SandboxTerms, SnapshotSpec
@@ -58,6 +59,35 @@ async def test_a_sandbox_services_load_has_what_it_says_and_the_measured_creatio
         await sandboxes.create(SandboxTerms(), 60.0, {})
         took = (await sandboxes.load(10.0)).creation_s
         assert took is not None and took > 0
+
+
+@pytest.mark.requirement("R40", "R61")
+async def test_a_sandbox_whose_lease_is_not_extended_is_paused_resumed_and_rejoined() -> None:
+    """It lives on for as long as before; another refusal is an error."""
+    reason = "LEASE_REFUSED"
+
+    class Service(sandbox_service_pb2_grpc.SandboxServiceServicer):
+        async def PauseSandbox(self, request: Any, context: Any) -> Any:  # noqa: N802
+            return sandbox_service_pb2.PauseSandboxResponse(timeouts_only=True)
+
+        async def ResumeSandbox(self, request: Any, context: Any) -> Any:  # noqa: N802
+            return sandbox_service_pb2.ResumeSandboxResponse()
+
+        async def GetDataPlane(self, request: Any, context: Any) -> Any:  # noqa: N802
+            return sandbox_service_pb2.GetDataPlaneResponse()
+
+        async def RenewLease(self, request: Any, context: Any) -> Any:  # noqa: N802
+            raise FailedPrecondition("a job ends after a day", reason=reason)
+
+    servicer = Service()  # type: ignore[abstract]  # what else a sandbox service does is not asked for
+    async with serve((servicer, sandbox_service_pb2_grpc.add_SandboxServiceServicer_to_server)) as (_, channel):
+        sandboxes = GrpcSandboxes(channel)
+        assert await sandboxes.pause("s", 60.0) is False
+        await sandboxes.resume("s", 60.0)
+        await sandboxes.rejoin("s", 60.0)
+        reason = "SANDBOX_LOST"
+        with pytest.raises(FailedPrecondition):
+            await sandboxes.renew("s", 60.0)
 
 
 @pytest.mark.requirement("R51")

@@ -85,7 +85,8 @@ type SandboxServiceClient interface {
 	// RenewLease sets the end of the lease to now + `lease`, or to the end of the sandbox's life (Backend.max_lifetime after
 	// READY) if that is sooner. It returns the end that was granted.
 	// Errors: NOT_FOUND (SANDBOX_UNKNOWN, also while the sandbox is being deleted), FAILED_PRECONDITION (SANDBOX_NOT_READY;
-	// SANDBOX_LOST: it is lost and being deleted), INVALID_ARGUMENT (FIELD_INVALID).
+	// SANDBOX_LOST: it is lost and being deleted; LEASE_REFUSED: its provider does not keep it for so long, and the lease is
+	// unchanged), INVALID_ARGUMENT (FIELD_INVALID).
 	RenewLease(ctx context.Context, in *RenewLeaseRequest, opts ...grpc.CallOption) (*RenewLeaseResponse, error)
 	// ListBackends lists this service's backends and their capabilities on this machine.
 	ListBackends(ctx context.Context, in *ListBackendsRequest, opts ...grpc.CallOption) (*ListBackendsResponse, error)
@@ -520,7 +521,8 @@ type SandboxServiceServer interface {
 	// RenewLease sets the end of the lease to now + `lease`, or to the end of the sandbox's life (Backend.max_lifetime after
 	// READY) if that is sooner. It returns the end that was granted.
 	// Errors: NOT_FOUND (SANDBOX_UNKNOWN, also while the sandbox is being deleted), FAILED_PRECONDITION (SANDBOX_NOT_READY;
-	// SANDBOX_LOST: it is lost and being deleted), INVALID_ARGUMENT (FIELD_INVALID).
+	// SANDBOX_LOST: it is lost and being deleted; LEASE_REFUSED: its provider does not keep it for so long, and the lease is
+	// unchanged), INVALID_ARGUMENT (FIELD_INVALID).
 	RenewLease(context.Context, *RenewLeaseRequest) (*RenewLeaseResponse, error)
 	// ListBackends lists this service's backends and their capabilities on this machine.
 	ListBackends(context.Context, *ListBackendsRequest) (*ListBackendsResponse, error)

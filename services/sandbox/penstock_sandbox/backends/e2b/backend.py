@@ -35,12 +35,13 @@ from penstock_chassis.errors import (
     ResourceExhausted,
     Unavailable,
 )
+from penstock_chassis.times import even_time
 from penstock_chassis.validation import invalid_field
 from penstock_sandbox.backends.e2b.cloud import Address, Cloud, installed
 from penstock_sandbox.backends.e2b.errors import Denied, Gone
 from penstock_sandbox.backends.e2b.layers import Layers
-from penstock_sandbox.backends.e2b.provisioning import equip
-from penstock_sandbox.backends.e2b.sandbox import E2BSandbox, process_defaults
+from penstock_sandbox.backends.e2b.provisioning import equip, longest_s
+from penstock_sandbox.backends.e2b.sandbox import MARGIN_S, E2BSandbox, Lifetime, process_defaults
 from penstock_sandbox.backends.e2b.trial_checks import holds_processes, leak, pauses
 from penstock_sandbox.backends.guest_client.stream import LinkLost
 from penstock_sandbox.backends.remote_machine.sweeping import SWEEP_S, sweep_forever
@@ -48,7 +49,6 @@ from penstock_sandbox.domain.backend import Backend, MountedToolbox, SandboxHand
 from penstock_sandbox.domain.errno import Refused
 from penstock_sandbox.domain.model import Capabilities, ForkKind, NetworkKind, NetworkPolicy, SandboxSpec
 
-_MARGIN_S = 60.0
 _TRIAL_S = 120.0
 _TRIAL_DELAYS = Delays(1.0, SWEEP_S)
 _REMOVAL_DELAYS = Delays(0.5, 60.0, jitter=(0.5, 1.0))
@@ -258,11 +258,11 @@ class E2BBackend(Backend):
         fresh = spec.image or self._options.template
         template = self._our_layers.template(spec.snapshot_id) if spec.snapshot_id else fresh
         try:
-            made = await self._our_cloud.create(
-                sandbox_id, template, self._timeout(spec.lease_s or 0.0), spec.network.kind
-            )
-            # A snapshot holds its toolboxes; nothing is installed for a rollout.
-            workload = await equip(made, sandbox_id, () if spec.snapshot_id else toolboxes)
+            lease_s, began_at = spec.lease_s or 0.0, even_time()
+            # Its lease begins when it is ready. E2B gets it all the same, to refuse what the account cannot have.
+            timeout_s = min(max(lease_s, longest_s(toolboxes)) + MARGIN_S, self._options.max_lifetime_s)
+            made = await self._our_cloud.create(sandbox_id, template, timeout_s, spec.network.kind)
+            workload = await equip(made, sandbox_id, toolboxes, fresh=not spec.snapshot_id)
             path = [folder for toolbox in toolboxes for folder in toolbox.path]
             sandbox = E2BSandbox(
                 sandbox_id,
@@ -270,12 +270,13 @@ class E2BBackend(Backend):
                 made,
                 process_defaults(workload, path),
                 spec,
-                self._timeout,
+                Lifetime(began_at, self._options.max_lifetime_s),
                 on_lost,
                 self._release,
             )
             self._live[sandbox_id] = sandbox
             await sandbox.open(spec.network)
+            await sandbox.begin_lease(lease_s)
         except (Gone, LinkLost) as error:
             why = f" ({error.reason})" if isinstance(error, LinkLost) else ""
             raise Unavailable(
@@ -314,10 +315,6 @@ class E2BBackend(Backend):
     async def _release(self, sandbox: E2BSandbox) -> None:
         await self._removals.delete(sandbox.e2b_id, functools.partial(self._our_cloud.kill, sandbox.e2b_id))
         self._live.pop(sandbox.id, None)
-
-    def _timeout(self, lease_s: float) -> float:
-        """Returns the time after which E2B ends a sandbox by itself."""
-        return min(lease_s + _MARGIN_S, self._options.max_lifetime_s)
 
     # Layers ------------------------------------------------------------------------------------------------------
 

@@ -1,8 +1,8 @@
 """One sandbox of E2B, with a guest agent whose pipe is a command's; E2B applies its end and network policy.
 
 Invariants
-- E2B closes the internet before a narrower policy counts as applied; a renewed lease moves E2B's own deadline before
-  the caller gets its response.
+- E2B closes the internet before a narrower policy counts as applied; a lease that begins or is renewed moves E2B's own
+  deadline before the caller gets its response, and none is renewed beyond what E2B keeps.
 - A paused sandbox is stopped by E2B, memory kept, and its link opens no pipe; it is awake only briefly, to signal or
   kill a process and to be copied. A pause or resume whose caller was cancelled is reverted.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import structlog
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from e2b import AsyncSandbox
 
 _SYSTEM_PATH = ("/usr/local/bin", "/usr/bin", "/bin", "/usr/local/sbin", "/usr/sbin", "/sbin")
+MARGIN_S = 60.0
+"""How long after its lease E2B ends a sandbox by itself."""
 # Each heartbeat of an idle sandbox is a request to E2B.
 _HEARTBEAT_S = 20.0
 
@@ -54,8 +57,16 @@ def process_defaults(workload: Workload, path: Sequence[str]) -> ProcessDefaults
     return ProcessDefaults(workload.home, WORKDIR, workload.name, env)
 
 
+@dataclass(frozen=True, slots=True)
+class Lifetime:
+    """E2B started a sandbox at ``began_at`` (by ``even_time``) or later, and runs it for at most ``most_s`` seconds."""
+
+    began_at: float
+    most_s: float
+
+
 class E2BSandbox(GuestSandbox):
-    """See the module. ``release`` ends the E2B sandbox; ``timeout`` returns E2B's deadline for a lease."""
+    """See the module. ``release`` ends the E2B sandbox; its ``lifetime`` begins anew with each resume."""
 
     def __init__(
         self,
@@ -64,7 +75,7 @@ class E2BSandbox(GuestSandbox):
         made: AsyncSandbox,
         defaults: ProcessDefaults,
         spec: SandboxSpec,
-        timeout: Callable[[float], float],
+        lifetime: Lifetime,
         on_lost: Callable[[str], None],
         release: Callable[[E2BSandbox], Awaitable[None]],
     ) -> None:
@@ -85,7 +96,7 @@ class E2BSandbox(GuestSandbox):
         """Whether the workload has another user than the guest agent."""
         self._cloud = cloud
         self._internet = spec.network.kind is NetworkKind.OPEN
-        self._timeout = timeout
+        self._lifetime = lifetime
         self._release = release
         self._until = even_time() + (spec.lease_s or 0.0)
         self._switching = asyncio.Lock()
@@ -107,23 +118,49 @@ class E2BSandbox(GuestSandbox):
         """Whether E2B lists it, running or paused: not during a switch between these."""
         return not self._switching.locked()
 
+    async def begin_lease(self, lease_s: float) -> None:
+        """Sets E2B's deadline for a lease of ``lease_s`` seconds that begins now.
+
+        A lease of the whole lifetime ends with that, whose start was earlier. Raises FailedPrecondition
+        (LEASE_REFUSED), Unavailable (PROVIDER_FAILED), ResourceExhausted (PROVIDER_LIMIT), Gone.
+        """
+        until = even_time() + lease_s
+        async with self._switching:
+            await self._set_deadline(until)
+            self._until = until
+
     async def renewed(self, until: float) -> None:
         async with self._switching:
+            # Refused here, since E2B would accept it and end the sandbox earlier.
+            if until > self._most():
+                raise FailedPrecondition(
+                    f"E2B keeps a sandbox for at most {self._lifetime.most_s:g} s without a pause",
+                    reason="LEASE_REFUSED",
+                )
             # A paused sandbox has no deadline; it gets one when it is resumed.
             if not self._paused:
-                await self._set_deadline(until)
+                try:
+                    await self._set_deadline(until)
+                except Gone:
+                    self.lose(GONE)
+                    raise lost(LinkLost(GONE)) from None
             self._until = until
+
+    def _most(self) -> float:
+        """Returns when E2B ends it in any case; that of a paused one counts from its resume."""
+        return (even_time() if self._paused else self._lifetime.began_at) + self._lifetime.most_s
 
     async def _set_deadline(self, until: float) -> None:
         try:
-            await self._cloud.set_timeout(self.e2b_id, self._timeout(until - even_time()))
-        except Gone:
-            self.lose(GONE)
-            raise lost(LinkLost(GONE)) from None
+            await self._cloud.set_timeout(self.e2b_id, self._timeout(until))
         except Denied as denied:
             raise FailedPrecondition(
                 f"E2B does not keep a sandbox for so long (status {denied.status})", reason="LEASE_REFUSED"
             ) from None
+
+    def _timeout(self, until: float) -> float:
+        """Returns in how many seconds E2B shall end it by itself, if its lease ends at ``until``."""
+        return max(min(until + MARGIN_S, self._most()) - even_time(), 0.0)
 
     async def set_network(self, policy: NetworkPolicy) -> None:
         if self._internet:
@@ -197,8 +234,11 @@ class E2BSandbox(GuestSandbox):
 
     async def _connect(self) -> None:
         """Makes it run at E2B, with its proper deadline."""
+        timeout_s = self._timeout(max(self._until, even_time()))
+        if self._paused:
+            self._lifetime = replace(self._lifetime, began_at=even_time())
         try:
-            self.made = await self._cloud.connect(self.e2b_id, self._timeout(max(self._until - even_time(), 0.0)))
+            self.made = await self._cloud.connect(self.e2b_id, timeout_s)
         except Gone:
             self.lose(GONE)
             raise lost(LinkLost(GONE)) from None

@@ -29,6 +29,7 @@ T = TypeVar("T")
 _LONGEST_MESSAGE = 300
 _RETRY_S = 5.0
 _REFUSED = (401, 402, 403)
+_TIMED_OUT = ("timeout", "timed out")
 _TERMINAL = ("COMPLETED", "CANCELED", "ERROR", "DELETED")
 
 
@@ -52,6 +53,19 @@ class HfOptions:
         return f"HfOptions(image={self.image!r}, flavor={self.flavor!r}, namespace={self.namespace!r})"
 
 
+@dataclass(frozen=True, slots=True)
+class JobEnd:
+    """How a job ended: its stage and Hugging Face's message; no stage if Hugging Face does not know it any more."""
+
+    stage: str
+    message: str = ""
+
+    @property
+    def failed(self) -> bool:
+        """Whether its program failed: not at a time limit, which has the same stage."""
+        return self.stage == "ERROR" and not any(words in self.message.lower() for words in _TIMED_OUT)
+
+
 class Jobs:
     """The jobs of one namespace, used by both SDKs. Constructed after ``huggingface_hub`` is loaded."""
 
@@ -61,18 +75,18 @@ class Jobs:
         self._token = token
         self._threads = threads
 
-    async def ended(self, job_id: str) -> str:
-        """Returns how a job ended, or "" while it has not. Raises Unavailable if that cannot be determined."""
+    async def ended(self, job_id: str) -> JobEnd | None:
+        """Returns how a job ended, or None while it has not. Raises Unavailable if that cannot be determined."""
 
-        def call() -> str:
+        def call() -> JobEnd | None:
             try:
                 status = self.api.inspect_job(job_id=job_id, namespace=self.namespace).status
             except Exception as error:
                 if status_of(error) == 404:
-                    return "unknown there"
+                    return JobEnd("", "unknown there")
                 raise
             stage = str(getattr(status.stage, "value", status.stage))
-            return stage if stage in _TERMINAL else ""
+            return JobEnd(stage, str(status.message or "")) if stage in _TERMINAL else None
 
         return await self.ask("the job's state is unknown", call)
 
@@ -97,10 +111,14 @@ class Jobs:
 
 
 class Remote(Machine, abc.ABC):
-    """One sandbox at Hugging Face: a job."""
+    """One sandbox at Hugging Face: a job.
 
-    def __init__(self, job_id: str, jobs: Jobs, threads: Threads) -> None:
+    ``ends_at``: when its time limit ends it at the earliest, by ``even_time``; nothing extends that.
+    """
+
+    def __init__(self, job_id: str, jobs: Jobs, threads: Threads, ends_at: float) -> None:
         self.job_id = job_id
+        self.ends_at = ends_at
         self.jobs = jobs
         self.threads = threads
 
@@ -136,8 +154,8 @@ class Remote(Machine, abc.ABC):
         """Closes the SDK's connections; the job continues."""
         return
 
-    async def ended(self) -> str:
-        """Returns how the job ended, or "" while it has not. Raises Unavailable if that cannot be determined."""
+    async def ended(self) -> JobEnd | None:
+        """Returns how the job ended, or None while it has not. Raises Unavailable if that cannot be determined."""
         return await self.jobs.ended(self.job_id)
 
 

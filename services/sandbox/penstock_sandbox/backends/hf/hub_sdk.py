@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
+from penstock_chassis.times import even_time
 from penstock_sandbox.backends.guest_client.pipe import Armoured, Pipe
 from penstock_sandbox.backends.hf.client import Client, HfOptions, Jobs, Remote, explain
 from penstock_sandbox.backends.hf.pipes import Feed, SplitPipe
@@ -58,6 +59,8 @@ class HubClient(Client):
     def make(self, sandbox_id: str, image: str) -> Remote:
         from huggingface_hub import Sandbox
 
+        # Before the request: the job's clock starts within it.
+        ends_at = even_time() + LIFETIME_S
         sandbox = Sandbox.create(
             image,
             flavor=self.options.flavor,
@@ -67,7 +70,7 @@ class HubClient(Client):
             start_timeout=self.options.start_timeout_s,
             token=self.options.token,
         )
-        return HubRemote(sandbox, self.jobs, self.threads)
+        return HubRemote(sandbox, self.jobs, self.threads, ends_at)
 
     async def failed(self, sandbox_id: str) -> None:
         await self._end_labelled(SANDBOX_LABEL, sandbox_id)
@@ -108,8 +111,8 @@ class HubClient(Client):
 class HubRemote(Remote):
     """A dedicated sandbox of the SDK."""
 
-    def __init__(self, sandbox: Sandbox, jobs: Jobs, threads: Threads) -> None:
-        super().__init__(sandbox.id, jobs, threads)
+    def __init__(self, sandbox: Sandbox, jobs: Jobs, threads: Threads, ends_at: float) -> None:
+        super().__init__(sandbox.id, jobs, threads, ends_at)
         self._sandbox = sandbox
         # For each transfer the SDK makes threads of its own.
         sandbox.files.PARALLEL_MAX_WORKERS = _TRANSFER_THREADS

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
+from penstock_chassis.times import even_time
 from penstock_sandbox.backends.guest_client.pipe import Armoured, Pipe
 from penstock_sandbox.backends.hf.client import Client, HfOptions, Jobs, Remote, explain
 from penstock_sandbox.backends.hf.pipes import Feed, SplitPipe
@@ -65,9 +66,12 @@ class LegacyClient(Client):
     def make(self, sandbox_id: str, image: str) -> Remote:
         from hf_sandbox import Sandbox
 
-        sandbox = Sandbox.create(image, flavor=self.options.flavor, timeout=f"{int(self.options.max_lifetime_s)}s")
+        lifetime_s = int(self.options.max_lifetime_s)
+        # Before the request: the job's clock starts within it.
+        ends_at = even_time() + lifetime_s
+        sandbox = Sandbox.create(image, flavor=self.options.flavor, timeout=f"{lifetime_s}s")
         (self._folder / sandbox.job_id).touch()
-        return LegacyRemote(sandbox, self.jobs, self.threads, self._folder)
+        return LegacyRemote(sandbox, self.jobs, self.threads, ends_at, self._folder)
 
     async def abandon(self, making: asyncio.Future[Remote], sandbox_id: str) -> None:
         # The SDK may take half a minute to return the job's id: the caller does not wait for that.
@@ -88,8 +92,8 @@ class LegacyClient(Client):
 
 
 class LegacyRemote(Remote):
-    def __init__(self, sandbox: Sandbox, jobs: Jobs, threads: Threads, folder: Path) -> None:
-        super().__init__(sandbox.job_id, jobs, threads)
+    def __init__(self, sandbox: Sandbox, jobs: Jobs, threads: Threads, ends_at: float, folder: Path) -> None:
+        super().__init__(sandbox.job_id, jobs, threads, ends_at)
         self._sandbox = sandbox
         self._folder = folder
 
@@ -133,13 +137,18 @@ class LegacyRemote(Remote):
         cut = self._exec(["/bin/sh", "-c", _CUT, path, str(_PIECE)])
         if cut.code != 0:
             raise OSError(f"the file was not cut into pieces (exit {cut.code})")
-        partial = target.with_suffix(".partial")
-        with partial.open("wb") as file:
-            for name in cut.stdout.split():
-                piece = self._sandbox.read_file(name, text=False)
-                assert isinstance(piece, bytes)
-                file.write(piece)
-        partial.replace(target)
+        # Not by its suffix: ids have dots, so that two would share one name.
+        partial = target.with_name(f"{target.name}.partial")
+        try:
+            with partial.open("wb") as file:
+                for name in cut.stdout.split():
+                    piece = self._sandbox.read_file(name, text=False)
+                    assert isinstance(piece, bytes)
+                    file.write(piece)
+            partial.replace(target)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
 
     async def attach(self, command: list[str]) -> Pipe:
         await self.upload(_POLLER, await self.threads.ask(Path(poller.__file__).read_bytes))

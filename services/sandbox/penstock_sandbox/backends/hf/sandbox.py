@@ -1,7 +1,8 @@
 """One sandbox of Hugging Face, with a guest agent whose pipe is made of SDK calls; it ends with its job.
 
-Invariants: a job that is known to have ended is lost at once; files to be kept are captured after the link has closed
-and before the job is ended, and a failure of that does not prevent the end.
+Invariants: a job that is known to have ended is lost at once; no lease is renewed beyond the job's time limit; files to
+be kept are captured after the link has closed and before the job is ended, and a failure of that does not prevent the
+end.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import structlog
 
-from penstock_chassis.errors import Unavailable
+from penstock_chassis.errors import FailedPrecondition, Unavailable
+from penstock_chassis.times import even_time
 from penstock_sandbox.backends.guest_client.pipe import Pipe, SandboxGone
 from penstock_sandbox.backends.guest_client.sandbox import (
     BackendHooks,
@@ -19,13 +21,11 @@ from penstock_sandbox.backends.guest_client.sandbox import (
     ProcessDefaults,
     by_what_serves_it,
 )
-from penstock_sandbox.backends.hf.client import Remote
+from penstock_sandbox.backends.hf.client import JobEnd, Remote
 from penstock_sandbox.backends.remote_machine import bootstrap
 
 # Each heartbeat of a silent sandbox is a request to it.
 _HEARTBEAT_S = 20.0
-
-_BY_ITSELF = ("COMPLETED", "ERROR")
 
 _log = structlog.get_logger(__name__)
 
@@ -57,24 +57,35 @@ class HfSandbox(GuestSandbox):
         """Run once by ``destroy``, after the link has closed and before the job is ended."""
         self._release = release
         self._attached = False
-        self._how = ""
+        self._job_end: JobEnd | None = None
+
+    async def renewed(self, until: float) -> None:
+        if until > self.machine.ends_at:
+            left_s = max(self.machine.ends_at - even_time(), 0.0)
+            raise FailedPrecondition(
+                f"the sandbox's job ends in {left_s:.0f} s, and Hugging Face extends no job's time limit",
+                reason="LEASE_REFUSED",
+            )
 
     async def _open_pipe(self) -> Pipe:
         if self._attached:
             # The last pipe broke: perhaps because the job ended. If that is unknown, trying shows it.
             with contextlib.suppress(Unavailable):
-                if how := await self.machine.ended():
-                    _log.warning("a job ended", sandbox=self.id, job=self.machine.job_id, how=how)
-                    self._how = how
+                if end := await self.machine.ended():
+                    _log.warning(
+                        "a job ended", sandbox=self.id, job=self.machine.job_id, how=end.stage, message=end.message
+                    )
+                    self._job_end = end
                     raise SandboxGone("JOB_ENDED")
         self._attached = True
         return await self.machine.attach(self.place.command)
 
     async def _what_ended_it(self, reason: str) -> str:
-        # Its first process only waits: it ends by itself only if the workload used up the job's memory.
-        if reason == "JOB_ENDED" and self._how in _BY_ITSELF:
-            return "JOB_FAILED"
-        return await by_what_serves_it(reason)
+        # Its first process only waits: it fails by itself only if the workload used up the job's memory. At the idle
+        # timeout it completes, and the job's time limit looks like a failure if Hugging Face does not name it.
+        ended = self._job_end
+        failed = ended is not None and ended.failed and even_time() < self.machine.ends_at
+        return "JOB_FAILED" if reason == "JOB_ENDED" and failed else await by_what_serves_it(reason)
 
     async def _end_at_hf(self) -> None:
         try:

@@ -88,7 +88,8 @@ class SandboxServiceStub:
     """RenewLease sets the end of the lease to now + `lease`, or to the end of the sandbox's life (Backend.max_lifetime after
     READY) if that is sooner. It returns the end that was granted.
     Errors: NOT_FOUND (SANDBOX_UNKNOWN, also while the sandbox is being deleted), FAILED_PRECONDITION (SANDBOX_NOT_READY;
-    SANDBOX_LOST: it is lost and being deleted), INVALID_ARGUMENT (FIELD_INVALID).
+    SANDBOX_LOST: it is lost and being deleted; LEASE_REFUSED: its provider does not keep it for so long, and the lease is
+    unchanged), INVALID_ARGUMENT (FIELD_INVALID).
     """
     ListBackends: _grpc.UnaryUnaryMultiCallable[_sandbox_service_pb2.ListBackendsRequest, _sandbox_service_pb2.ListBackendsResponse]
     """ListBackends lists this service's backends and their capabilities on this machine."""
@@ -216,7 +217,8 @@ class SandboxServiceAsyncStub(SandboxServiceStub):
     """RenewLease sets the end of the lease to now + `lease`, or to the end of the sandbox's life (Backend.max_lifetime after
     READY) if that is sooner. It returns the end that was granted.
     Errors: NOT_FOUND (SANDBOX_UNKNOWN, also while the sandbox is being deleted), FAILED_PRECONDITION (SANDBOX_NOT_READY;
-    SANDBOX_LOST: it is lost and being deleted), INVALID_ARGUMENT (FIELD_INVALID).
+    SANDBOX_LOST: it is lost and being deleted; LEASE_REFUSED: its provider does not keep it for so long, and the lease is
+    unchanged), INVALID_ARGUMENT (FIELD_INVALID).
     """
     ListBackends: _aio.UnaryUnaryMultiCallable[_sandbox_service_pb2.ListBackendsRequest, _sandbox_service_pb2.ListBackendsResponse]  # type: ignore[assignment]
     """ListBackends lists this service's backends and their capabilities on this machine."""
@@ -395,7 +397,8 @@ class SandboxServiceServicer(metaclass=_abc_1.ABCMeta):
         """RenewLease sets the end of the lease to now + `lease`, or to the end of the sandbox's life (Backend.max_lifetime after
         READY) if that is sooner. It returns the end that was granted.
         Errors: NOT_FOUND (SANDBOX_UNKNOWN, also while the sandbox is being deleted), FAILED_PRECONDITION (SANDBOX_NOT_READY;
-        SANDBOX_LOST: it is lost and being deleted), INVALID_ARGUMENT (FIELD_INVALID).
+        SANDBOX_LOST: it is lost and being deleted; LEASE_REFUSED: its provider does not keep it for so long, and the lease is
+        unchanged), INVALID_ARGUMENT (FIELD_INVALID).
         """
 
     @_abc_1.abstractmethod

@@ -1495,7 +1495,8 @@ export const SandboxService: GenService<{
    * RenewLease sets the end of the lease to now + `lease`, or to the end of the sandbox's life (Backend.max_lifetime after
    * READY) if that is sooner. It returns the end that was granted.
    * Errors: NOT_FOUND (SANDBOX_UNKNOWN, also while the sandbox is being deleted), FAILED_PRECONDITION (SANDBOX_NOT_READY;
-   * SANDBOX_LOST: it is lost and being deleted), INVALID_ARGUMENT (FIELD_INVALID).
+   * SANDBOX_LOST: it is lost and being deleted; LEASE_REFUSED: its provider does not keep it for so long, and the lease is
+   * unchanged), INVALID_ARGUMENT (FIELD_INVALID).
    *
    * @generated from rpc penstock.sandbox.v1.SandboxService.RenewLease
    */
