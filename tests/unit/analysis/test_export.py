@@ -316,6 +316,20 @@ def test_a_place_without_exports_is_named(tmp_path: Path, monkeypatch: pytest.Mo
         list(read_exports("file:///x", "turns"))
 
 
+@pytest.mark.requirement("R82")
+def test_a_parquet_file_on_disk_is_read_a_batch_at_a_time(tmp_path: Path) -> None:
+    """Its compressed bytes too, which Arrow would read ahead: an export is larger than memory."""
+    file, rng = tmp_path / "x.parquet", np.random.default_rng(7)
+    with new_file(file, Table.TURNS, Format.PARQUET) as sink:
+        for _ in range(20):
+            ids = rng.integers(0, 1 << 31, (64, 1000)).tolist()
+            sink.write([dict.fromkeys(COLUMNS[Table.TURNS]) | {"prompt_token_ids": line} for line in ids])
+    before, most = pa.total_allocated_bytes(), 0
+    for _ in read_rows(file):
+        most = max(most, pa.total_allocated_bytes() - before)
+    assert most < file.stat().st_size / 2
+
+
 @pytest.mark.requirement("R124")
 def test_the_row_of_a_rollout_says_how_it_ended() -> None:
     (row,) = rollouts(replace(trajectory(), attempt=3))

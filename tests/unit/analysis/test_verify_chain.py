@@ -1,6 +1,10 @@
 """An export is what the gate recorded, or the check says where it is not."""
 
 import copy
+import tempfile
+import tracemalloc
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +19,9 @@ from tests.support.waiting import eventually
 from penstock.analysis.export import read_rows
 from penstock.analysis.verify_chain import Row, verify
 from penstock.analysis.verify_samples import check_policies, check_samples
-from penstock.client import InvalidArgument
+from penstock.client import ConfigurationError, InvalidArgument
 from penstock.tables import rows
+from penstock.tables.columns import sealed
 from penstock.trajectory.v1 import trajectory_pb2
 from penstock_codec.chat import FinishReason, Message, Sampling
 from penstock_interception.domain.calls import CallState
@@ -29,11 +34,15 @@ TENSOR = {"name": "routed_experts", "dtype": "uint8", "start": 3, "shape": [4, 1
 TOP = ("completion_top_token_ids", "completion_top_logprobs")
 
 
-def recorded(calls: int = 3, rollout_id: str = "r", top: int = 0) -> tuple[list[Row], list[Row]]:
-    """Rows of both tables, with the chain as the gate makes it; `top` alternatives in each call but the first."""
+def recorded(
+    calls: int = 3, rollout_id: str = "r", top: int = 0, prompt: Sequence[int] = (1, 2, 3)
+) -> tuple[list[Row], list[Row]]:
+    """Rows of both tables, with the chain as the gate makes it; `top` alternatives in each call but the first, whose
+    prompt is `prompt`.
+    """
     rng = np.random.default_rng(7)
-    head, line, turns = chain_start(rollout_id), np.array([1, 2, 3], np.int32), []
-    spans, mask, logs = [], [0, 0, 0], [0.0, 0.0, 0.0]
+    head, line, turns = chain_start(rollout_id), np.array(prompt, np.int32), []
+    spans, mask, logs = [], [0] * len(prompt), [0.0] * len(prompt)
     for index in range(calls):
         ids = rng.integers(0, 100, 4).astype(np.int32)
         logprobs = -rng.random(4).astype(np.float32)
@@ -101,6 +110,79 @@ def test_recorded_chain_is_valid() -> None:
     proof = verify([*reversed(turns), *others], sequences)
     assert not proof.problems
     assert (proof.rollouts, proof.calls, proof.tokens, proof.samples, proof.unproven) == (2, 5, 20, 1, 0)
+
+
+def peak(rollouts: int) -> int:
+    """Bytes of Python's memory at most, while rollouts are verified whose rows come mixed and one at a time."""
+    prompt = range(1000, 2500)
+
+    def rows(table: int) -> Iterator[Row]:
+        for index in range(2 - table):
+            for number in range(rollouts):
+                row = recorded(2, f"r{number}", prompt=prompt)[table][index]
+                yield row | {"replayed_from": {name: row.get(name) for name in ("rollout_id", "call_id")}}
+
+    tracemalloc.start()
+    try:
+        proof = verify(rows(0), rows(1), against=rows(0))
+        found = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert (proof.problems, proof.rollouts, proof.calls, proof.samples) == ([], rollouts, 2 * rollouts, rollouts)
+    assert proof.replayed == 2 * rollouts
+    return found
+
+
+@pytest.mark.requirement("R82")
+def test_memory_holds_one_rollout_however_many_there_are() -> None:
+    """Each call has its whole prompt, so an export is larger than memory; one rollout of it is not."""
+    peak(1)  # takes what only the first verification in a process needs
+    assert peak(12) < 1.5 * peak(4)
+
+
+@pytest.mark.requirement("R82")
+@pytest.mark.parametrize("disk", ["there is none", "it is full"])
+def test_a_disk_that_takes_no_rows_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk: str) -> None:
+    if disk == "it is full":
+        monkeypatch.setattr(tempfile, "TemporaryFile", partial(Path("/dev/full").open, "w+b"))
+    else:
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
+    with pytest.raises(ConfigurationError, match="cannot be written") as caught:
+        verify(*recorded(prompt=range(5000)))
+    assert caught.value.reason == "FILE_NOT_WRITTEN"
+
+
+@pytest.mark.requirement("R82")
+def test_rows_of_any_depth_are_kept_or_refused() -> None:
+    """As deep as an export can be, they are kept."""
+    turns, _ = recorded()
+    deep: Any = {}
+    for _ in range(250):
+        deep = {"a": deep}
+    turns[0]["tools"] = deep
+    assert not verify([sealed(turns[0] | {"schema_version": 3}, 1)]).problems[1:]
+    for _ in range(5000):
+        deep = [deep]
+    turns[0]["tools"] = deep
+    with pytest.raises(InvalidArgument, match="A row of turns is nested too deeply"):
+        verify(turns)
+    with pytest.raises(InvalidArgument, match="A row of turns is nested too deeply"):
+        verify([turns[1] | {"replayed_from": turns[0]}], against=turns)
+
+
+@pytest.mark.requirement("R103")
+@pytest.mark.parametrize(
+    ("sampled", "shared", "holds"), [(None, 3, True), (None, 4, False), ([5, 6], 5, True), ([5], 5, False)]
+)
+def test_tokens_that_a_call_shares_with_its_parent_are_compared(
+    sampled: list[int] | None, shared: int, holds: bool
+) -> None:
+    """With its prompt, then with what was sampled."""
+    turns, _ = recorded(2)
+    turns[0]["completion_token_ids"] = sampled
+    turns[1] |= {"parent_call_id": "r-0", "prompt_shared_count": shared, "prompt_token_ids": [1, 2, 3, 5, 6, 7]}
+    found = [problem.message for problem in verify(turns).problems]
+    assert ("its shared tokens differ from its parent's" not in found) is holds
 
 
 @pytest.mark.requirement("R82", "R106")

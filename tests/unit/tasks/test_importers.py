@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from tests.support import foreign_tasks
 
 from penstock.client import Command, ConfigurationError, CopiedPath, InvalidArgument, Limits, Resources, Task
+from penstock.client.tasks.field_types import MAX_FILE_BYTES
 from penstock.client.tasks.spec import McpServer, SandboxChoice
 from penstock.client.tasks.yaml import YamlFile
 from penstock.client.wire.specs import digest
@@ -27,6 +28,7 @@ from penstock.tasks.images import contexts_of, with_image
 from penstock.tasks.importers import Choices, import_tasks
 from penstock.tasks.importers.common import Folder, Refused
 from penstock.tasks.importers.dockerfile import contents
+from penstock.tasks.sets import load_tasks
 
 COLLECT = "[verifier.environment]\n[[verifier.collect]]\ncommand = 'x'\n"
 PROGRAMS = Path(package.__file__).parent / "programs"
@@ -284,6 +286,29 @@ def test_a_task_of_the_wrong_form_is_refused_and_ends_no_other(tmp_path: Path) -
     bad, good = sorted(import_tasks("harbor", tmp_path / "all", tmp_path / "out"), key=lambda item: item.name)
     assert bad.problem and bad.folder is None and good.folder is not None
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["b-good"]
+
+
+@pytest.mark.requirement("R63")
+@pytest.mark.parametrize(
+    ("seconds", "size", "named"),
+    [("900000.0", 1, "limits.agent: "), ("90.0", MAX_FILE_BYTES + 1, "verifier.files")],
+    ids=["a time limit", "a file"],
+)
+def test_a_task_that_penstock_could_not_load_is_refused_and_the_others_load(
+    tmp_path: Path, seconds: str, size: int, named: str
+) -> None:
+    """One such task would make every later use of the directory fail."""
+    foreign_tasks.harbor(tmp_path / "all" / "a-bad")
+    foreign_tasks.harbor(tmp_path / "all" / "b-good")
+    config = tmp_path / "all" / "a-bad" / "task.toml"
+    config.write_text(config.read_text().replace("timeout_sec = 90.0", f"timeout_sec = {seconds}"))
+    with (tmp_path / "all" / "a-bad" / "tests" / "data" / "big").open("wb") as file:
+        file.truncate(size)
+    bad, good = sorted(import_tasks("harbor", tmp_path / "all", tmp_path / "out"), key=lambda item: item.name)
+    assert bad.folder is None and named in bad.problem and ".partial" not in bad.problem
+    assert good.folder is not None
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["b-good"]
+    assert [task.task_id for task in load_tasks(tmp_path / "out").tasks] == ["b-good"]
 
 
 @pytest.mark.requirement("R63")

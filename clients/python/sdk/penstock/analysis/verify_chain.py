@@ -9,13 +9,23 @@ rows are what the gate recorded, not that the gate was honest.
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from typing import Final
 
 import numpy as np
 
-from penstock.analysis.verify_replays import Calls, check_replay, key_of, origin_of
-from penstock.analysis.verify_rows import Problem, Proof, checked_origins, checked_rows, has_its_rows, unlike
+from penstock.analysis.verify_replays import Key, check_replay, key_of, origin_of
+from penstock.analysis.verify_rows import (
+    KeptRows,
+    Problem,
+    Proof,
+    checked_origins,
+    has_its_rows,
+    keep_checked,
+    together,
+    unlike,
+)
 from penstock.analysis.verify_samples import check_policies, check_samples
 from penstock.tables.columns import Row, Table
 
@@ -33,6 +43,11 @@ def verify(
 ) -> Proof:
     """Checks the rows of `turns` and computes every rollout's chain from them; compares the other tables with them.
 
+    Memory holds one rollout's rows, some 1 KB for each rollout and each call that is compared with its origin, 8 bytes
+    for each row, and the problems. A rollout's rows take 4 bytes for each token of each prompt, and some 50 for each of
+    completions and samples, without alternatives. All rows wait in temporary files until those of their rollout are
+    there, since they may be scattered: the files have about the size of the rows as JSON Lines, in `TMPDIR`.
+
     Args:
         turns: rows as `export.turns` makes them, in any order.
         sequences: rows as `export.sequences` makes them: each token, the mask, logprobs, versions, samplings and
@@ -44,55 +59,73 @@ def verify(
 
     Raises:
         InvalidArgument: `ROW_INVALID`, a row is not of its table.
+        ConfigurationError: `FILE_NOT_WRITTEN`, the disk for temporary files is full.
     """
-    proof = Proof()
-    rollouts = checked_rows(turns, Table.TURNS, proof)
-    samples = checked_rows(sequences, Table.SEQUENCES, proof)
-    tools = checked_rows(tool_calls, Table.TOOL_CALLS, proof)
-    proof.rollouts, proof.samples, proof.tool_calls = len(rollouts), _count(samples), _count(tools)
-    for rollout_id, rows in rollouts.items():
-        _check_chain(rollout_id, rows, proof)
-        _check_calls(rollout_id, rows, proof)
-        for message in check_policies(rows, samples.get(rollout_id, ())):
-            proof.problems.append(Problem(rollout_id, "", message))
-    for table, others in ((Table.SEQUENCES, samples), (Table.TOOL_CALLS, tools)):
-        for rollout_id in others.keys() & rollouts.keys():
-            for name in unlike(others[rollout_id][0], rollouts[rollout_id][0]):
-                proof.problems.append(Problem(rollout_id, "", f"its rows of {table} and turns differ in {name}"))
-    for rollout_id, rows in samples.items():
-        proof.problems += [
-            Problem(rollout_id, "", f"sample {row['sample_id']}: its tensors differ from their digests")
-            for row in rows
-            if not has_its_rows(row.get("tensors"))
-        ]
-        calls = {row["call_id"]: row for row in rollouts.get(rollout_id, ())}
-        proof.problems += [Problem(rollout_id, *found) for found in check_samples(rows, calls)]
-    for rollout_id, rows in tools.items():
-        for row in rows:
-            if not _is_digest_of(row["result_sha256"], row["result_json"]):
-                proof.problems.append(Problem(rollout_id, "", f"tool call {row['tool_call_id']}: another result"))
-    if against is not None:
-        named = {origin_of(row) for rows in rollouts.values() for row in rows}
-        origins = {key: row for row in checked_origins(against, proof) if (key := key_of(row)) in named}
-        for rollout_id, rows in rollouts.items():
-            _check_replays(rollout_id, rows, origins, proof)
+    proof, named, replaying = Proof(), set[Key](), list[str]()
+    with ExitStack() as held:
+        kept: dict[Table, KeptRows[str]] = {}
+        for table, given in ((Table.TURNS, turns), (Table.SEQUENCES, sequences), (Table.TOOL_CALLS, tool_calls)):
+            kept[table] = held.enter_context(KeptRows(table))
+            keep_checked(given, table, proof, kept[table])
+        proof.rollouts = len(kept[Table.TURNS])
+        proof.samples, proof.tool_calls = kept[Table.SEQUENCES].total, kept[Table.TOOL_CALLS].total
+        for rollout_id in dict.fromkeys(key for one in kept.values() for key in one):
+            rows = {table: one.rows(rollout_id) for table, one in kept.items()}
+            _check_rollout(rollout_id, rows, proof)
+            origins = {key for row in rows[Table.TURNS] if (key := origin_of(row)) is not None}
+            if origins and against is not None:
+                named |= origins
+                replaying.append(rollout_id)
+        if against is not None:
+            with KeptRows[Key](Table.TURNS) as found:
+                for row in checked_origins(against, proof):
+                    if key_of(row) in named:
+                        found.add(key_of(row), row)
+                for rollout_id in replaying:
+                    _check_replays(rollout_id, kept[Table.TURNS].rows(rollout_id), found, proof)
     return proof
 
 
-def _check_replays(rollout_id: str, rows: list[Row], origins: Calls, proof: Proof) -> None:
+def _check_rollout(rollout_id: str, tables: Mapping[Table, list[Row]], proof: Proof) -> None:
+    """Checks one rollout's rows of all tables."""
+    found = proof.problems
+    for table, rows in tables.items():
+        found += [Problem(rollout_id, "", message) for message in together(rows, table)]
+    turns, samples = tables[Table.TURNS], tables[Table.SEQUENCES]
+    if turns:
+        _check_chain(rollout_id, turns, proof)
+        _check_calls(rollout_id, turns, proof)
+        found += [Problem(rollout_id, "", message) for message in check_policies(turns, samples)]
+        found += [
+            Problem(rollout_id, "", f"its rows of {table} and turns differ in {name}")
+            for table, rows in tables.items()
+            if table is not Table.TURNS and rows
+            for name in unlike(rows[0], turns[0])
+        ]
+    found += [
+        Problem(rollout_id, "", f"sample {row['sample_id']}: its tensors differ from their digests")
+        for row in samples
+        if not has_its_rows(row.get("tensors"))
+    ]
+    found += [Problem(rollout_id, *one) for one in check_samples(samples, {row["call_id"]: row for row in turns})]
+    found += [
+        Problem(rollout_id, "", f"tool call {row['tool_call_id']}: another result")
+        for row in tables[Table.TOOL_CALLS]
+        if not _is_digest_of(row["result_sha256"], row["result_json"])
+    ]
+
+
+def _check_replays(rollout_id: str, rows: list[Row], origins: KeptRows[Key], proof: Proof) -> None:
     for row in rows:
-        if origin_of(row) is None:
+        origin = origin_of(row)
+        if origin is None:
             continue
-        found = check_replay(row, origins)
+        found = check_replay(row, origins.last(origin))
         if found is None:
             proof.unproven_replays += 1
             continue
         proof.replayed += 1
         proof.problems += [Problem(rollout_id, row["call_id"], message) for message in found]
-
-
-def _count(rollouts: dict[str, list[Row]]) -> int:
-    return sum(map(len, rollouts.values()))
 
 
 def _check_chain(rollout_id: str, rows: list[Row], proof: Proof) -> None:
@@ -194,7 +227,7 @@ def _continues(row: Row, parent: Row | None) -> bool:
     if parent is None or parent["prompt_token_ids"] is None:
         return False
     before = parent["prompt_token_ids"]
-    known = before[:shared] + (parent["completion_token_ids"] or [])[: max(0, shared - len(before))]
+    known = before[:shared] + (parent["completion_token_ids"] or before[:0])[: max(0, shared - len(before))]
     return shared == len(known) and bool(prompt[:shared] == known)
 
 

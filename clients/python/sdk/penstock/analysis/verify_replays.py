@@ -4,7 +4,7 @@ A replayed call has the prompt, ids, logprobs and policy versions of the call th
 own rollout covers what the call has, but not that its origin has the same: for that the origin's export is needed.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, Final
 
 import numpy as np
@@ -26,9 +26,6 @@ _COMPARED: Final = (
 Key = tuple[str, str]
 """The ids of a rollout and of one of its calls."""
 
-Calls = Mapping[Key, Row]
-"""Rows of `turns`."""
-
 
 def key_of(row: Row) -> Key:
     """Returns the key of a row of `turns`."""
@@ -41,21 +38,19 @@ def origin_of(row: Row) -> Key | None:
     return None if named is None else key_of(named)
 
 
-def check_replay(row: Row, origins: Calls) -> list[str] | None:
+def check_replay(row: Row, origin: Row | None) -> list[str] | None:
     """Returns the problems of a replayed call.
 
     Args:
         row: of `turns`, whose form was checked; its `replayed_from` is set.
-        origins: the calls that may be named there.
+        origin: the call that is named there; None = it is not given.
 
     Returns:
-        None if the origin is not among them, or has no token ids to compare.
+        None if the origin is not given, or has no token ids to compare.
     """
-    named = row["replayed_from"]
-    origin = origins.get(key_of(named))
     if origin is None or origin["prompt_token_ids"] is None:
         return None
-    return list(_problems(row, named, origin))
+    return list(_problems(row, row["replayed_from"], origin))
 
 
 def _problems(row: Row, named: Row, origin: Row) -> Iterator[str]:

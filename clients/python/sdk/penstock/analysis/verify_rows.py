@@ -1,14 +1,21 @@
-"""Checks the form of exported rows before verification: their columns, their digests, and completeness per rollout."""
+"""Checks the form of exported rows before verification: their columns, their digests, and completeness per rollout;
+keeps them on disk until all rows of a rollout are there.
+"""
 
 import base64
+import contextlib
 import hashlib
-from collections import defaultdict
+import pickle
+import tempfile
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import Any, Final
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import Any, Final, Generic, NoReturn, Self, TypeVar
 
 from penstock.client.errors import InvalidArgument
+from penstock.client.transport.atomic_files import writing
 from penstock.tables.columns import COLUMNS, Kind, Row, Table, row_digest
 from penstock.values.token_tensors import DTYPES
 
@@ -72,23 +79,93 @@ class Proof:
     problems: list[Problem] = field(default_factory=list)
 
 
-def checked_rows(rows: Iterable[Row], table: Table, proof: Proof) -> dict[str, list[Row]]:
-    """Groups the rows by rollout; invalid rows become problems of the proof.
+K = TypeVar("K", str, tuple[str, str])
+
+
+class KeptRows(Generic[K]):
+    """Rows of a table by a key, in a temporary file without a name.
+
+    Memory holds some 300 bytes for each key, and 8 for each row. The file is in the directory for temporary files
+    (`TMPDIR`) and has about the size of the rows as JSON Lines. A row is read back as it was, but that its token ids
+    are arrays of 4 bytes for each id: as a list of Python's integers they have 36. Rows are added before any is read.
+    Iterating yields the keys, in the order in which each came first.
+
+    Raises:
+        ConfigurationError: `FILE_NOT_WRITTEN`, also from all methods that read or write.
+    """
+
+    def __init__(self, table: Table) -> None:
+        self._table = table
+        self._ids = [name for name, kind in COLUMNS[table].items() if kind is Kind.IDS]
+        self._places: dict[K, array[int]] = {}
+        with writing(Path("a temporary file")):
+            self._folder = Path(tempfile.gettempdir())
+            self._file = tempfile.TemporaryFile()  # noqa: SIM115 - closed in __exit__
+        self.total = 0
+        """The number of rows."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with contextlib.suppress(OSError):  # a full disk was reported when it was written
+            self._file.close()
+
+    def __len__(self) -> int:
+        """The number of keys."""
+        return len(self._places)
+
+    def __iter__(self) -> Iterator[K]:
+        return iter(self._places)
+
+    def add(self, key: K, row: Row) -> None:
+        """Adds a row, whose form was checked.
+
+        Raises:
+            InvalidArgument: `ROW_INVALID`, it is nested too deeply: beyond what an export can have.
+        """
+        ids = {name: array("i", row[name]) for name in self._ids if row.get(name) is not None}
+        try:
+            content = pickle.dumps(row | ids, pickle.HIGHEST_PROTOCOL)
+        except RecursionError:
+            _refuse(f"A row of {self._table} is nested too deeply")
+        with writing(self._folder):
+            self._places.setdefault(key, array("q")).append(self._file.tell())
+            self._file.write(content)
+        self.total += 1
+
+    def rows(self, key: K) -> list[Row]:
+        """Returns the rows of a key in the order in which they came; none if there is no such key."""
+        return [self._read(place) for place in self._places.get(key, ())]
+
+    def last(self, key: K) -> Row | None:
+        """Returns the row of a key that came last."""
+        places = self._places.get(key)
+        return None if places is None else self._read(places[-1])
+
+    def _read(self, place: int) -> Row:
+        with writing(self._folder):  # what is still in a buffer is written first
+            self._file.seek(place)
+            row: Row = pickle.load(self._file)  # noqa: S301 - written above; no other process has the file
+        return row
+
+
+def keep_checked(rows: Iterable[Row], table: Table, proof: Proof, kept: KeptRows[str]) -> None:
+    """Keeps the rows by rollout; invalid rows become problems of the proof.
 
     Raises:
         InvalidArgument: `ROW_INVALID`, a row is not of the table.
+        ConfigurationError: `FILE_NOT_WRITTEN`.
     """
-    rollouts: dict[str, list[Row]] = defaultdict(list)
     for number, row in enumerate(rows, 1):
         _check_form(row, table, number)
-        rollouts[row["rollout_id"]].append(row)
         message = _altered(row)
         if message:
             proof.problems.append(Problem(row["rollout_id"], row.get("call_id") or "", f"a row of {table} {message}"))
         proof.undigested += _version(row) < _SEALED_SINCE
-    for rollout_id, own in rollouts.items():
-        proof.problems += [Problem(rollout_id, "", message) for message in _together(own, table)]
-    return rollouts
+        kept.add(row["rollout_id"], row)
 
 
 def checked_origins(rows: Iterable[Row], proof: Proof) -> Iterator[Row]:
@@ -159,10 +236,9 @@ def _altered(row: Row) -> str:
     return "" if row.get("row_sha256") == row_digest(row) else "was changed after the export: its digest differs"
 
 
-def _together(rows: list[Row], table: Table) -> list[str]:
+def together(rows: list[Row], table: Table) -> list[str]:
     """Returns the problems of a rollout's rows of one table, taken together."""
-    first = rows[0]
-    found = [f"its rows of {table} differ in {name}" for row in rows for name in unlike(row, first)][:1]
+    found = [f"its rows of {table} differ in {name}" for row in rows for name in unlike(row, rows[0])][:1]
     stated = {row.get("rollout_rows") for row in rows if _version(row) >= _SEALED_SINCE} - {len(rows)}
     if stated:
         found.append(f"{len(rows)} rows of {table} are in the file, but the export had {stated.pop()}")
@@ -201,7 +277,7 @@ def _check_form(row: Row, table: Table, number: int) -> None:
             _refuse(f"Row {number} of {table}: top_token_ids and top_logprobs are not of the trained tokens")
 
 
-def _refuse(message: str) -> None:
+def _refuse(message: str) -> NoReturn:
     raise InvalidArgument(message, reason="ROW_INVALID")
 
 

@@ -249,7 +249,9 @@ def _versions(turns: Sequence[Mapping[str, Any]], calls: Sequence[Row]) -> Itera
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Compares as JSON: rows from a file have lists where rows in memory have tuples."""
-    return one == other or orjson.dumps(one, option=orjson.OPT_SORT_KEYS) == orjson.dumps(
-        other, option=orjson.OPT_SORT_KEYS
-    )
+    """Compares as JSON: rows from a file have lists where rows in memory have tuples or arrays."""
+    return one == other or _json(one) == _json(other)
+
+
+def _json(value: Any) -> bytes:
+    return orjson.dumps(value, default=list, option=orjson.OPT_SORT_KEYS)

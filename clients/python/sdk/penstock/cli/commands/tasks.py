@@ -27,6 +27,7 @@ from penstock.cli.terminal.console import (
     usage_error,
 )
 from penstock.client.tasks.file import identifier
+from penstock.client.tasks.task import Task
 from penstock.tasks import debian
 from penstock.tasks.images import build_images, contexts_of, image_of, with_image
 from penstock.tasks.importers import FORMATS, Choices, import_tasks
@@ -197,11 +198,10 @@ def import_(
         for note in item.notes:
             err.print(f"[dim]{escape(item.name)}: {escape(clean(note))}[/]", soft_wrap=True)
     made = [item.folder for item in found if item.folder is not None]
-    given = [task for folder in made for task in read(load_tasks, folder).tasks]
 
     async def work() -> int:
-        if build:
-            await build_images(given, lambda line: err.print(escape(line), style="dim"))
+        for folder in made if build else ():  # one task's files in memory at a time
+            await build_images([Task.load(folder)], lambda line: err.print(escape(line), style="dim"))
         err.print(f"{counted(len(made), 'task')} imported, {len(found) - len(made)} refused", style="dim")
         return OK if len(made) == len(found) else FAILED
 

@@ -15,6 +15,7 @@ import yaml
 from penstock.client.errors import InvalidArgument
 from penstock.client.tasks.file import identifier
 from penstock.client.tasks.named_files import CannotRead, regular
+from penstock.client.tasks.task import load_task
 from penstock.client.tasks.yaml import YamlFile, text_node
 from penstock.client.transport.atomic_files import writing
 
@@ -159,10 +160,23 @@ class Folder:
             raise
 
     def _done(self, content: str) -> Imported:
-        self.write("task.yaml", content)
+        file = self.path / self.write("task.yaml", content)
+        try:
+            # Under its name, a task that cannot be loaded would make its whole directory unusable.
+            load_task(file)
+        except InvalidArgument as error:
+            shutil.rmtree(self.path, ignore_errors=True)
+            return Imported(self.name, None, problem=self._in_words(error))
         with writing(self._final):
             self.path.rename(self._final)
         return Imported(self.name, self._final, notes=tuple(self.notes))
+
+    def _in_words(self, error: InvalidArgument) -> str:
+        """Returns why the task cannot be loaded, with files by their names in its directory, which will be gone."""
+        found = "; ".join(f"{item.field}: {item.description}" for item in error.violations) or error.message
+        for folder in (self.path.resolve(), self.path):
+            found = found.replace(f"{folder}/", "")
+        return found
 
 
 def directories(source: Path, marker: str) -> Iterator[Path]:
