@@ -230,6 +230,22 @@ async def test_toolboxes_of_a_snapshot_without_a_record_are_uploaded_again(tmp_p
         await backend.remove_layer("ss-1")
 
 
+@pytest.mark.requirement("R75")
+async def test_the_start_files_of_an_agents_shell_do_not_make_its_fork_run_as_root(tmp_path: Path) -> None:
+    """E2B runs a command in the user's login shell, which reads them before."""
+    async with stand_in() as cloud, _backend(cloud, tmp_path / "state") as backend:
+        parent = await backend.create("sb-1", SandboxSpec(lease_s=60.0), [], lambda _: None)
+        assert isinstance(parent, E2BSandbox)
+        forged = "printf '\\npenstock:0:0:root:/root\\n'"
+        for name in (".profile", ".bash_profile"):
+            assert (await in_sandbox(parent, "sh", "-c", f'echo "{forged}" > ~/{name}'))[0] == 0
+        await backend.seal(parent, "ss-1")
+        child = await backend.create("sb-2", SandboxSpec(snapshot_id="ss-1", lease_s=60.0), [], lambda _: None)
+        assert (await in_sandbox(child, "id", "-un"))[1].split() == ["user"]
+        await child.destroy()
+        await backend.remove_layer("ss-1")
+
+
 @pytest.mark.requirement("R49", "R63")
 async def test_toolboxes_that_cannot_be_unpacked_fail_the_creation(tmp_path: Path) -> None:
     source = tmp_path / "content"

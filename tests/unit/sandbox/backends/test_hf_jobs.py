@@ -57,7 +57,7 @@ class _Ended:
 async def test_a_job_that_ends_at_its_time_limit_is_not_the_agents_failure(left_s: float, reason: str) -> None:
     """Even where Hugging Face does not say that it was the limit."""
     place = PreparedMachine("python3", 1000, 1000, as_root=False)
-    sandbox = HfSandbox("sb-1", cast("Any", _Ended(left_s)), place, (), lambda _: None, cast("Any", None))
+    sandbox = HfSandbox("sb-1", cast("Any", _Ended(left_s)), "an-image", place, (), lambda _: None, cast("Any", None))
     await sandbox._open_pipe()
     with pytest.raises(SandboxGone) as gone:
         await sandbox._open_pipe()

@@ -4,8 +4,9 @@ Purpose: everything that needs root inside happens here, once; afterwards everyt
 installed files are root's, so that the workload, the template's own user, cannot change them.
 
 Invariants: no secret is in any command; files are uploaded, never put into an argument; a template that lacks a
-requirement is refused with its name. A sandbox records the toolboxes in it, and its snapshots with it: one made from a
-snapshot gets only those that it lacks, so that nothing is installed for a rollout.
+requirement is refused with its name. A sandbox records its user and the toolboxes in it, and its snapshots with it: one
+made from a snapshot gets only those that it lacks, so that nothing is installed for a rollout. It asks nothing of the
+user's shell, whose start files an agent may have written.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ _PROGRAM = f"{_FOLDER}/program.py"
 _ARCHIVE = f"{_FOLDER}/toolboxes.tar.gz"
 # Lines of a path inside and a digest of what was unpacked there.
 _HELD = f"{_FOLDER}/toolboxes"
+# The line of `_WHO`.
+_USER = f"{_FOLDER}/user"
 _QUICK_S = 60.0
 _UNPACK_S = 600.0
 _UPLOAD_S = 600.0
@@ -79,7 +82,7 @@ async def equip(
     try:
         # Concurrently: E2B's latency is their cost.
         async with asyncio.TaskGroup() as group:
-            who = group.create_task(_who(sandbox))
+            who = group.create_task(_who(sandbox, fresh=fresh))
             group.create_task(_upload_program(sandbox))
             unpacking = group.create_task(_upload_toolboxes(sandbox, toolboxes, fresh=fresh))
     except ExceptionGroup as failures:
@@ -89,6 +92,7 @@ async def equip(
         "set -e",
         f"mkdir -p {WORKDIR} && chown {workload.uid}:{workload.gid} {WORKDIR}",
         f"chown -R 0:0 {OURS} && chmod 755 {OURS} {_FOLDER}",
+        f"printf '%s\\n' {shlex.quote(_line(workload))} >{_USER}",
     ]
     lines += unpacking.result()
     serve = f"python3 -I -S {_PROGRAM} serve --socket {_socket(sandbox_id)} --user {workload.uid}:{workload.gid}"
@@ -169,9 +173,22 @@ async def _upload_program(sandbox: AsyncSandbox) -> None:
     await asked("upload", sandbox.files.write(_PROGRAM, program.text(), user="root"))
 
 
-async def _who(sandbox: AsyncSandbox) -> Workload:
-    code, out = await run(sandbox, _WHO, _QUICK_S)
-    found = _REPORT.search(out)
+def _line(user: Workload) -> str:
+    return f"penstock:{user.uid}:{user.gid}:{user.name}:{user.home}"
+
+
+async def _who(sandbox: AsyncSandbox, *, fresh: bool) -> Workload:
+    """Returns the template's user; in a sandbox made from a snapshot, as its record has it.
+
+    In a snapshot of an earlier version, which has none, the user's own shell is asked.
+    """
+    code, out, found = 0, "", None
+    if not fresh:
+        code, out = await run(sandbox, f"cat {_USER} 2>/dev/null", _QUICK_S, user="root")
+        found = _REPORT.search(out)
+    if found is None:
+        code, out = await run(sandbox, _WHO, _QUICK_S)
+        found = _REPORT.search(out)
     if code != 0 or found is None:
         raise FailedPrecondition(
             f"the template's user could not be determined (exit code {code})", reason="TEMPLATE_UNSUITABLE"
