@@ -562,8 +562,16 @@ class Gate(GateCheck, Protocol):
         """Yield the calls of all rollouts with these labels as they end, from now on, without end."""
 
 
+GATE_GONE: Final = "GATE_GONE"
+"""The reason of NotFound where the rollout's gate is no member any more; the metadata has its name (`gate`)."""
+
+
 class Captures(Protocol):
-    """What gates captured of rollouts. `gate` is the name of the rollout's gate; empty = unknown."""
+    """What gates captured of rollouts. `gate` is the name of the rollout's gate; empty = unknown.
+
+    Where there are several gates, all methods that take one raise Unavailable (GATE_LOST) while it does not answer, and
+    NotFound (GATE_GONE) once it has been no member for a while: what it had was not asked for then.
+    """
 
     def capture(
         self, rollout_id: str, *, gate: str, include_bodies: bool, include_top: bool

@@ -41,6 +41,8 @@ from penstock_driver.placement.fleet import GateServices, Members, NodeServices,
 
 _WITH_TOOLBOXES: Final = "toolboxes"
 """Key of what needs an installed toolbox: it is prepared where that is installed."""
+RETURN_S: Final = 600.0
+"""How long a gate that is no member is taken for one that returns: a pod that is replaced leaves the list meanwhile."""
 
 
 class AllSandboxes:
@@ -276,14 +278,23 @@ class AllGates:
             yield call
 
     def _that_has(self, rollout_id: str, gate: str) -> Captures:
-        """Returns the gate of this name ("": the only one). Raises Unavailable (GATE_LOST), NotFound."""
+        """Returns the gate of this name ("": the only one). Raises Unavailable (GATE_LOST), NotFound (GATE_GONE)."""
         for member in self._gates.all():
             if member.peer.own_name == gate or not gate:
                 if member.peer.is_lost:
                     message = f"gate {member.name}, which has the calls of {rollout_id}, does not answer"
                     raise Unavailable(message, reason="GATE_LOST", retry_after_s=1.0)
                 return member.services.gate
-        raise NotFound(f"no gate among the members has {rollout_id}", reason="ROLLOUT_UNKNOWN")
+        raise self._missing(rollout_id, gate)
+
+    def _missing(self, rollout_id: str, gate: str) -> PenstockError:
+        """The error for a gate that no member is, by what is known."""
+        members = self._gates.all()
+        what = f"gate {gate}, which has the calls of {rollout_id}," if gate else f"the gate of {rollout_id}"
+        # A member without a name has not answered this process yet, and may be the one.
+        if not members or not all(member.peer.own_name for member in members) or self._gates.gone_s(gate) < RETURN_S:
+            return Unavailable(f"{what} does not answer", reason="GATE_LOST", retry_after_s=1.0)
+        return NotFound(f"{what} is no member any more", reason="GATE_GONE", metadata={"gate": gate})
 
     async def delete(self, rollout_id: str) -> None:
         """See ports.Captures: at all gates, since each attempt may have been at another one."""
@@ -294,7 +305,7 @@ class AllGates:
                 raise Unavailable(message, reason="GATE_LOST", retry_after_s=5.0) from failure
 
     async def stored(self, rollout_id: str, gates: Sequence[str]) -> None:
-        """See ports.Captures. What a gate that is no member any more had went with it."""
+        """See ports.Captures. All others of `gates` are informed before an error is raised for one that is missing."""
         for member in self._gates.all():
             if gates and member.peer.own_name not in gates:
                 continue
@@ -302,6 +313,8 @@ class AllGates:
             if failure is not None and gates:
                 message = f"gate {member.name} cannot be informed now that the rollout is stored: {failure}"
                 raise Unavailable(message, reason="GATE_LOST", retry_after_s=5.0) from failure
+        if missing := set(gates) - {member.peer.own_name for member in self._gates.all()}:
+            raise self._missing(rollout_id, min(missing, key=self._gates.gone_s))
 
 
 async def _deleted(sandboxes: Sandboxes, labels: Mapping[str, str], deleted: list[str]) -> None:
