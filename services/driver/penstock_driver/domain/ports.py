@@ -373,8 +373,11 @@ class Sandboxes(Protocol):
     async def delete(self, sandbox_id: str) -> None:
         """Kill everything in a sandbox and remove it; succeeds for an unknown sandbox."""
 
-    async def delete_labelled(self, labels: Mapping[str, str]) -> Sequence[str]:
-        """Delete every sandbox that has all of the labels; return their ids."""
+    async def delete_labelled(self, labels: Mapping[str, str], *, beside: str = "") -> Sequence[str]:
+        """Delete every sandbox that has all of the labels; return their ids.
+
+        `beside`: the id of a sandbox. Only the service that has it, or had it, is asked.
+        """
 
 
 @dataclass(frozen=True, slots=True)

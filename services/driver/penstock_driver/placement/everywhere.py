@@ -37,7 +37,7 @@ from penstock_driver.domain.ports import (
     SnapshotStep,
 )
 from penstock_driver.placement.choice import ranking
-from penstock_driver.placement.fleet import GateServices, Members, NodeServices, pinned, tried
+from penstock_driver.placement.fleet import GateServices, Member, Members, NodeServices, pinned, tried
 
 _WITH_TOOLBOXES: Final = "toolboxes"
 """Key of what needs an installed toolbox: it is prepared where that is installed."""
@@ -197,16 +197,27 @@ class AllSandboxes:
     async def delete(self, sandbox_id: str) -> None:
         await self._of(sandbox_id).delete(sandbox_id)
 
-    async def delete_labelled(self, labels: Mapping[str, str]) -> Sequence[str]:
-        """Delete them everywhere. Raises the error of a service that did not, once all have been asked."""
+    async def delete_labelled(self, labels: Mapping[str, str], *, beside: str = "") -> Sequence[str]:
+        """See ports.Sandboxes. Raises the error of a service that did not, once all have been asked."""
         deleted: list[str] = []
         failures = []
-        for node in self._nodes.all():
+        for node in self._beside(beside):
             failure = await tried(node.peer, partial(_deleted, node.services.sandboxes, labels, deleted))
             failures += [failure] if failure else []
         if failures:
             raise failures[0]
         return deleted
+
+    def _beside(self, sandbox_id: str) -> Sequence[Member[NodeServices]]:
+        """The member that has this sandbox; all members if its id does not say which.
+
+        Where no member has that name, those that have not said theirs may be it; without one, it went with its service.
+        """
+        home, nodes = ids.home_of(sandbox_id), self._nodes.all()
+        if home is None:
+            return nodes
+        named = [node for node in nodes if node.peer.own_name == home[1]]
+        return named or [node for node in nodes if not node.peer.own_name]
 
     def _for(self, key: str) -> Sandboxes:
         ready = {node.name: node for node in self._nodes.ready()}

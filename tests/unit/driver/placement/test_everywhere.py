@@ -6,17 +6,28 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 from tests.unit.driver.known_peers import Known
+from tests.unit.driver.world import Directories
 
 from penstock.trajectory.v1 import trajectory_pb2
+from penstock.values import ids
 from penstock_chassis.errors import NotFound, PenstockError, Unavailable
-from penstock_chassis.membership.peers import Peers
+from penstock_chassis.membership.peers import Host, PeerLost, Peers
 from penstock_driver.placement import everywhere
-from penstock_driver.placement.everywhere import AllGates
-from penstock_driver.placement.fleet import GateServices, Members, gate_lost, gate_patience
+from penstock_driver.placement.everywhere import AllGates, AllSandboxes
+from penstock_driver.placement.fleet import (
+    NODE_PATIENCE,
+    GateServices,
+    Members,
+    NodeServices,
+    gate_lost,
+    gate_patience,
+    node_lost,
+)
 
 
 @dataclass
@@ -124,3 +135,29 @@ async def test_only_the_gate_itself_says_that_it_has_no_capture() -> None:
         world.known.remove("g0")
         refused = await world.refusal("r1", "")
         assert (type(refused), refused.reason) == (Unavailable, "GATE_LOST"), "nobody was asked"
+
+
+@pytest.mark.requirement("R70")
+async def test_sandboxes_beside_a_known_one_are_deleted_while_another_service_is_lost(tmp_path: Path) -> None:
+    known, boxes = Known(), {name: Directories(tmp_path / name) for name in ("n0", "n1")}
+    known.add("n0", "n1")
+    nodes: Members[NodeServices] = Members(
+        cast(Peers, known), lambda peer: NodeServices.of(boxes[peer.name], peer), node_lost, NODE_PATIENCE
+    )
+    sandboxes = AllSandboxes(nodes)
+    beside = {name: ids.make("sb", name, "0" * 32) for name in ("n0", "n1", "n2")}
+    for there in boxes.values():
+        there._new({"terminal": "t"})
+    known.lose("n1", Host.SILENT)
+    with pytest.raises(PeerLost):
+        await sandboxes.delete_labelled({"terminal": "t"}, beside=beside["n1"])
+    assert boxes["n0"].boxes, "not asked"
+    assert len(await sandboxes.delete_labelled({"terminal": "t"}, beside=beside["n0"])) == 1
+    assert not boxes["n0"].boxes and boxes["n1"].boxes
+    assert not await sandboxes.delete_labelled({"terminal": "t"}, beside=beside["n2"]), "it went with its service"
+    with pytest.raises(PeerLost):
+        await sandboxes.delete_labelled({"terminal": "t"}, beside="of an earlier version")
+    boxes["n3"] = Directories(tmp_path / "n3")
+    known.add_unnamed("n3")
+    with pytest.raises(PeerLost, match="n3"):  # which may be n2
+        await sandboxes.delete_labelled({"terminal": "t"}, beside=beside["n2"])
