@@ -164,3 +164,19 @@ async def test_an_ended_episode_of_the_last_driver_is_released_at_its_own_sandbo
     await following.aclose()
     assert not following.pending_cleanups and not world.nodes[own].boxes
     assert (await following.get(terminal_id)).released
+
+
+@pytest.mark.requirement("R117")
+async def test_a_state_that_a_lost_sandbox_service_has_is_prepared_at_another_one(world: World) -> None:
+    """Its task goes on without that service, and so do the tasks whose states are elsewhere."""
+    first = await world.open("q1")
+    own = world.having()
+    world.known.lose(own, Host.SILENT)
+    second = await world.open("q2")
+    assert len(world.nodes[other_than(own)].boxes) == 1
+    await world.open("q3")
+    assert world.nodes[other_than(own)].calls.count("prepare_snapshot") == 1, "once, as it was there"
+    assert len(world.nodes[own].forks) == 1, "a lost one is not asked"
+    await world.terminals.close(second)
+    with pytest.raises(Unavailable):
+        await world.terminals.close(first)
