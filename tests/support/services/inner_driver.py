@@ -220,7 +220,7 @@ class Boxes:
         await self._called("delete")
         self._forget(sandbox_id)
 
-    async def delete_labelled(self, labels: Mapping[str, str]) -> Sequence[str]:
+    async def delete_labelled(self, labels: Mapping[str, str], *, beside: str = "") -> Sequence[str]:
         await self._called("delete_labelled")
         found = [key for key, box in self.boxes.items() if labels.items() <= box.labels.items()]
         for sandbox_id in found:

@@ -486,7 +486,7 @@ class Directories:
         assert sandbox_id in self.boxes
         return self.from_within
 
-    async def delete_labelled(self, labels: Mapping[str, str]) -> Sequence[str]:
+    async def delete_labelled(self, labels: Mapping[str, str], *, beside: str = "") -> Sequence[str]:
         await self._called("delete_labelled")
         found = [key for key, box in self.boxes.items() if labels.items() <= box.labels.items()]
         for sandbox_id in found:

@@ -521,7 +521,7 @@ class GrpcSandboxes:
                 return found
             request.page_token = answer.next_page_token
 
-    async def delete_labelled(self, labels: Mapping[str, str]) -> Sequence[str]:
+    async def delete_labelled(self, labels: Mapping[str, str], *, beside: str = "") -> Sequence[str]:
         """See ports.Sandboxes."""
         request = sandbox_service_pb2.DeleteSandboxesRequest(labels=labels, all_namespaces=True)
         with acting_in(None), typed_errors():

@@ -376,8 +376,11 @@ class Sandboxes(Protocol):
     async def delete(self, sandbox_id: str) -> None:
         """Kill everything in a sandbox and remove it; succeeds for an unknown sandbox."""
 
-    async def delete_labelled(self, labels: Mapping[str, str]) -> Sequence[str]:
-        """Delete every sandbox that has all of the labels; return their ids."""
+    async def delete_labelled(self, labels: Mapping[str, str], *, beside: str = "") -> Sequence[str]:
+        """Delete every sandbox that has all of the labels; return their ids.
+
+        `beside`: the id of a sandbox. Only the service that has it, or had it, is asked.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -565,8 +568,16 @@ class Gate(GateCheck, Protocol):
         """Yield the calls of all rollouts with these labels as they end, from now on, without end."""
 
 
+GATE_GONE: Final = "GATE_GONE"
+"""The reason of NotFound where the rollout's gate is no member any more; the metadata has its name (`gate`)."""
+
+
 class Captures(Protocol):
-    """What gates captured of rollouts. `gate` is the name of the rollout's gate; empty = unknown."""
+    """What gates captured of rollouts. `gate` is the name of the rollout's gate; empty = unknown.
+
+    Where there are several gates, all methods that take one raise Unavailable (GATE_LOST) while it does not answer, and
+    NotFound (GATE_GONE) once it has been no member for a while: what it had was not asked for then.
+    """
 
     def capture(
         self, rollout_id: str, *, gate: str, include_bodies: bool, include_top: bool

@@ -48,6 +48,9 @@ def passes(error: PenstockError) -> bool:
 
 TAKES_NO_MORE: Final = frozenset({"DRAINING", "CAPTURES_FULL"})
 """Refusals of a service that drains, or is full of what was not exported yet: another one may take the attempt."""
+NODE_LOST: Final = "NODE_LOST"
+"""Of what one of several sandbox services has, while that one is lost: it says nothing of the others, and nobody waits
+here for it."""
 FULL: Final = frozenset({"SANDBOX_LIMIT", "DISK_LOW"})
 """Refusals of a sandbox service that is full: another one may take the attempt, if it has room."""
 
@@ -116,7 +119,8 @@ class AdaptiveThrottle:
             try:
                 result = await work()
             except PenstockError as error:
-                if not passes(error) or (error.reason in TAKES_NO_MORE and not self._waits_out_drains):
+                is_of_one = error.reason == NODE_LOST or (error.reason in TAKES_NO_MORE and not self._waits_out_drains)
+                if is_of_one or not passes(error):
                     raise
                 self._fails(error, asked)
                 if self._opens > limit(error):

@@ -37,10 +37,12 @@ from penstock_driver.domain.ports import (
     SnapshotStep,
 )
 from penstock_driver.placement.choice import ranking
-from penstock_driver.placement.fleet import GateServices, Members, NodeServices, pinned, tried
+from penstock_driver.placement.fleet import GateServices, Member, Members, NodeServices, pinned, tried
 
 _WITH_TOOLBOXES: Final = "toolboxes"
 """Key of what needs an installed toolbox: it is prepared where that is installed."""
+RETURN_S: Final = 600.0
+"""How long a gate that is no member is taken for one that returns: a pod that is replaced leaves the list meanwhile."""
 
 
 class AllSandboxes:
@@ -195,16 +197,27 @@ class AllSandboxes:
     async def delete(self, sandbox_id: str) -> None:
         await self._of(sandbox_id).delete(sandbox_id)
 
-    async def delete_labelled(self, labels: Mapping[str, str]) -> Sequence[str]:
-        """Delete them everywhere. Raises the error of a service that did not, once all have been asked."""
+    async def delete_labelled(self, labels: Mapping[str, str], *, beside: str = "") -> Sequence[str]:
+        """See ports.Sandboxes. Raises the error of a service that did not, once all have been asked."""
         deleted: list[str] = []
         failures = []
-        for node in self._nodes.all():
+        for node in self._beside(beside):
             failure = await tried(node.peer, partial(_deleted, node.services.sandboxes, labels, deleted))
             failures += [failure] if failure else []
         if failures:
             raise failures[0]
         return deleted
+
+    def _beside(self, sandbox_id: str) -> Sequence[Member[NodeServices]]:
+        """The member that has this sandbox; all members if its id does not say which.
+
+        Where no member has that name, those that have not said theirs may be it; without one, it went with its service.
+        """
+        home, nodes = ids.home_of(sandbox_id), self._nodes.all()
+        if home is None:
+            return nodes
+        named = [node for node in nodes if node.peer.own_name == home[1]]
+        return named or [node for node in nodes if not node.peer.own_name]
 
     def _for(self, key: str) -> Sandboxes:
         ready = {node.name: node for node in self._nodes.ready()}
@@ -276,14 +289,23 @@ class AllGates:
             yield call
 
     def _that_has(self, rollout_id: str, gate: str) -> Captures:
-        """Returns the gate of this name ("": the only one). Raises Unavailable (GATE_LOST), NotFound."""
+        """Returns the gate of this name ("": the only one). Raises Unavailable (GATE_LOST), NotFound (GATE_GONE)."""
         for member in self._gates.all():
             if member.peer.own_name == gate or not gate:
                 if member.peer.is_lost:
                     message = f"gate {member.name}, which has the calls of {rollout_id}, does not answer"
                     raise Unavailable(message, reason="GATE_LOST", retry_after_s=1.0)
                 return member.services.gate
-        raise NotFound(f"no gate among the members has {rollout_id}", reason="ROLLOUT_UNKNOWN")
+        raise self._missing(rollout_id, gate)
+
+    def _missing(self, rollout_id: str, gate: str) -> PenstockError:
+        """The error for a gate that no member is, by what is known."""
+        members = self._gates.all()
+        what = f"gate {gate}, which has the calls of {rollout_id}," if gate else f"the gate of {rollout_id}"
+        # A member without a name has not answered this process yet, and may be the one.
+        if not members or not all(member.peer.own_name for member in members) or self._gates.gone_s(gate) < RETURN_S:
+            return Unavailable(f"{what} does not answer", reason="GATE_LOST", retry_after_s=1.0)
+        return NotFound(f"{what} is no member any more", reason="GATE_GONE", metadata={"gate": gate})
 
     async def delete(self, rollout_id: str) -> None:
         """See ports.Captures: at all gates, since each attempt may have been at another one."""
@@ -294,7 +316,7 @@ class AllGates:
                 raise Unavailable(message, reason="GATE_LOST", retry_after_s=5.0) from failure
 
     async def stored(self, rollout_id: str, gates: Sequence[str]) -> None:
-        """See ports.Captures. What a gate that is no member any more had went with it."""
+        """See ports.Captures. All others of `gates` are informed before an error is raised for one that is missing."""
         for member in self._gates.all():
             if gates and member.peer.own_name not in gates:
                 continue
@@ -302,6 +324,8 @@ class AllGates:
             if failure is not None and gates:
                 message = f"gate {member.name} cannot be informed now that the rollout is stored: {failure}"
                 raise Unavailable(message, reason="GATE_LOST", retry_after_s=5.0) from failure
+        if missing := set(gates) - {member.peer.own_name for member in self._gates.all()}:
+            raise self._missing(rollout_id, min(missing, key=self._gates.gone_s))
 
 
 async def _deleted(sandboxes: Sandboxes, labels: Mapping[str, str], deleted: list[str]) -> None:

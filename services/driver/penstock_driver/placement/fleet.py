@@ -29,6 +29,8 @@ PATIENCE_S: Final = 30.0
 """How long a service may not answer that still accepts connections, and a gate that restarts, which keeps its calls."""
 NODE_PATIENCE: Final = {Host.SILENT: 0.0, Host.REFUSING: 0.0, Host.ACCEPTING: PATIENCE_S}
 RELEASE_S: Final = 30.0
+_KEPT_NAMES: Final = 1024
+"""Of members that were removed."""
 DEFAULT_INFERENCE: Final = "default"
 """A gate's name for its inference service without a name."""
 
@@ -118,6 +120,9 @@ class Members(Generic[S]):
         self._failure = failure
         self._patience_s = patience_s
         self._members: dict[Peer, Member[S]] = {}
+        self._began = asyncio.get_running_loop().time()
+        self._removed: dict[str, float] = {}
+        """When members were removed, by their own names; the latest last."""
 
     async def settled(self, timeout_s: float) -> None:
         """Wait until every member has been asked once, at most `timeout_s` seconds."""
@@ -140,6 +145,15 @@ class Members(Generic[S]):
         peer = self._peers.get(name)
         return None if peer is None else self._of(peer)
 
+    def gone_s(self, own_name: str) -> float:
+        """Seconds since the member that called itself so was removed; since this driver started, if it saw none.
+
+        `own_name` must be that of no member.
+        """
+        if any(peer.own_name == own_name for peer in self._members):
+            return 0.0  # its removal is being noticed
+        return asyncio.get_running_loop().time() - self._removed.get(own_name, self._began)
+
     async def follow(self) -> None:
         """End the attempts at members that are lost. Never returns. Raises an error after which no loss is seen."""
         async with asyncio.TaskGroup() as tasks:
@@ -153,6 +167,7 @@ class Members(Generic[S]):
             for peer, member in list(self._members.items()):
                 if peer not in present:
                     del self._members[peer]
+                    self._note_removal(peer.own_name)
                     self._end(member)
                 elif peer.is_lost:
                     self._end_later(member)
@@ -162,6 +177,12 @@ class Members(Generic[S]):
                     if was_lost:
                         self.returned.notify()
             await self.changed.wait(number)
+
+    def _note_removal(self, own_name: str) -> None:
+        self._removed.pop(own_name, None)
+        self._removed[own_name] = asyncio.get_running_loop().time()
+        if len(self._removed) > _KEPT_NAMES:
+            del self._removed[next(iter(self._removed))]
 
     def _end_later(self, member: Member[S]) -> None:
         """End the attempts at a lost member once it has been away too long."""

@@ -126,6 +126,11 @@ class LiveEpisode:
             raise
 
     @property
+    def sandbox_id(self) -> str:
+        """The episode's sandbox."""
+        return self._place.sandbox_id
+
+    @property
     def grading(self) -> Sequence[asyncio.Task[Any]]:
         """The steps to wait for before the episode can be left: those of a verifier that has begun."""
         return [flight.task for flight in self._flights.values()] if self._is_grading else []

@@ -272,7 +272,23 @@ class TerminalManager:
         return {DRIVER_LABEL: self._instance_id, TERMINAL_LABEL: terminal_id}
 
     async def _release(self, terminal_id: str) -> None:
-        await self._sandboxes.delete_labelled(self._labels(terminal_id))
+        """Delete an episode's sandbox. Where the service that has it is known, no other one that is lost delays this.
+
+        Of an opening that failed it is not known. An open episode has one sandbox; if another service had answered its
+        fork too late, what that made ends with its lease.
+        """
+        beside = await self._sandbox_of(terminal_id)
+        await self._sandboxes.delete_labelled(self._labels(terminal_id), beside=beside)
+
+    async def _sandbox_of(self, terminal_id: str) -> str:
+        """The id of an episode's sandbox; empty = not known, also while the journal cannot be read."""
+        if live := self._live.get(terminal_id):
+            return live.sandbox_id
+        try:
+            place = (await self._records.get(terminal_id)).place
+        except (NotFound, sqlite3.Error):
+            return ""
+        return "" if place is None else place.sandbox_id
 
     def _clean_up_later(self, terminal_id: str) -> None:
         self._cleanups.owe(terminal_id, partial(self._records.released, terminal_id))

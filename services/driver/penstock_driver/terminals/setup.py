@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from penstock_chassis.aio.single_flight import SingleFlight
-from penstock_chassis.errors import DeadlineExceeded, FailedPrecondition, Internal, NotFound
+from penstock_chassis.errors import DeadlineExceeded, FailedPrecondition, Internal, NotFound, Unavailable
 from penstock_driver.agents.launch import FileToWrite
 from penstock_driver.domain.failures import describe, setup_failure
 from penstock_driver.domain.ports import CommandReport, PreparedSnapshot, Sandboxes, SnapshotSpec
@@ -17,7 +17,7 @@ from penstock_driver.domain.terminal_episode import TerminalSpec
 from penstock_driver.environments.forks import ThrottledForks
 from penstock_driver.environments.packages import TaskPackages
 from penstock_driver.environments.prepare import setup_of
-from penstock_driver.environments.throttle import patiently
+from penstock_driver.environments.throttle import NODE_LOST, patiently
 from penstock_driver.terminals.records import PlaceRecord
 from penstock_driver.terminals.shell import ShellState, fresh_state
 
@@ -81,8 +81,10 @@ class TerminalSetups:
         prepared = await self.get(spec)
         try:
             place = await fork(prepared)
-        except NotFound:
-            # The sandbox service evicted the snapshot meanwhile.
+        except (NotFound, Unavailable) as error:
+            # Its sandbox service evicted the snapshot meanwhile, or is lost: another one can make it.
+            if isinstance(error, Unavailable) and error.reason != NODE_LOST:
+                raise
             prepared = await self.get(spec, again=True)
             place = await fork(prepared)
         await self._sandboxes.write_files(

@@ -4,12 +4,12 @@ also of turns and tokens, and annotations.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Final
 
 from penstock.trajectory.v1 import trajectory_pb2
-from penstock_chassis.errors import FailedPrecondition, NotFound
-from penstock_driver.domain.ports import Captures
+from penstock_chassis.errors import FailedPrecondition, NotFound, Unavailable
+from penstock_driver.domain.ports import GATE_GONE, Captures
 from penstock_driver.domain.records import Record
 from penstock_driver.store.annotations import Annotations
 from penstock_driver.trajectories.turn_rewards import add_to_samples
@@ -30,7 +30,8 @@ async def fragments(
     """Yield the trajectory in fragments, which merge; with the reward of `grade`, as in `add_driver_fields`, and the
     annotations at the end.
 
-    FailedPrecondition (TRAJECTORY_ABSENT): the gate has none; with `why` in the metadata, if it had to delete it.
+    FailedPrecondition (TRAJECTORY_ABSENT): the gate has none; with `why` in the metadata, if it had to delete it
+    (CAPTURE_DISCARDED) or is gone itself (GATE_GONE).
     """
     is_first, reward = True, reward_of(record, grade)
     async for fragment in _captured(captures, record, include_bodies=include_bodies, include_top=include_top):
@@ -82,26 +83,35 @@ async def _captured(
         ):
             yield fragment
     except NotFound as error:
-        if error.reason == _DISCARDED:
-            raise FailedPrecondition(error.message, reason="TRAJECTORY_ABSENT", metadata={"why": _DISCARDED}) from error
+        if error.reason in (_DISCARDED, GATE_GONE):
+            why = {**error.metadata, "why": error.reason}
+            raise FailedPrecondition(error.message, reason="TRAJECTORY_ABSENT", metadata=why) from error
         message = "the gate has no capture of this rollout: it was never opened there, or its capture was deleted"
         raise FailedPrecondition(message, reason="TRAJECTORY_ABSENT") from error
 
 
 async def whole(
-    captures: Captures, annotations: Annotations, record: Record, *, include_bodies: bool
+    captures: Captures,
+    annotations: Annotations,
+    record: Record,
+    *,
+    include_bodies: bool,
+    may_return: Callable[[str], bool],
 ) -> trajectory_pb2.Trajectory:
     """The whole trajectory, with alternatives; of a rollout without a capture, what the driver knows. A finding says
-    that the gate had to delete it.
+    that the gate had to delete it, or is gone.
+
+    `may_return` says of a gate that is no member whether it is waited for. Raises Unavailable (GATE_LOST) then.
     """
     trajectory = trajectory_pb2.Trajectory()
     try:
         async for fragment in fragments(captures, annotations, record, include_bodies=include_bodies, include_top=True):
             trajectory.MergeFrom(fragment)
     except FailedPrecondition as error:
+        why = error.metadata.get("why", "")
+        if why == GATE_GONE and may_return(error.metadata["gate"]):
+            raise Unavailable(error.message, reason="GATE_LOST") from error
         trajectory = add_driver_fields(trajectory_pb2.Trajectory(), record)
-        if error.metadata.get("why") == _DISCARDED:
-            trajectory.findings.add(
-                severity=trajectory_pb2.Finding.SEVERITY_FATAL, reason=_DISCARDED, message=error.message
-            )
+        if why:
+            trajectory.findings.add(severity=trajectory_pb2.Finding.SEVERITY_FATAL, reason=why, message=error.message)
     return trajectory

@@ -230,3 +230,18 @@ async def test_cancelled_probe_blocks_nobody() -> None:
     other: Awaitable[str] = asyncio.ensure_future(shaped.run(well, **PATIENT))
     probe.cancel()
     assert await other == "made"
+
+
+@pytest.mark.requirement("R51", "R117")
+async def test_a_lost_sandbox_service_holds_up_no_request_to_another_one() -> None:
+    """One throttle has the forks at all of them: what is lost is not asked again, and the others are not paused."""
+    shaped = AdaptiveThrottle(first_pause_s=3600.0, most_pause_s=3600.0)
+
+    async def lost() -> None:
+        raise Unavailable("n1 does not answer", reason="NODE_LOST", retry_after_s=1.0)
+
+    with pytest.raises(Unavailable):
+        await shaped.run(lost, **PATIENT)
+    there = Service(1, lambda: ResourceExhausted("full", reason="SANDBOX_LIMIT"))
+    await shaped.run(there.create, **PATIENT)
+    assert there.asked == 1

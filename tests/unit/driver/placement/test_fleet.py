@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,13 +12,13 @@ from typing import Any, cast
 
 import pytest
 from tests.unit.driver.conftest import write_then_stop
+from tests.unit.driver.known_peers import Known
 from tests.unit.driver.world import Directories, HttpGate
 
 from penstock.interception.v1 import rollout_gate_service_pb2
 from penstock_chassis.aio.broadcast import Signal
 from penstock_chassis.errors import Unsupported
-from penstock_chassis.membership.members import Member
-from penstock_chassis.membership.peers import Host, Peer, Peers, State
+from penstock_chassis.membership.peers import Host, Peers, State
 from penstock_driver.app import runner_services
 from penstock_driver.domain.ports import Load, SandboxTerms
 from penstock_driver.domain.rollout import Failure, RolloutFailed
@@ -35,40 +35,6 @@ from penstock_driver.placement.fleet import (
 )
 from penstock_driver.placement.placement import Avoid
 from penstock_driver.settings import DriverSettings
-
-
-@dataclass
-class Known:
-    """Peers whose states the test sets."""
-
-    changed: Signal = field(default_factory=Signal)
-    peers: dict[str, Peer] = field(default_factory=dict)
-    broken: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def add(self, *names: str) -> None:
-        for name in names:
-            self.peers[name] = Peer(Member(name, f"{name}:1"), cast(Any, None), own_name=name, state=State.SERVING)
-        self.changed.notify()
-
-    def lose(self, name: str, host: Host = Host.SILENT) -> None:
-        peer = self.peers[name]
-        peer.state, peer.host = State.LOST, host
-        peer.loss.set()
-        self.changed.notify()
-
-    def find(self, name: str) -> None:
-        self.peers[name].state, self.peers[name].loss = State.SERVING, asyncio.Event()
-        self.changed.notify()
-
-    def all(self) -> Sequence[Peer]:
-        return [self.peers[name] for name in sorted(self.peers)]
-
-    def get(self, name: str) -> Peer | None:
-        return self.peers.get(name)
-
-    async def until_broken(self) -> None:
-        await self.broken.wait()
-        raise RuntimeError("the probes broke")
 
 
 @dataclass

@@ -588,7 +588,7 @@ async def test_stopping_does_not_interrupt_the_cleanup_of_a_failed_opening(tmp_p
                 raise FailedPrecondition("no", reason="X")
             await write(sandbox_id, files)
 
-        async def slow(labels: Any) -> Any:
+        async def slow(labels: Any, *, beside: str = "") -> Any:
             releasing.set()
             await go_on.wait()
             return await delete(labels)

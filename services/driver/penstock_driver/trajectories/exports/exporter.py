@@ -32,7 +32,7 @@ from penstock_chassis.aio.retry import Delays, retry
 from penstock_chassis.auth import acting_in
 from penstock_chassis.errors import DeadlineExceeded, NotFound, PenstockError, ResourceExhausted, Unavailable
 from penstock_driver import metrics
-from penstock_driver.domain.ports import Captures
+from penstock_driver.domain.ports import GATE_GONE, Captures
 from penstock_driver.store.annotations import Annotations
 from penstock_driver.store.event_log import EventLog
 from penstock_driver.store.exports import Backlog, ExportQueue, Queued
@@ -51,6 +51,9 @@ READ_S: Final = 300.0
 """Limit of reading one trajectory."""
 BROKEN_AGAIN_S: Final = 3600.0
 """How often a rollout that could not be exported for a reason of its own is tried again."""
+GONE_S: Final = 86_400.0
+"""How long rollouts wait for a gate that is no member any more, from when that was first found: it has the only copy of
+their calls. After that they are stored without."""
 _PAGE: Final = 256
 _LONG: Final = 200
 _TRANSIENT: Final = (Unavailable, DeadlineExceeded, ResourceExhausted)
@@ -115,6 +118,11 @@ class Exporter:
         self._idle = asyncio.Event()
         self._away: set[str] = set()
         """Gates that did not answer in this pass."""
+        self._gone: dict[str, float] = {}
+        """When gates were first found to be no members any more, on the loop's clock; those of rollouts
+        in the queue."""
+        self._missed: set[str] = set()
+        """Those of them that this pass asked for."""
         self.failing = failing
         self.backlog = Backlog(0, None, ())
 
@@ -207,6 +215,7 @@ class Exporter:
         """Store what is in the queue, but for what gates have that do not answer; report to gates what is stored."""
         self._due_at, self._ended = None, 0
         self._away.clear()
+        self._missed.clear()
         loop = asyncio.get_running_loop()
         if loop.time() >= self._broken_at:
             await self._queue.try_all_again()
@@ -222,6 +231,7 @@ class Exporter:
                 break
             await self._export(queued)
             self.backlog = await self._queue.backlog()
+        self._gone = {gate: since for gate, since in self._gone.items() if gate in self._missed}
         if not self.backlog.count:
             self.failing = None
         if self._away or not all_known:
@@ -263,7 +273,13 @@ class Exporter:
                 continue
             try:
                 async with asyncio.timeout(READ_S):
-                    trajectory = await whole(self._captures, self._annotations, record, include_bodies=self._bodies)
+                    trajectory = await whole(
+                        self._captures,
+                        self._annotations,
+                        record,
+                        include_bodies=self._bodies,
+                        may_return=self._may_return,
+                    )
                 size = await self._destination.run(lambda found=trajectory: batch.add(found))  # type: ignore[misc]
             except _TRANSIENT as error:
                 _log.info("cannot read a trajectory yet", rollout_id=one.rollout_id, gate=one.gate, error=repr(error))
@@ -309,6 +325,14 @@ class Exporter:
 
     # The gates --------------------------------------------------------------------------------------------------------
 
+    def _may_return(self, gate: str) -> bool:
+        """Whether a gate that is no member any more is still waited for."""
+        now = asyncio.get_running_loop().time()
+        if gate not in self._gone:
+            _log.warning("a gate that has what is to be exported is no member any more", gate=gate, waits_s=GONE_S)
+        self._missed.add(gate)
+        return now < self._gone.setdefault(gate, now) + GONE_S
+
     async def _report(self) -> bool:
         """Report to gates which rollouts are stored; return whether all know it."""
         slots, all_known, after = asyncio.Semaphore(REPORTS_AT_ONCE), True, 0
@@ -318,8 +342,9 @@ class Exporter:
                 try:
                     await self._captures.stored(one.rollout_id, one.gates)
                 except PenstockError as error:
-                    _log.info("a gate is informed later", rollout_id=one.rollout_id, error=repr(error))
-                    return None
+                    if error.reason != GATE_GONE or self._may_return(error.metadata["gate"]):
+                        _log.info("a gate is informed later", rollout_id=one.rollout_id, error=repr(error))
+                        return None
             return one.rollout_id
 
         while page := await self._queue.unreported(after, _PAGE):

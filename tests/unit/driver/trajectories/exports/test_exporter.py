@@ -31,6 +31,7 @@ from penstock_driver.store.annotations import Annotations
 from penstock_driver.store.event_log import EventLog
 from penstock_driver.store.exports import ExportQueue
 from penstock_driver.store.records import Records
+from penstock_driver.trajectories.exports import exporter as module
 from penstock_driver.trajectories.exports.destination import Destination
 from penstock_driver.trajectories.exports.exporter import BatchLimits, Exporter, Failing, run_directory
 
@@ -39,19 +40,27 @@ AT_ONCE = BatchLimits(wait_s=0.0)
 
 
 class Gates:
-    """`ports.Captures` of gates that keep what is not said to be stored; those in `lost` do not answer."""
+    """`ports.Captures` of gates that keep what is not said to be stored; those in `lost` do not answer, and those in
+    `gone` are no members any more.
+    """
 
     def __init__(self) -> None:
         self.kept: dict[str, pb.Trajectory] = {}
         self.reported: list[str] = []
         self.lost: set[str] = set()
+        self.gone: set[str] = set()
+        self.asked: Counter[str] = Counter()
+        """How often each gate was asked for a capture."""
         self.discarded: set[str] = set()
 
     async def capture(
         self, rollout_id: str, *, gate: str, include_bodies: bool, include_top: bool
     ) -> AsyncIterator[pb.Trajectory]:
+        self.asked[gate] += 1
         if gate in self.lost:
             raise Unavailable("lost", reason="GATE_LOST")
+        if gate in self.gone:
+            raise NotFound("its gate is no member", reason="GATE_GONE", metadata={"gate": gate})
         if rollout_id in self.discarded:
             raise NotFound("beyond the limit of age", reason="CAPTURE_DISCARDED")
         if rollout_id not in self.kept:
@@ -74,6 +83,8 @@ class Gates:
     async def stored(self, rollout_id: str, gates: Sequence[str]) -> None:
         if self.lost & set(gates):
             raise Unavailable("lost", reason="GATE_LOST")
+        for gate in self.gone & set(gates):
+            raise NotFound("its gate is no member", reason="GATE_GONE", metadata={"gate": gate})
         self.reported.append(rollout_id)
         self.kept.pop(rollout_id, None)
 
@@ -455,3 +466,37 @@ async def test_a_capture_that_the_gate_discarded_is_a_finding_of_its_row(world: 
     [finding] = rows[lost]
     assert (finding["severity"], finding["reason"]) == ("fatal", "CAPTURE_DISCARDED")
     assert "limit of age" in finding["message"] and rows[unopened] == []
+
+
+@pytest.mark.requirement("R124")
+async def test_a_gate_that_is_no_member_is_waited_for(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be replaced at this moment, and it has the only copy: nothing is stored without its calls meanwhile."""
+    monkeypatch.setattr(module, "REPORT_AGAIN_S", 0.0)
+    world.gates.gone = {"g1"}
+    here, there = await world.end(), await world.end(gates=("g1",))
+    moved = await world.end(gates=("g1", "g0"))
+    async with world.running() as exporter:
+        await eventually(lambda: world.gates.asked["g1"] > 2, "it is asked for again and again")
+        assert await world.queue.unstored([here, there, moved]) == [there]
+        assert moved not in world.gates.reported
+        world.gates.gone.clear()
+        await exporter.finish()
+        await eventually(lambda: len(world.gates.reported) == 3, "all are reported")
+    assert world.calls() == {f"{name}-{index}": 1 for name in (here, there, moved) for index in range(2)}
+
+
+@pytest.mark.requirement("R124")
+async def test_a_gate_that_stays_removed_does_not_block_the_export_for_ever(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rollouts are stored without their calls, and say so."""
+    monkeypatch.setattr(module, "GONE_S", 0.0)
+    world.gates.gone = {"g1"}
+    lost = await world.end(gates=("g1",))
+    moved = await world.end(gates=("g1", "g0"))
+    await world.store_all()
+    rows = {row["rollout_id"]: row["findings"] for row in read_exports(world.place, "rollouts")}
+    [finding] = rows[lost]
+    assert (finding["severity"], finding["reason"], rows[moved]) == ("fatal", "GATE_GONE", [])
+    assert world.calls() == {f"{moved}-{index}": 1 for index in range(2)}
+    assert not await world.queue.unreported(0, 9), "nobody is left to be informed"
