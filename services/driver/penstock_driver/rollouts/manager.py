@@ -176,7 +176,8 @@ class RolloutManager:
         for rollout_id in pending:
             self._clean_up_later(rollout_id)
         # Read first: an end that a watch of its group did not see would be counted twice, or never.
-        groups = [await self._read_group(one) for one in {item.record.group_id for item in found} if one is not None]
+        ids = {item.record.group_id for item in found if item.record.group_id is not None}
+        groups = [known for one in ids if (known := await self._read_group(one)) is not None]
         runners: list[RolloutRunner] = []
         for unended in found:
             record = unended.record
@@ -205,10 +206,18 @@ class RolloutManager:
             self._begin_group(group, len(ends), 0.0 if is_paused else ago_s)
         return len(found)
 
-    async def _read_group(self, group_id: str) -> tuple[GroupRecord, list[float]]:
-        """A group, and when each of its results ended, in order, in seconds since the epoch."""
+    async def _read_group(self, group_id: str) -> tuple[GroupRecord, list[float]] | None:
+        """A group, and when each of its results ended, in order, in seconds since the epoch.
+
+        None if an earlier version deleted the group alone: its rollouts go on without it.
+        """
         ended = await self._records.group_ended(group_id)
-        return await self._records.group(group_id), [one.end_time or 0.0 for one in ended if one.is_result]
+        try:
+            group = await self._records.group(group_id)
+        except NotFound:
+            _log.error("rollouts go on without their group, which was deleted", group_id=group_id)
+            return None
+        return group, [one.end_time or 0.0 for one in ended if one.is_result]
 
     async def _recover(self, record: Record, failure: Failure) -> None:
         try:

@@ -67,11 +67,18 @@ class RolloutDeletion:
         self._deleting: Counter[str] = Counter()
 
     async def delete(self, rollout_ids: Sequence[str]) -> None:
-        """Delete ended rollouts with their events, and their captures at the gate; none while one of them runs."""
+        """Delete ended rollouts with their events, and their captures at the gate; none unless all of them have ended.
+
+        FailedPrecondition (ROLLOUT_RUNNING), Unavailable (DRIVER_STOPPING, END_NOT_RECORDED, RELEASE_OWED,
+        EXPORT_PENDING).
+        """
+        self._manager.check_stays()  # what this process left runs on, though not here
         if any(map(self._manager.is_running, rollout_ids)):
             raise FailedPrecondition("the rollout runs: cancel it first", reason="ROLLOUT_RUNNING")
         # No rollout of the same id begins meanwhile: it would lose its events and its capture.
         with self._deletes(rollout_ids):
+            if await self._records.without_end(rollout_ids):
+                raise end_not_recorded()
             if await self._records.with_pending_cleanup(rollout_ids):
                 # Cleanup finds its resources by its id, which another rollout could reuse after a deletion.
                 message = "the rollout's clean-up is still pending: try again later"
@@ -88,7 +95,7 @@ class RolloutDeletion:
                 await self._exporter.forget(rollout_ids)
 
     async def delete_group(self, group_id: str) -> None:
-        """Delete a group and its rollouts; idempotent."""
+        """Delete a group and its rollouts; idempotent. Raises as `delete`."""
         with self._deletes([group_id]):
             try:
                 group = await self._records.group(group_id)

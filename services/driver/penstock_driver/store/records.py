@@ -284,6 +284,14 @@ class Records:
         sql = "SELECT * FROM rollouts WHERE group_id = ? AND end_time IS NOT NULL ORDER BY end_time, idx"
         return [_record(row) for row in await self._journal.read(sql, (group_id,))]
 
+    async def without_end(self, rollout_ids: Sequence[str]) -> Sequence[str]:
+        """Those of the given rollouts whose end is not on disk."""
+        ids = json.dumps(list(rollout_ids))
+        sql = (
+            "SELECT rollout_id FROM rollouts WHERE end_time IS NULL AND rollout_id IN (SELECT value FROM json_each(?))"
+        )
+        return [str(row[0]) for row in await self._journal.query(sql, (ids,))]
+
     async def pending_cleanups(self) -> Sequence[str]:
         """Ended rollouts with a pending cleanup in other services."""
         return [str(row[0]) for row in await self._journal.query("SELECT rollout_id FROM owed")]
@@ -306,7 +314,10 @@ class Records:
             raise NotFound(f"there is no rollout {rollout_id} any more", reason="ROLLOUT_UNKNOWN")
 
     async def delete(self, rollout_id: str) -> None:
-        """Delete an ended rollout and its events, and its spec, unless another rollout of its group has it too."""
+        """Delete an ended rollout and its events, and its spec, unless another rollout of its group has it too.
+
+        One that has not ended keeps all of it.
+        """
         await self._journal.write(
             [
                 (
@@ -315,13 +326,22 @@ class Records:
                     " (SELECT 1 FROM rollouts WHERE group_id = spec_id AND rollout_id != ?)",
                     (rollout_id, rollout_id),
                 ),
-                ("DELETE FROM events WHERE rollout_id = ?", (rollout_id,)),
+                (
+                    "DELETE FROM events WHERE rollout_id = ? AND NOT EXISTS"
+                    " (SELECT 1 FROM rollouts WHERE rollout_id = ? AND end_time IS NULL)",
+                    (rollout_id, rollout_id),
+                ),
                 ("DELETE FROM rollouts WHERE rollout_id = ? AND end_time IS NOT NULL", (rollout_id,)),
             ]
         )
 
     async def delete_group(self, group_id: str) -> None:
-        await self._journal.execute("DELETE FROM groups WHERE group_id = ?", (group_id,))
+        """Delete a group, unless a rollout of it has not ended: the next driver goes on with that one in its group."""
+        sql = (
+            "DELETE FROM groups WHERE group_id = ? AND NOT EXISTS"
+            " (SELECT 1 FROM rollouts WHERE group_id = ? AND end_time IS NULL)"
+        )
+        await self._journal.execute(sql, (group_id, group_id))
 
 
 def _insertion(record: Record) -> Statement:

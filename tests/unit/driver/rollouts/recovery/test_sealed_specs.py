@@ -196,6 +196,39 @@ async def test_a_group_that_goes_on_counts_the_results_it_has(driver: Driver, pl
     assert await driver.records.sealed_spec(records[0]) is None
 
 
+async def left_group(driver: Driver, size: int, content: bytes = b"kiwi") -> list[Record]:
+    """A group of which nothing has begun yet, as an earlier process recorded it."""
+    wire = wire_spec()
+    wire.task.files[0].content = content
+    spec, _ = accepted(driver, wire)
+    ids = tuple(new_id("r") for _ in range(size))
+    group = GroupRecord(new_id("g"), None, spec.request, GroupPlan(size, quorum=size), 0.0, ids)
+    records = new_records(spec, effective_spec(spec), ids, group.group_id)
+    sealed = await driver.opened.parts.specs.sealed(spec, records[0])
+    await driver.records.create(RequestKey(new_id("q"), "d"), records, group, sealed=sealed)
+    return records
+
+
+@pytest.mark.requirement("R127")
+async def test_rollouts_whose_group_is_gone_go_on(driver: Driver) -> None:
+    """A deletion of an earlier version left them: without this the driver could never start again."""
+    records = await left_group(driver, 2)
+    await driver.journal.execute("DELETE FROM groups")
+    assert await driver.manager.recover() == 2
+    for record in records:
+        outcome = await driver.outcome(record)
+        assert not outcome.HasField("failure"), outcome.failure
+
+
+@pytest.mark.requirement("R127")
+async def test_a_rollout_whose_row_cannot_be_read_is_not_taken_up(driver: Driver) -> None:
+    """A newer version wrote it."""
+    (record,) = await driver.recorded(1)
+    await driver.journal.execute("UPDATE rollouts SET stage = 'OF_LATER'")
+    assert await driver.manager.recover() == 1
+    assert (await driver.outcome(record)).failure.reason == "DRIVER_RESTARTED"
+
+
 @pytest.mark.requirement("R124", "R127")
 @pytest.mark.parametrize(("attempts", "reported"), [(1, ("g0", "g1")), (2, ())])
 async def test_the_gate_of_an_attempt_that_begins_again_is_informed_that_the_rollout_is_stored(
