@@ -236,11 +236,10 @@ class Records:
                 return
 
     async def unended(self) -> Sequence[Unended]:
-        """Every rollout that has not ended, with what the next driver needs: the furthest first, then the oldest."""
-        rows = await self._journal.query(
-            "SELECT rollouts.*, sealed_specs.sealed FROM rollouts LEFT JOIN sealed_specs"
-            " ON spec_id = COALESCE(group_id, rollout_id) WHERE end_time IS NULL ORDER BY phase DESC, number"
-        )
+        """Every rollout that has not ended, with what the next driver needs but its sealed spec, which may be long and
+        which a group shares: the furthest first, then the oldest.
+        """
+        rows = await self._journal.query("SELECT * FROM rollouts WHERE end_time IS NULL ORDER BY phase DESC, number")
         return [_unended(row) for row in rows]
 
     async def unended_branches(self) -> Sequence[tuple[str, str, str]]:
@@ -444,11 +443,10 @@ def _group(row: Row) -> GroupRecord:
 
 
 def _unended(row: Row) -> Unended:
-    """What is known of a rollout; one whose row a newer version wrote is as one without a spec."""
+    """What is known of a rollout."""
     try:
         return Unended(
             _record(row),
-            sealed=row["sealed"],
             place=None if row["place"] is None else AttemptPlace.from_json(row["place"]),
             stage=Stage(row["stage"]),
             so_far=parsed_outcome(row["so_far"]),
@@ -456,4 +454,4 @@ def _unended(row: Row) -> Unended:
         )
     except ValueError as error:
         _log.error("a rollout cannot be taken up", rollout_id=row["rollout_id"], error=repr(error))
-        return Unended(_record(row), owed=bool(row["owed"]))
+        return Unended(_record(row), owed=bool(row["owed"]), is_readable=False)
