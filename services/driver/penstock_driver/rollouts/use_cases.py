@@ -439,7 +439,7 @@ class RolloutUseCases:
             if self._manager.is_running(rollout_id):
                 await self._manager.wait(rollout_id, None if until is None else max(0.0, until - loop.time()))
         is_running = any(map(self._manager.is_running, group.rollout_ids))
-        if not is_running and len(await self._records.group_ended(group_id)) < len(group.rollout_ids):
+        if not is_running and await self._records.without_end(group.rollout_ids):
             self._manager.check_stays()
             raise end_not_recorded()
         return group

@@ -289,7 +289,7 @@ class Records:
         sql = (
             "SELECT rollout_id FROM rollouts WHERE end_time IS NULL AND rollout_id IN (SELECT value FROM json_each(?))"
         )
-        return [str(row[0]) for row in await self._journal.query(sql, (ids,))]
+        return [str(row[0]) for row in await self._journal.read(sql, (ids,))]
 
     async def pending_cleanups(self) -> Sequence[str]:
         """Ended rollouts with a pending cleanup in other services."""

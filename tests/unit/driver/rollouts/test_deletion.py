@@ -91,3 +91,28 @@ async def test_a_rollout_whose_end_is_not_on_disk_is_not_deleted(driver: InnerDr
         await delete(driver, "r")
     assert refused.value.reason == "END_NOT_RECORDED"
     assert driver.places.captured == {"r"}
+
+
+@pytest.mark.requirement("R70")
+async def test_a_group_has_ended_though_an_ended_rollout_of_it_was_deleted(driver: InnerDriver) -> None:
+    """It names the deleted one still. Once all are deleted, it has ended too."""
+    group = await group_of(driver, 2)
+    await waited(driver)
+    for rollout_id in group.rollout_ids:
+        await delete(driver, rollout_id)
+        for now in (await waited(driver), await shown(driver)):
+            assert now.ended
+            assert list(now.rollout_ids) == list(group.rollout_ids)
+
+
+@pytest.mark.requirement("R70")
+async def test_a_group_of_which_one_runs_has_not_ended_though_another_was_deleted(driver: InnerDriver) -> None:
+    driver.boxes.holds = {"fork"}
+    group = await group_of(driver, 2)
+    await driver.boxes.started.wait()
+    first, second = group.rollout_ids
+    await asked(driver.rollouts.CancelRollout(pb.CancelRolloutRequest(rollout_id=first), CONTEXT))
+    await delete(driver, first)
+    assert not (await shown(driver)).ended
+    await asked(driver.rollouts.CancelRollout(pb.CancelRolloutRequest(rollout_id=second), CONTEXT))
+    assert (await waited(driver)).ended
