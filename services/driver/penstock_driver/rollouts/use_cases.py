@@ -91,8 +91,6 @@ class RolloutDeletion:
                 await self._manager.delete(rollout_id)
                 if self._end_states:
                     await self._end_states.forget(rollout_id)
-            if self._exporter:
-                await self._exporter.forget(rollout_ids)
 
     async def delete_group(self, group_id: str) -> None:
         """Delete a group and its rollouts; idempotent. Raises as `delete`."""

@@ -313,7 +313,8 @@ class Records:
             raise NotFound(f"there is no rollout {rollout_id} any more", reason="ROLLOUT_UNKNOWN")
 
     async def delete(self, rollout_id: str) -> None:
-        """Delete an ended rollout and its events, and its spec, unless another rollout of its group has it too.
+        """Delete an ended rollout, its events and its place in the queue of exports, and its spec, unless another
+        rollout of its group has it too.
 
         One that has not ended keeps all of it.
         """
@@ -331,6 +332,7 @@ class Records:
                     (rollout_id, rollout_id),
                 ),
                 ("DELETE FROM rollouts WHERE rollout_id = ? AND end_time IS NOT NULL", (rollout_id,)),
+                ("DELETE FROM exports WHERE rollout_id = ?", (rollout_id,)),  # also while this driver exports nothing
             ]
         )
 

@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 from tests.support.services.inner_driver import CONTEXT, Boxes, InnerDriver, Places, asked, inner_driver
-from tests.unit.driver.rollouts.test_request_ids import AGENT, spec
+from tests.unit.driver.rollouts.test_request_ids import AGENT, create, spec, wait
 
 from penstock.driver.v1 import agent_service_pb2, rollout_pb2
 from penstock.driver.v1 import rollout_service_pb2 as pb
 from penstock_chassis.errors import FailedPrecondition, NotFound, Unavailable
 from penstock_driver.domain.records import RequestKey, new_records
+from penstock_driver.status import ExportHealth
+from penstock_driver.store.exports import ExportQueue, to_be_exported
 from penstock_driver.wire.specs import effective_spec, rollout_spec
 
 
@@ -116,3 +118,15 @@ async def test_a_group_of_which_one_runs_has_not_ended_though_another_was_delete
     assert not (await shown(driver)).ended
     await asked(driver.rollouts.CancelRollout(pb.CancelRolloutRequest(rollout_id=second), CONTEXT))
     assert (await waited(driver)).ended
+
+
+@pytest.mark.requirement("R124")
+async def test_a_deleted_rollout_waits_for_no_export_that_is_off(driver: InnerDriver) -> None:
+    """So the next start warns no more, and a rollout that is created with its id is queued anew."""
+    queue = ExportQueue(driver.journal)
+    await create(driver, "a")
+    await wait(driver)
+    await driver.journal.write([to_be_exported("r1", ["g0"])])  # as an earlier start did, which exported
+    assert [one.reason for one in ExportHealth(None, (await queue.backlog()).count).troubles()] == ["EXPORT_OFF"]
+    await delete(driver, "r1")
+    assert not list(ExportHealth(None, (await queue.backlog()).count).troubles())
