@@ -52,7 +52,8 @@ class ExportHealth:
                 yield Trouble(
                     "EXPORT_OFF",
                     f"{_rollouts(self._left)} of an earlier start wait to be exported, and the export is off",
-                    "set export_url again, or delete these rollouts: the gate keeps their trajectories until then",
+                    "set export_url again, or delete these rollouts, which the driver counts when it starts: the gate "
+                    "keeps their trajectories until then",
                     grave=False,
                 )
             return

@@ -73,8 +73,9 @@ class AttemptPlace:
 class Unended:
     """A recorded rollout that has not ended. `place` is None before its agent starts.
 
-    `sealed` is its sealed spec; None for one of an earlier version. `so_far` is what is known of its outcome. `owed`
-    means that an earlier attempt left something in other services.
+    `sealed` is its sealed spec; None for one of an earlier version, and until it is read. `so_far` is what is known of
+    its outcome. `owed` means that an earlier attempt left something in other services. `is_readable`: False for one
+    whose row a newer version wrote, with which nobody goes on.
     """
 
     record: Record
@@ -83,6 +84,7 @@ class Unended:
     stage: Stage = Stage.NONE
     so_far: rollout_pb2.Outcome | None = None
     owed: bool = False
+    is_readable: bool = True
 
 
 def spec_id(record: Record) -> str:

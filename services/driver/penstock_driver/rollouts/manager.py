@@ -46,7 +46,7 @@ from penstock_driver.rollouts.groups import GroupPolicy, GroupWatch
 from penstock_driver.rollouts.pausing import Pausing
 from penstock_driver.rollouts.recorder import RolloutRecorder, count_end, serializable
 from penstock_driver.rollouts.recovery.history import History
-from penstock_driver.rollouts.recovery.sealed_specs import NotAdoptable, SealedSpecs
+from penstock_driver.rollouts.recovery.sealed_specs import LeftSpecs, NotAdoptable, SealedSpecs
 from penstock_driver.rollouts.runner import STOPPED, Left, RolloutRunner
 from penstock_driver.store.end_states import EndStates
 from penstock_driver.store.event_log import EventLog
@@ -120,6 +120,7 @@ class RolloutManager:
         self._end_states = end_states
         weights = capacity.weights
         self._queue = FairQueue[str](capacity.max_running, capacity.quotas.get, lambda name: weights.get(name, 1.0))
+        self._max_running = capacity.max_running
         self._max_live = capacity.max_running + capacity.max_queued
         self._held: Counter[str] = Counter()
         """By namespace: the rollouts that run, wait, or are being recorded."""
@@ -176,26 +177,30 @@ class RolloutManager:
         for rollout_id in pending:
             self._clean_up_later(rollout_id)
         # Read first: an end that a watch of its group did not see would be counted twice, or never.
-        groups = [await self._read_group(one) for one in {item.record.group_id for item in found} if one is not None]
-        runners: list[RolloutRunner] = []
+        ids = {item.record.group_id for item in found if item.record.group_id is not None}
+        groups = [known for one in ids if (known := await self._read_group(one)) is not None]
+        specs, runners = LeftSpecs(self._specs, self._records, found), list[RolloutRunner]()
         for unended in found:
             record = unended.record
             self._ends[record.rollout_id] = _End()
             try:
-                spec = self._specs.opened(unended)
+                spec = await specs.of(unended)
             except NotAdoptable as error:
                 _log.warning("a rollout is not taken up", rollout_id=record.rollout_id, reason=error.failure.reason)
                 self._tasks.start(self._recover(record, error.failure))
                 continue
             history = await History.read(self._event_log, record, self._limits)
             recorder = RolloutRecorder(record, self._event_log, self._limits, history)
-            left = Left(replace(unended, record=recorder.record, sealed=None), self._cleanups.release)
-            runners.append(self._runner(spec, recorder, left))
+            left = Left(replace(unended, record=recorder.record), self._cleanups.release)
+            runner = self._runner(spec, recorder, left)
+            if len(runners) >= self._max_running and not specs.is_shared(record):
+                runner.put_away(self._read_spec)  # it is to wait, and the specs of all may not fit in memory
+            runners.append(runner)
         for runner in runners:
             self._live[runner.recorder.record.rollout_id] = runner
             self._held[runner.recorder.record.namespace] += 1
         for runner in runners:
-            self._await_slot(runner, has_own_spec=True)  # in a group too
+            self._await_slot(runner, has_own_spec=not specs.is_shared(runner.recorder.record))
         # After the rollouts: one that its group cancels at once has been taken up then, and ends as any other.
         for group, ends in groups:
             quorum_time = ends[group.plan.quorum - 1] if 0 < group.plan.quorum <= len(ends) else None
@@ -205,10 +210,18 @@ class RolloutManager:
             self._begin_group(group, len(ends), 0.0 if is_paused else ago_s)
         return len(found)
 
-    async def _read_group(self, group_id: str) -> tuple[GroupRecord, list[float]]:
-        """A group, and when each of its results ended, in order, in seconds since the epoch."""
+    async def _read_group(self, group_id: str) -> tuple[GroupRecord, list[float]] | None:
+        """A group, and when each of its results ended, in order, in seconds since the epoch.
+
+        None if an earlier version deleted the group alone: its rollouts go on without it.
+        """
         ended = await self._records.group_ended(group_id)
-        return await self._records.group(group_id), [one.end_time or 0.0 for one in ended if one.is_result]
+        try:
+            group = await self._records.group(group_id)
+        except NotFound:
+            _log.error("rollouts go on without their group, which was deleted", group_id=group_id)
+            return None
+        return group, [one.end_time or 0.0 for one in ended if one.is_result]
 
     async def _recover(self, record: Record, failure: Failure) -> None:
         try:

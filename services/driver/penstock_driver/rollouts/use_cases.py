@@ -67,11 +67,18 @@ class RolloutDeletion:
         self._deleting: Counter[str] = Counter()
 
     async def delete(self, rollout_ids: Sequence[str]) -> None:
-        """Delete ended rollouts with their events, and their captures at the gate; none while one of them runs."""
+        """Delete ended rollouts with their events, and their captures at the gate; none unless all of them have ended.
+
+        FailedPrecondition (ROLLOUT_RUNNING), Unavailable (DRIVER_STOPPING, END_NOT_RECORDED, RELEASE_OWED,
+        EXPORT_PENDING).
+        """
+        self._manager.check_stays()  # what this process left runs on, though not here
         if any(map(self._manager.is_running, rollout_ids)):
             raise FailedPrecondition("the rollout runs: cancel it first", reason="ROLLOUT_RUNNING")
         # No rollout of the same id begins meanwhile: it would lose its events and its capture.
         with self._deletes(rollout_ids):
+            if await self._records.without_end(rollout_ids):
+                raise end_not_recorded()
             if await self._records.with_pending_cleanup(rollout_ids):
                 # Cleanup finds its resources by its id, which another rollout could reuse after a deletion.
                 message = "the rollout's clean-up is still pending: try again later"
@@ -84,11 +91,9 @@ class RolloutDeletion:
                 await self._manager.delete(rollout_id)
                 if self._end_states:
                     await self._end_states.forget(rollout_id)
-            if self._exporter:
-                await self._exporter.forget(rollout_ids)
 
     async def delete_group(self, group_id: str) -> None:
-        """Delete a group and its rollouts; idempotent."""
+        """Delete a group and its rollouts; idempotent. Raises as `delete`."""
         with self._deletes([group_id]):
             try:
                 group = await self._records.group(group_id)
@@ -432,7 +437,7 @@ class RolloutUseCases:
             if self._manager.is_running(rollout_id):
                 await self._manager.wait(rollout_id, None if until is None else max(0.0, until - loop.time()))
         is_running = any(map(self._manager.is_running, group.rollout_ids))
-        if not is_running and len(await self._records.group_ended(group_id)) < len(group.rollout_ids):
+        if not is_running and await self._records.without_end(group.rollout_ids):
             self._manager.check_stays()
             raise end_not_recorded()
         return group

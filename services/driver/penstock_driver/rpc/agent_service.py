@@ -9,15 +9,14 @@ from typing import Any, Final
 from penstock.driver.v1 import agent_service_pb2, agent_service_pb2_grpc
 from penstock_chassis import auth
 from penstock_chassis.errors import InvalidArgument, PenstockError
-from penstock_chassis.validation import invalid_field, page_size
+from penstock_chassis.validation import foreign_page_token, invalid_field, page_size
 from penstock_driver.agents.check import remarks
 from penstock_driver.agents.launch import check_command
-from penstock_driver.agents.registry import AgentRegistry
+from penstock_driver.agents.registry import Agent, AgentRegistry
 from penstock_driver.agents.specs import AgentSpec
 from penstock_driver.domain.ports import Command, CommandReport, PreparedToolbox, Sandboxes, SandboxTerms, SnapshotSpec
 from penstock_driver.environments.prepare import CHECK_TIMEOUT_S
 from penstock_driver.wire.agents import agent_to_proto, spec_from_proto
-from penstock_driver.wire.converters import page_token
 
 _PROGRESS: Final = agent_service_pb2.CheckAgentResponse.OUTCOME_PROGRESS
 _OK: Final = agent_service_pb2.CheckAgentResponse.OUTCOME_OK
@@ -35,12 +34,13 @@ class AgentServicer(agent_service_pb2_grpc.AgentServiceServicer):
     async def ListAgents(  # noqa: N802
         self, request: agent_service_pb2.ListAgentsRequest, context: Any
     ) -> agent_service_pb2.ListAgentsResponse:
-        """By name."""
-        size, after = page_size(request.page_size), page_token(request.page_token)
-        agents = self._registry.agents(auth.caller().scope(request.all_namespaces))[after : after + size + 1]
+        """By name, after the agent that the token names: others may have come and gone since the last page."""
+        size, after = page_size(request.page_size), _parsed_token(request.page_token)
+        agents = self._registry.agents(auth.caller().scope(request.all_namespaces))
+        left = [agent for agent in agents if _position(agent) > after]
         return agent_service_pb2.ListAgentsResponse(
-            agents=[agent_to_proto(agent) for agent in agents[:size]],
-            next_page_token=str(after + size) if len(agents) > size else "",
+            agents=[agent_to_proto(agent) for agent in left[:size]],
+            next_page_token=_token(_position(left[size - 1])) if len(left) > size else "",
         )
 
     async def GetAgent(  # noqa: N802
@@ -126,6 +126,26 @@ class AgentServicer(agent_service_pb2_grpc.AgentServiceServicer):
             return await self._sandboxes.prepare_toolbox(spec.name, spec.toolbox, backend, lines.put_nowait)
         finally:
             lines.put_nowait(None)
+
+
+def _position(agent: Agent) -> tuple[str, str]:
+    """What the registry's list is ordered by: no two agents of it have the same."""
+    return agent.spec.name, agent.namespace
+
+
+def _token(position: tuple[str, str]) -> str:
+    return "/".join(position).encode().hex()
+
+
+def _parsed_token(token: str) -> tuple[str, str]:
+    """The position in a page's token; that before all agents for none. InvalidArgument for a token of another list."""
+    if not token:
+        return "", ""
+    try:
+        name, namespace = bytes.fromhex(token).decode().split("/")  # neither has a slash
+    except ValueError:
+        raise foreign_page_token() from None
+    return name, namespace
 
 
 def _finding(

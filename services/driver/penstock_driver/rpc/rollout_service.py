@@ -313,7 +313,11 @@ class RolloutServicer(rollout_service_pb2_grpc.RolloutServiceServicer):
 
     async def _group(self, group: GroupRecord) -> rollout_pb2.Group:
         paused = self._manager.paused_count(group.rollout_ids)
-        message = group_to_proto(group, await self._records.group_ended(group.group_id), paused)
+        is_running = any(map(self._manager.is_running, group.rollout_ids))
+        # First: what ends meanwhile would else be missing among those of a group that is over.
+        is_over = not is_running and not await self._records.without_end(group.rollout_ids)
+        ended = await self._records.group_ended(group.group_id)
+        message = group_to_proto(group, ended, paused, is_over=is_over)
         message.home = self._home.name
         return message
 

@@ -236,11 +236,10 @@ class Records:
                 return
 
     async def unended(self) -> Sequence[Unended]:
-        """Every rollout that has not ended, with what the next driver needs: the furthest first, then the oldest."""
-        rows = await self._journal.query(
-            "SELECT rollouts.*, sealed_specs.sealed FROM rollouts LEFT JOIN sealed_specs"
-            " ON spec_id = COALESCE(group_id, rollout_id) WHERE end_time IS NULL ORDER BY phase DESC, number"
-        )
+        """Every rollout that has not ended, with what the next driver needs but its sealed spec, which may be long and
+        which a group shares: the furthest first, then the oldest.
+        """
+        rows = await self._journal.query("SELECT * FROM rollouts WHERE end_time IS NULL ORDER BY phase DESC, number")
         return [_unended(row) for row in rows]
 
     async def unended_branches(self) -> Sequence[tuple[str, str, str]]:
@@ -284,6 +283,14 @@ class Records:
         sql = "SELECT * FROM rollouts WHERE group_id = ? AND end_time IS NOT NULL ORDER BY end_time, idx"
         return [_record(row) for row in await self._journal.read(sql, (group_id,))]
 
+    async def without_end(self, rollout_ids: Sequence[str]) -> Sequence[str]:
+        """Those of the given rollouts whose end is not on disk."""
+        ids = json.dumps(list(rollout_ids))
+        sql = (
+            "SELECT rollout_id FROM rollouts WHERE end_time IS NULL AND rollout_id IN (SELECT value FROM json_each(?))"
+        )
+        return [str(row[0]) for row in await self._journal.read(sql, (ids,))]
+
     async def pending_cleanups(self) -> Sequence[str]:
         """Ended rollouts with a pending cleanup in other services."""
         return [str(row[0]) for row in await self._journal.query("SELECT rollout_id FROM owed")]
@@ -306,7 +313,11 @@ class Records:
             raise NotFound(f"there is no rollout {rollout_id} any more", reason="ROLLOUT_UNKNOWN")
 
     async def delete(self, rollout_id: str) -> None:
-        """Delete an ended rollout and its events, and its spec, unless another rollout of its group has it too."""
+        """Delete an ended rollout, its events and its place in the queue of exports, and its spec, unless another
+        rollout of its group has it too.
+
+        One that has not ended keeps all of it.
+        """
         await self._journal.write(
             [
                 (
@@ -315,13 +326,23 @@ class Records:
                     " (SELECT 1 FROM rollouts WHERE group_id = spec_id AND rollout_id != ?)",
                     (rollout_id, rollout_id),
                 ),
-                ("DELETE FROM events WHERE rollout_id = ?", (rollout_id,)),
+                (
+                    "DELETE FROM events WHERE rollout_id = ? AND NOT EXISTS"
+                    " (SELECT 1 FROM rollouts WHERE rollout_id = ? AND end_time IS NULL)",
+                    (rollout_id, rollout_id),
+                ),
                 ("DELETE FROM rollouts WHERE rollout_id = ? AND end_time IS NOT NULL", (rollout_id,)),
+                ("DELETE FROM exports WHERE rollout_id = ?", (rollout_id,)),  # also while this driver exports nothing
             ]
         )
 
     async def delete_group(self, group_id: str) -> None:
-        await self._journal.execute("DELETE FROM groups WHERE group_id = ?", (group_id,))
+        """Delete a group, unless a rollout of it has not ended: the next driver goes on with that one in its group."""
+        sql = (
+            "DELETE FROM groups WHERE group_id = ? AND NOT EXISTS"
+            " (SELECT 1 FROM rollouts WHERE group_id = ? AND end_time IS NULL)"
+        )
+        await self._journal.execute(sql, (group_id, group_id))
 
 
 def _insertion(record: Record) -> Statement:
@@ -424,11 +445,10 @@ def _group(row: Row) -> GroupRecord:
 
 
 def _unended(row: Row) -> Unended:
-    """What is known of a rollout; one whose row a newer version wrote is as one without a spec."""
+    """What is known of a rollout."""
     try:
         return Unended(
             _record(row),
-            sealed=row["sealed"],
             place=None if row["place"] is None else AttemptPlace.from_json(row["place"]),
             stage=Stage(row["stage"]),
             so_far=parsed_outcome(row["so_far"]),
@@ -436,4 +456,4 @@ def _unended(row: Row) -> Unended:
         )
     except ValueError as error:
         _log.error("a rollout cannot be taken up", rollout_id=row["rollout_id"], error=repr(error))
-        return Unended(_record(row), owed=bool(row["owed"]))
+        return Unended(_record(row), owed=bool(row["owed"]), is_readable=False)

@@ -185,14 +185,14 @@ def listed_to_proto(record: Record) -> rollout_pb2.Rollout:
     return wire
 
 
-def group_to_proto(group: GroupRecord, ended: Sequence[Record], paused: int = 0) -> rollout_pb2.Group:
+def group_to_proto(group: GroupRecord, ended: Sequence[Record], paused: int = 0, *, is_over: bool) -> rollout_pb2.Group:
     """A group in its current state; `ended` has its ended rollouts in the order in which they ended.
 
-    `paused` is how many of its rollouts are paused.
+    `paused` is how many of its rollouts are paused. `is_over`: whether all have ended, those too that were deleted
+    since, which `group` still names.
     """
     results = [record.rollout_id for record in ended if record.is_result]
     plan = group.plan
-    is_over = len(ended) == len(group.rollout_ids)
     wire = rollout_pb2.Group(
         group_id=group.group_id,
         namespace=group.namespace,

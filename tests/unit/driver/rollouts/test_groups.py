@@ -35,7 +35,8 @@ async def start_group(driver: Driver, size: int, spares: int, quorum: int, grace
 async def ended(driver: Driver, group: GroupRecord) -> rollout_pb2.Group:
     for rollout_id in group.rollout_ids:
         await driver.manager.wait(rollout_id, 60)
-    return group_to_proto(group, await driver.records.group_ended(group.group_id))
+    is_over = not await driver.records.without_end(group.rollout_ids)
+    return group_to_proto(group, await driver.records.group_ended(group.group_id), is_over=is_over)
 
 
 @pytest.mark.requirement("R70")

@@ -85,7 +85,8 @@ type RolloutServiceClient interface {
 	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
 	CancelRollout(ctx context.Context, in *CancelRolloutRequest, opts ...grpc.CallOption) (*CancelRolloutResponse, error)
 	// DeleteRollout deletes an ended rollout with its events and trajectory. Idempotent. What the driver exported stays.
-	// Errors: FAILED_PRECONDITION (ROLLOUT_RUNNING), UNAVAILABLE (EXPORT_PENDING: its trajectory is not stored yet).
+	// Errors: FAILED_PRECONDITION (ROLLOUT_RUNNING), UNAVAILABLE (EXPORT_PENDING: its trajectory is not stored yet;
+	// DRIVER_STOPPING: ask its next process; END_NOT_RECORDED).
 	DeleteRollout(ctx context.Context, in *DeleteRolloutRequest, opts ...grpc.CallOption) (*DeleteRolloutResponse, error)
 	// PauseRollout holds a rollout until ResumeRollout or for max_duration, and returns once it is held. What that means depends
 	// on its phase:
@@ -172,7 +173,7 @@ type RolloutServiceClient interface {
 	// Errors: NOT_FOUND (GROUP_UNKNOWN), UNAVAILABLE (PAUSE_PENDING).
 	ResumeGroup(ctx context.Context, in *ResumeGroupRequest, opts ...grpc.CallOption) (*ResumeGroupResponse, error)
 	// DeleteGroup deletes a group and each of its rollouts. See DeleteRollout.
-	// Errors: FAILED_PRECONDITION (ROLLOUT_RUNNING).
+	// Errors: FAILED_PRECONDITION (ROLLOUT_RUNNING), UNAVAILABLE (as DeleteRollout).
 	DeleteGroup(ctx context.Context, in *DeleteGroupRequest, opts ...grpc.CallOption) (*DeleteGroupResponse, error)
 	// GetTrajectory returns an ended rollout's trajectory, as fragments that merge (see Trajectory).
 	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN, GRADE_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_RUNNING; TRAJECTORY_ABSENT: it ended
@@ -674,7 +675,8 @@ type RolloutServiceServer interface {
 	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
 	CancelRollout(context.Context, *CancelRolloutRequest) (*CancelRolloutResponse, error)
 	// DeleteRollout deletes an ended rollout with its events and trajectory. Idempotent. What the driver exported stays.
-	// Errors: FAILED_PRECONDITION (ROLLOUT_RUNNING), UNAVAILABLE (EXPORT_PENDING: its trajectory is not stored yet).
+	// Errors: FAILED_PRECONDITION (ROLLOUT_RUNNING), UNAVAILABLE (EXPORT_PENDING: its trajectory is not stored yet;
+	// DRIVER_STOPPING: ask its next process; END_NOT_RECORDED).
 	DeleteRollout(context.Context, *DeleteRolloutRequest) (*DeleteRolloutResponse, error)
 	// PauseRollout holds a rollout until ResumeRollout or for max_duration, and returns once it is held. What that means depends
 	// on its phase:
@@ -761,7 +763,7 @@ type RolloutServiceServer interface {
 	// Errors: NOT_FOUND (GROUP_UNKNOWN), UNAVAILABLE (PAUSE_PENDING).
 	ResumeGroup(context.Context, *ResumeGroupRequest) (*ResumeGroupResponse, error)
 	// DeleteGroup deletes a group and each of its rollouts. See DeleteRollout.
-	// Errors: FAILED_PRECONDITION (ROLLOUT_RUNNING).
+	// Errors: FAILED_PRECONDITION (ROLLOUT_RUNNING), UNAVAILABLE (as DeleteRollout).
 	DeleteGroup(context.Context, *DeleteGroupRequest) (*DeleteGroupResponse, error)
 	// GetTrajectory returns an ended rollout's trajectory, as fragments that merge (see Trajectory).
 	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN, GRADE_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_RUNNING; TRAJECTORY_ABSENT: it ended

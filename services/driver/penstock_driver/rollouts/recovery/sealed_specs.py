@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -12,6 +14,7 @@ from penstock_driver.agents.registry import AgentRegistry
 from penstock_driver.domain.records import Record
 from penstock_driver.domain.rollout import Cause, Component, Failure, Phase, RolloutSpec
 from penstock_driver.domain.unended import Unended, spec_context
+from penstock_driver.store.records import Records
 from penstock_driver.store.seal import Seal, SealBroken
 from penstock_driver.wire.specs import LONG_LOCKS, rollout_spec
 
@@ -74,6 +77,43 @@ class SealedSpecs:
             message = f"this version of the driver does not accept the rollout's spec: {error.message}"
             raise _unreadable(message, record.phase) from error
         return replace(spec, reports_changes=data[:1] == _WITH_CHANGES)
+
+
+class LeftSpecs:
+    """The specs of the rollouts that an earlier process left. Each is read and opened once, and is in memory once,
+    however many rollouts of its group have it.
+    """
+
+    def __init__(self, specs: SealedSpecs, records: Records, left: Sequence[Unended]) -> None:
+        self._specs = specs
+        self._records = records
+        self._sharers = Counter(spec_context(unended.record) for unended in left)
+        self._opened: dict[str, RolloutSpec | Failure] = {}
+
+    def is_shared(self, record: Record) -> bool:
+        """Whether other rollouts that were left have the same spec."""
+        return self._sharers[spec_context(record)] > 1
+
+    async def of(self, unended: Unended) -> RolloutSpec:
+        """The spec of one of them. Raises NotAdoptable."""
+        record = unended.record
+        if not unended.is_readable:
+            return self._specs.opened(unended)  # as one without a spec
+        context = spec_context(record)
+        found = self._opened.get(context)
+        if found is None:
+            found = await self._read(record)
+            if self.is_shared(record):
+                self._opened[context] = found
+        if isinstance(found, Failure):
+            raise NotAdoptable(replace(found, phase=record.phase))
+        return found
+
+    async def _read(self, record: Record) -> RolloutSpec | Failure:
+        try:
+            return await self._specs.read(Unended(record, await self._records.sealed_spec(record)))
+        except NotAdoptable as error:
+            return error.failure
 
 
 def _unreadable(message: str, phase: Phase) -> NotAdoptable:

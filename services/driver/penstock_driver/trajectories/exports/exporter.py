@@ -161,10 +161,6 @@ class Exporter:
             left = await self._queue.unstored(rollout_ids)
         return left
 
-    async def forget(self, rollout_ids: Sequence[str]) -> None:
-        """Take deleted rollouts out of the queue."""
-        await self._queue.done(rollout_ids)
-
     async def finish(self) -> None:
         """Return when the queue is empty. `run` must run."""
         self._idle.clear()

@@ -56,7 +56,7 @@ async def test_sealed_spec_is_the_whole_spec_and_shows_no_secret(driver: Driver)
     assert SECRET.encode() not in sealed
     await driver.records.create(RequestKey(new_id("q"), "d"), [record], sealed=sealed)
     (unended,) = await driver.records.unended()
-    opened = specs.opened(unended)
+    opened = specs.opened(Unended(unended.record, await driver.records.sealed_spec(unended.record)))
     assert (opened.task, opened.sandbox, opened.limits, opened.gate_terms) == (
         spec.task,
         spec.sandbox,
@@ -194,6 +194,70 @@ async def test_a_group_that_goes_on_counts_the_results_it_has(driver: Driver, pl
         assert await driver.records.sealed_spec(record) == sealed
         await driver.manager.delete(record.rollout_id)
     assert await driver.records.sealed_spec(records[0]) is None
+
+
+async def left_group(driver: Driver, size: int, content: bytes = b"kiwi") -> list[Record]:
+    """A group of which nothing has begun yet, as an earlier process recorded it."""
+    wire = wire_spec()
+    wire.task.files[0].content = content
+    spec, _ = accepted(driver, wire)
+    ids = tuple(new_id("r") for _ in range(size))
+    group = GroupRecord(new_id("g"), None, spec.request, GroupPlan(size, quorum=size), 0.0, ids)
+    records = new_records(spec, effective_spec(spec), ids, group.group_id)
+    sealed = await driver.opened.parts.specs.sealed(spec, records[0])
+    await driver.records.create(RequestKey(new_id("q"), "d"), records, group, sealed=sealed)
+    return records
+
+
+@pytest.mark.requirement("R127")
+async def test_a_group_that_goes_on_has_one_copy_of_its_spec(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many rollouts it has: it is read and opened once, and those that wait have it too."""
+    records = [*await left_group(driver, 32, bytes(1 << 20)), *await left_group(driver, 32, bytes(1 << 20))]
+    (alone,) = await driver.recorded(1)
+    specs, read = driver.opened.parts.specs, list[str]()
+    opened, sealed_spec = specs.opened, driver.records.sealed_spec
+
+    def counted(unended: Unended) -> Any:
+        read.append(unended.record.group_id or unended.record.rollout_id)
+        return opened(unended)
+
+    async def read_sealed(record: Record) -> bytes | None:
+        read.append(f"sealed {record.group_id or record.rollout_id}")
+        return await sealed_spec(record)
+
+    monkeypatch.setattr(type(specs), "opened", lambda _, unended: counted(unended))
+    monkeypatch.setattr(driver.records, "sealed_spec", read_sealed)
+    driver.gate.hold = Event()
+    assert await driver.manager.recover() == 65
+    groups = {record.group_id: "" for record in records}
+    assert sorted(read) == sorted(
+        [*groups, alone.rollout_id, *(f"sealed {one}" for one in (*groups, alone.rollout_id))]  # type: ignore[type-var]
+    )
+    live = driver.manager._live
+    assert len({id(live[record.rollout_id].spec.task) for record in records}) == 2
+    assert live[alone.rollout_id]._spec is None
+    driver.gate.hold.set()
+    await driver.manager._cancel_all([record.rollout_id for record in (*records, alone)], COMPLETE)
+
+
+@pytest.mark.requirement("R127")
+async def test_rollouts_whose_group_is_gone_go_on(driver: Driver) -> None:
+    """A deletion of an earlier version left them: without this the driver could never start again."""
+    records = await left_group(driver, 2)
+    await driver.journal.execute("DELETE FROM groups")
+    assert await driver.manager.recover() == 2
+    for record in records:
+        outcome = await driver.outcome(record)
+        assert not outcome.HasField("failure"), outcome.failure
+
+
+@pytest.mark.requirement("R127")
+async def test_a_rollout_whose_row_cannot_be_read_is_not_taken_up(driver: Driver) -> None:
+    """A newer version wrote it."""
+    (record,) = await driver.recorded(1)
+    await driver.journal.execute("UPDATE rollouts SET stage = 'OF_LATER'")
+    assert await driver.manager.recover() == 1
+    assert (await driver.outcome(record)).failure.reason == "DRIVER_RESTARTED"
 
 
 @pytest.mark.requirement("R124", "R127")

@@ -255,7 +255,8 @@ class RolloutServiceServicer(object):
 
     def DeleteRollout(self, request, context):
         """DeleteRollout deletes an ended rollout with its events and trajectory. Idempotent. What the driver exported stays.
-        Errors: FAILED_PRECONDITION (ROLLOUT_RUNNING), UNAVAILABLE (EXPORT_PENDING: its trajectory is not stored yet).
+        Errors: FAILED_PRECONDITION (ROLLOUT_RUNNING), UNAVAILABLE (EXPORT_PENDING: its trajectory is not stored yet;
+        DRIVER_STOPPING: ask its next process; END_NOT_RECORDED).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -411,7 +412,7 @@ class RolloutServiceServicer(object):
 
     def DeleteGroup(self, request, context):
         """DeleteGroup deletes a group and each of its rollouts. See DeleteRollout.
-        Errors: FAILED_PRECONDITION (ROLLOUT_RUNNING).
+        Errors: FAILED_PRECONDITION (ROLLOUT_RUNNING), UNAVAILABLE (as DeleteRollout).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

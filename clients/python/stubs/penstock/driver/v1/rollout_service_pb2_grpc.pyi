@@ -79,7 +79,8 @@ class RolloutServiceStub:
     """
     DeleteRollout: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.DeleteRolloutRequest, _rollout_service_pb2.DeleteRolloutResponse]
     """DeleteRollout deletes an ended rollout with its events and trajectory. Idempotent. What the driver exported stays.
-    Errors: FAILED_PRECONDITION (ROLLOUT_RUNNING), UNAVAILABLE (EXPORT_PENDING: its trajectory is not stored yet).
+    Errors: FAILED_PRECONDITION (ROLLOUT_RUNNING), UNAVAILABLE (EXPORT_PENDING: its trajectory is not stored yet;
+    DRIVER_STOPPING: ask its next process; END_NOT_RECORDED).
     """
     PauseRollout: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.PauseRolloutRequest, _rollout_service_pb2.PauseRolloutResponse]
     """PauseRollout holds a rollout until ResumeRollout or for max_duration, and returns once it is held. What that means depends
@@ -178,7 +179,7 @@ class RolloutServiceStub:
     """
     DeleteGroup: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.DeleteGroupRequest, _rollout_service_pb2.DeleteGroupResponse]
     """DeleteGroup deletes a group and each of its rollouts. See DeleteRollout.
-    Errors: FAILED_PRECONDITION (ROLLOUT_RUNNING).
+    Errors: FAILED_PRECONDITION (ROLLOUT_RUNNING), UNAVAILABLE (as DeleteRollout).
     """
     GetTrajectory: _grpc.UnaryStreamMultiCallable[_rollout_service_pb2.GetTrajectoryRequest, _rollout_service_pb2.GetTrajectoryResponse]
     """GetTrajectory returns an ended rollout's trajectory, as fragments that merge (see Trajectory).
@@ -258,7 +259,8 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     """
     DeleteRollout: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.DeleteRolloutRequest, _rollout_service_pb2.DeleteRolloutResponse]  # type: ignore[assignment]
     """DeleteRollout deletes an ended rollout with its events and trajectory. Idempotent. What the driver exported stays.
-    Errors: FAILED_PRECONDITION (ROLLOUT_RUNNING), UNAVAILABLE (EXPORT_PENDING: its trajectory is not stored yet).
+    Errors: FAILED_PRECONDITION (ROLLOUT_RUNNING), UNAVAILABLE (EXPORT_PENDING: its trajectory is not stored yet;
+    DRIVER_STOPPING: ask its next process; END_NOT_RECORDED).
     """
     PauseRollout: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.PauseRolloutRequest, _rollout_service_pb2.PauseRolloutResponse]  # type: ignore[assignment]
     """PauseRollout holds a rollout until ResumeRollout or for max_duration, and returns once it is held. What that means depends
@@ -357,7 +359,7 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     """
     DeleteGroup: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.DeleteGroupRequest, _rollout_service_pb2.DeleteGroupResponse]  # type: ignore[assignment]
     """DeleteGroup deletes a group and each of its rollouts. See DeleteRollout.
-    Errors: FAILED_PRECONDITION (ROLLOUT_RUNNING).
+    Errors: FAILED_PRECONDITION (ROLLOUT_RUNNING), UNAVAILABLE (as DeleteRollout).
     """
     GetTrajectory: _aio.UnaryStreamMultiCallable[_rollout_service_pb2.GetTrajectoryRequest, _rollout_service_pb2.GetTrajectoryResponse]  # type: ignore[assignment]
     """GetTrajectory returns an ended rollout's trajectory, as fragments that merge (see Trajectory).
@@ -482,7 +484,8 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_service_pb2.DeleteRolloutResponse, _abc.Awaitable[_rollout_service_pb2.DeleteRolloutResponse]]:
         """DeleteRollout deletes an ended rollout with its events and trajectory. Idempotent. What the driver exported stays.
-        Errors: FAILED_PRECONDITION (ROLLOUT_RUNNING), UNAVAILABLE (EXPORT_PENDING: its trajectory is not stored yet).
+        Errors: FAILED_PRECONDITION (ROLLOUT_RUNNING), UNAVAILABLE (EXPORT_PENDING: its trajectory is not stored yet;
+        DRIVER_STOPPING: ask its next process; END_NOT_RECORDED).
         """
 
     @_abc_1.abstractmethod
@@ -664,7 +667,7 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_service_pb2.DeleteGroupResponse, _abc.Awaitable[_rollout_service_pb2.DeleteGroupResponse]]:
         """DeleteGroup deletes a group and each of its rollouts. See DeleteRollout.
-        Errors: FAILED_PRECONDITION (ROLLOUT_RUNNING).
+        Errors: FAILED_PRECONDITION (ROLLOUT_RUNNING), UNAVAILABLE (as DeleteRollout).
         """
 
     @_abc_1.abstractmethod

@@ -1681,7 +1681,8 @@ export const RolloutService: GenService<{
   },
   /**
    * DeleteRollout deletes an ended rollout with its events and trajectory. Idempotent. What the driver exported stays.
-   * Errors: FAILED_PRECONDITION (ROLLOUT_RUNNING), UNAVAILABLE (EXPORT_PENDING: its trajectory is not stored yet).
+   * Errors: FAILED_PRECONDITION (ROLLOUT_RUNNING), UNAVAILABLE (EXPORT_PENDING: its trajectory is not stored yet;
+   * DRIVER_STOPPING: ask its next process; END_NOT_RECORDED).
    *
    * @generated from rpc penstock.driver.v1.RolloutService.DeleteRollout
    */
@@ -1879,7 +1880,7 @@ export const RolloutService: GenService<{
   },
   /**
    * DeleteGroup deletes a group and each of its rollouts. See DeleteRollout.
-   * Errors: FAILED_PRECONDITION (ROLLOUT_RUNNING).
+   * Errors: FAILED_PRECONDITION (ROLLOUT_RUNNING), UNAVAILABLE (as DeleteRollout).
    *
    * @generated from rpc penstock.driver.v1.RolloutService.DeleteGroup
    */
