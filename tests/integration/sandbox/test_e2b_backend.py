@@ -230,7 +230,7 @@ async def test_toolboxes_of_a_snapshot_without_a_record_are_uploaded_again(tmp_p
         await backend.remove_layer("ss-1")
 
 
-@pytest.mark.requirement("R75")
+@pytest.mark.requirement("R72")
 async def test_the_start_files_of_an_agents_shell_do_not_make_its_fork_run_as_root(tmp_path: Path) -> None:
     """E2B runs a command in the user's login shell, which reads them before."""
     async with stand_in() as cloud, _backend(cloud, tmp_path / "state") as backend:
