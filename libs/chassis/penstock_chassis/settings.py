@@ -395,7 +395,16 @@ def _invalid(violations: typing.Iterable[Violation]) -> InvalidArgument:
 
 
 def _is_secret(info: FieldInfo) -> bool:
-    return SecretStr in _alternatives(info.annotation)
+    return _holds_secret(info.annotation)
+
+
+def _holds_secret(annotation: Any) -> bool:
+    """Whether values of a type are, or have in them, secrets: also those of a table or of a model's fields."""
+    if annotation is SecretStr:
+        return True
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return any(map(_is_secret, annotation.model_fields.values()))
+    return any(map(_holds_secret, typing.get_args(annotation)))
 
 
 def _is_composite(info: FieldInfo) -> bool:

@@ -21,6 +21,7 @@ class ValveSettings(ServiceSettings):
     port: int = Field(7799, ge=0, le=65535, description="port to listen on")
     upstreams: tuple[str, ...] = Field((), description="addresses that may be named")
     vendor_key: SecretStr | None = Field(None, description="key of a vendor")
+    logins: dict[str, SecretStr] = Field(default_factory=dict, description="passwords by host")
 
 
 @pytest.fixture(autouse=True)
@@ -164,14 +165,16 @@ def test_half_a_tls_configuration_is_refused(argv: list[str]) -> None:
 
 @pytest.mark.requirement("R1")
 def test_secrets_have_no_flag(capsys: pytest.CaptureFixture[str]) -> None:
-    """No secret in any process's argv."""
-    for flag in ("--operator-token", "--vendor-key"):
+    """No secret in any process's argv, nor a table that has one in it."""
+    for flag in ("--operator-token", "--vendor-key", "--logins", "--namespaces"):
         with pytest.raises(SystemExit):
-            ValveSettings.load([flag, "x"])
+            ValveSettings.load([flag, "{}"])
+        assert f"unrecognized arguments: {flag}" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         ValveSettings.load(["--help"])
     text = capsys.readouterr().out
-    assert "PENSTOCK_VALVE_VENDOR_KEY" in text
+    secrets = text.partition("Secrets have no flag")[2]
+    assert all(f"PENSTOCK_VALVE_{name}:" in secrets for name in ("VENDOR_KEY", "LOGINS", "NAMESPACES"))
     assert "--state-dir" in text
 
 
