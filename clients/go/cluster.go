@@ -27,6 +27,9 @@ const (
 	freshForNew = time.Second
 )
 
+// allDrainFor is how long a creation waits while all of several services drain; tests wait less.
+var allDrainFor = time.Minute
+
 var (
 	withHome = regexp.MustCompile(`^(r|g|t|sb|ss)\.([a-z0-9][a-z0-9-]{0,31})\.[0-9a-f]{32}(?:-[0-9]+)?$`)
 	makers   = map[string]string{"r": "driver", "g": "driver", "t": "driver", "sb": "sandbox", "ss": "sandbox"}
@@ -184,13 +187,13 @@ func (c *cluster) home(ctx context.Context, kind, id string) (member, error) {
 }
 
 // create makes something new at a member of a kind that takes work. What is chosen, such as an id, goes to the same member from
-// every client; else they take turns. A member that drains has not made it, so another one is asked. `make` sends the request,
-// and repeats it after the errors that `again` is true of.
+// every client; else they take turns. A member that drains has not made it, so another one is asked; while all of several drain,
+// for a minute at most. `make` sends the request, and repeats it after the errors that `again` is true of.
 func create[T any](
 	ctx context.Context, c *cluster, kind, chosen string,
 	make func(ctx context.Context, at member, again func(*Error) bool) (T, error),
 ) (member, T, error) {
-	drained := map[string]bool{}
+	drained, wait, until := map[string]bool{}, delays{}, time.Now().Add(allDrainFor)
 	for age := freshForNew; ; age = 0 {
 		at, only, err := c.memberForNew(ctx, kind, chosen, drained, age)
 		if err != nil {
@@ -204,8 +207,14 @@ func create[T any](
 		made, err := make(ctx, at, again)
 		var failure *Error
 		isDraining := errors.As(err, &failure) && failure.Kind == ErrUnavailable && failure.Reason == draining
-		if !isDraining || drained[at.service.address] {
+		if !isDraining || only || time.Now().After(until) {
 			return at, made, err
+		}
+		if drained[at.service.address] { // all drain, as where they are restarted in turn
+			clear(drained)
+			if err := sleep(ctx, wait.next(nil)); err != nil {
+				return at, made, fromRPC(ctx, err, at.service)
+			}
 		}
 		drained[at.service.address] = true
 	}

@@ -9,9 +9,11 @@ import (
 	"testing"
 	"time"
 
+	"google.golang.org/genproto/googleapis/rpc/errdetails"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
+	driverv1 "penstock.example/penstock/gen/driver/v1"
 	opsv1 "penstock.example/penstock/gen/ops/v1"
 )
 
@@ -154,5 +156,55 @@ func TestDriversThatAreAllAwayAreNotAskedAgainByEachCall(t *testing.T) {
 	}
 	if driver.asked.Load() != 1 {
 		t.Fatalf("the driver was asked %d times", driver.asked.Load())
+	}
+}
+
+// twoThatDrain are two drivers, which take nothing new the first times that they are asked, and a client of them.
+func twoThatDrain(t *testing.T, times int64) (*Client, *atomic.Int64) {
+	t.Helper()
+	leakFree(t)
+	known, asked := &listing{}, &atomic.Int64{}
+	drivers := make([]*server, 2)
+	for at := range drivers {
+		drivers[at] = &server{operations: known}
+		drivers[at].create = func(
+			context.Context, *driverv1.CreateRolloutRequest,
+		) (*driverv1.CreateRolloutResponse, error) {
+			if asked.Add(1) <= times {
+				return nil, refusal(t, codes.Unavailable, "it stops", &errdetails.ErrorInfo{Reason: draining})
+			}
+			return &driverv1.CreateRolloutResponse{Rollout: &driverv1.Rollout{RolloutId: "r"}}, nil
+		}
+		drivers[at].listen(t, "127.0.0.1:0")
+		t.Cleanup(drivers[at].grpc.Stop)
+	}
+	up := opsv1.MemberState_MEMBER_STATE_UP
+	known.list(
+		&opsv1.Member{Service: "driver", Name: "d0", Address: drivers[0].address, State: up},
+		&opsv1.Member{Service: "driver", Name: "d1", Address: drivers[1].address, State: up},
+	)
+	return connectTo(t, drivers[0].address), asked
+}
+
+// What all of several services refuse for as long as they drain is told by their error (R118).
+func TestSomethingNewWaitsForABoundedTimeWhileAllServicesDrain(t *testing.T) {
+	defer func(before time.Duration) { allDrainFor = before }(allDrainFor)
+	allDrainFor = 0
+	ps, asked := twoThatDrain(t, 1<<20)
+	_, err := ps.Rollouts.Create(bounded(t), &driverv1.RolloutSpec{}, "")
+	var failure *Error
+	if !errors.As(err, &failure) || failure.Reason != draining || asked.Load() != 1 {
+		t.Fatalf("%v after %d requests", err, asked.Load())
+	}
+}
+
+// Something new waits while all of several services drain, as where they are restarted in turn (R118).
+func TestSomethingNewWaitsWhileAllServicesDrain(t *testing.T) {
+	ps, asked := twoThatDrain(t, 5)
+	for _, id := range []string{"", "chosen"} {
+		asked.Store(0)
+		if _, err := ps.Rollouts.Create(bounded(t), &driverv1.RolloutSpec{}, id); err != nil || asked.Load() != 6 {
+			t.Fatalf("%q: %v after %d requests", id, err, asked.Load())
+		}
 	}
 }
