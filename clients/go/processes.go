@@ -181,7 +181,7 @@ func (p *Process) Write(ctx context.Context, content []byte, last bool) error {
 	}
 	repeat := repeats{began: time.Now()}
 	for {
-		answer, err := push(ctx, p.sandbox.data, p.sandbox.processes.WriteStdin, frames, sandboxTimeout)
+		answer, err := push(ctx, p.sandbox.data, p.sandbox.processes.WriteStdin, frames, noTimeout)
 		if err == nil {
 			offset = answer.GetOffset()
 			p.written = &offset
