@@ -82,7 +82,7 @@ func TestCallsThatWaitForTheListShareItsFailure(t *testing.T) {
 	}
 }
 
-// One that stops waiting for the list takes it from nobody; when all have stopped, the request ends (R118, R41).
+// One that stops waiting for the list takes it from nobody; when all have stopped, the request ends (R32, R118).
 func TestARequestForTheListLastsWhileSomebodyWaits(t *testing.T) {
 	asked, gone := make(chan struct{}, 2), make(chan struct{})
 	answer := make(chan struct{})
@@ -186,7 +186,7 @@ func twoThatDrain(t *testing.T, times int64) (*Client, *atomic.Int64) {
 	return connectTo(t, drivers[0].address), asked
 }
 
-// What all of several services refuse for as long as they drain is told by their error (R118).
+// What all of several services refuse for as long as they drain is told by their error (R51, R117).
 func TestSomethingNewWaitsForABoundedTimeWhileAllServicesDrain(t *testing.T) {
 	defer func(before time.Duration) { allDrainFor = before }(allDrainFor)
 	allDrainFor = 0
@@ -198,7 +198,7 @@ func TestSomethingNewWaitsForABoundedTimeWhileAllServicesDrain(t *testing.T) {
 	}
 }
 
-// Something new waits while all of several services drain, as where they are restarted in turn (R118).
+// Something new waits while all of several services drain, as where they are restarted in turn (R51, R117).
 func TestSomethingNewWaitsWhileAllServicesDrain(t *testing.T) {
 	ps, asked := twoThatDrain(t, 5)
 	for _, id := range []string{"", "chosen"} {

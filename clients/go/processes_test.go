@@ -99,7 +99,7 @@ func written(t *testing.T, process *Process, content string) {
 	}
 }
 
-// A handle of a process that has input already writes behind it: the service skips bytes that it has (R41).
+// A handle of a process that has input already writes behind it: the service skips bytes that it has.
 func TestInputOfAProcessThatWasAttachedToIsWrittenBehindWhatItHas(t *testing.T) {
 	service := &inputs{taken: []byte("from elsewhere, ")}
 	attached := service.sandbox(t).Process("p")
@@ -111,7 +111,7 @@ func TestInputOfAProcessThatWasAttachedToIsWrittenBehindWhatItHas(t *testing.T) 
 }
 
 // After a write that failed, the next one goes on behind what the service took of it; a write that breaks is repeated and
-// written once (R41).
+// written once.
 func TestInputAfterAFailedWriteIsWrittenBehindWhatWasTaken(t *testing.T) {
 	service := &inputs{}
 	process, err := service.sandbox(t).Start(bounded(t), Argv("cat"), WithOpenStdin())

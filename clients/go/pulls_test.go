@@ -14,7 +14,7 @@ import (
 )
 
 // A gate that goes away once another one has leased calls is asked once more and not waited for: the leases of those calls run
-// meanwhile (R118).
+// meanwhile (R117).
 func TestAGateThatGoesAwayHoldsBackNoLeasedCalls(t *testing.T) {
 	leakFree(t)
 	known, asked := &listing{}, make(chan struct{})

@@ -8,7 +8,7 @@ import (
 	"google.golang.org/grpc"
 )
 
-// Files, trees and input may be large, so that the caller's context alone bounds how long they take (R41).
+// Files, trees and input may be large, so that the caller's context alone bounds how long they take (R38).
 func TestTransfersOfFilesHaveNoDeadlineButTheCallers(t *testing.T) {
 	var mu sync.Mutex
 	bound := map[string]bool{} // by method, whether it has a deadline
