@@ -27,6 +27,9 @@ const (
 	freshForNew = time.Second
 )
 
+// allDrainFor is how long a creation waits while all of several services drain; tests wait less.
+var allDrainFor = time.Minute
+
 var (
 	withHome = regexp.MustCompile(`^(r|g|t|sb|ss)\.([a-z0-9][a-z0-9-]{0,31})\.[0-9a-f]{32}(?:-[0-9]+)?$`)
 	makers   = map[string]string{"r": "driver", "g": "driver", "t": "driver", "sb": "sandbox", "ss": "sandbox"}
@@ -61,9 +64,9 @@ type cluster struct {
 	endpoints *endpoints
 	dialing   []grpc.DialOption
 	given     map[string]*service
-	asking    chan struct{} // holds one token: one asks, and those that come meanwhile use its answer
 
 	mu      sync.Mutex
+	asking  map[bool]*question // the requests for the list that run, by whether they are patient
 	opened  map[memberKey]*service
 	pools   []*pool
 	listed  []*opsv1.Member
@@ -80,7 +83,7 @@ type memberKey struct{ kind, address, certifiedName string }
 func newCluster(found *endpoints, dialing []grpc.DialOption, given map[string]*service) *cluster {
 	driver := found.addresses.Driver
 	return &cluster{
-		endpoints: found, dialing: dialing, given: given, asking: make(chan struct{}, 1), opened: map[memberKey]*service{},
+		endpoints: found, dialing: dialing, given: given, asking: map[bool]*question{}, opened: map[memberKey]*service{},
 		names: map[string]string{}, turns: map[string]uint64{},
 		mayAsk: found.discover && driver != "" && mayReceiveToken(driver, driver, found.tls),
 	}
@@ -92,21 +95,8 @@ func newCluster(found *endpoints, dialing []grpc.DialOption, given map[string]*s
 // Errors: ErrUnavailable, no driver can be asked and none ever was; ErrConfiguration, MEMBER_NOT_TRUSTED: the token must not
 // be sent to a member.
 func (c *cluster) members(ctx context.Context, kind string, age time.Duration, patient bool) ([]member, error) {
-	if !c.isFresh(age) {
-		select {
-		case c.asking <- struct{}{}:
-		case <-ctx.Done():
-			return nil, fromRPC(ctx, ctx.Err(), anyone)
-		}
-		began := time.Now()
-		err := error(nil)
-		if !c.isFresh(max(age, time.Since(began))) {
-			err = c.ask(ctx, patient)
-		}
-		<-c.asking
-		if err != nil {
-			return nil, err
-		}
+	if err := c.refresh(ctx, age, patient); err != nil {
+		return nil, err
 	}
 	c.mu.Lock()
 	listed := c.listed
@@ -197,13 +187,13 @@ func (c *cluster) home(ctx context.Context, kind, id string) (member, error) {
 }
 
 // create makes something new at a member of a kind that takes work. What is chosen, such as an id, goes to the same member from
-// every client; else they take turns. A member that drains has not made it, so another one is asked. `make` sends the request,
-// and repeats it after the errors that `again` is true of.
+// every client; else they take turns. A member that drains has not made it, so another one is asked; while all of several drain,
+// for a minute at most. `make` sends the request, and repeats it after the errors that `again` is true of.
 func create[T any](
 	ctx context.Context, c *cluster, kind, chosen string,
 	make func(ctx context.Context, at member, again func(*Error) bool) (T, error),
 ) (member, T, error) {
-	drained := map[string]bool{}
+	drained, wait, until := map[string]bool{}, delays{}, time.Now().Add(allDrainFor)
 	for age := freshForNew; ; age = 0 {
 		at, only, err := c.memberForNew(ctx, kind, chosen, drained, age)
 		if err != nil {
@@ -217,8 +207,14 @@ func create[T any](
 		made, err := make(ctx, at, again)
 		var failure *Error
 		isDraining := errors.As(err, &failure) && failure.Kind == ErrUnavailable && failure.Reason == draining
-		if !isDraining || drained[at.service.address] {
+		if !isDraining || only || time.Now().After(until) {
 			return at, made, err
+		}
+		if drained[at.service.address] { // all drain, as where they are restarted in turn
+			clear(drained)
+			if err := sleep(ctx, wait.next(nil)); err != nil {
+				return at, made, fromRPC(ctx, err, at.service)
+			}
 		}
 		drained[at.service.address] = true
 	}
@@ -267,10 +263,58 @@ func (c *cluster) mayAskNow() bool {
 	return c.mayAsk
 }
 
-func (c *cluster) isFresh(age time.Duration) bool {
+// question is a request for the list. Many calls at once find it stale: they share one, and its error.
+type question struct {
+	waiting int // calls that wait for it; the cluster's lock guards it
+	stop    context.CancelFunc
+	ended   chan struct{} // closed at its end
+	err     error         // from then on
+}
+
+// refresh makes the list no older than `age`, by the request that runs or a new one.
+func (c *cluster) refresh(ctx context.Context, age time.Duration, patient bool) error {
 	c.mu.Lock()
-	defer c.mu.Unlock()
-	return !c.mayAsk || !c.askedAt.IsZero() && time.Since(c.askedAt) < age
+	if !c.mayAsk || !c.askedAt.IsZero() && time.Since(c.askedAt) < age {
+		c.mu.Unlock()
+		return nil
+	}
+	running := c.asking[patient]
+	if running == nil {
+		running = &question{ended: make(chan struct{})}
+		// A call that gives up takes the answer from no other one.
+		asking, stop := context.WithCancel(context.WithoutCancel(ctx))
+		running.stop, c.asking[patient] = stop, running
+		go func() {
+			running.err = c.ask(asking, patient)
+			c.mu.Lock()
+			defer c.mu.Unlock()
+			c.forget(running, patient)
+			close(running.ended)
+		}()
+	}
+	running.waiting++
+	c.mu.Unlock()
+	defer func() {
+		c.mu.Lock()
+		defer c.mu.Unlock()
+		if running.waiting--; running.waiting == 0 {
+			c.forget(running, patient)
+		}
+	}()
+	select {
+	case <-running.ended:
+		return running.err
+	case <-ctx.Done():
+		return fromRPC(ctx, ctx.Err(), anyone)
+	}
+}
+
+// forget stops a request for the list, if it runs; later calls begin another one. The caller holds the lock.
+func (c *cluster) forget(running *question, patient bool) {
+	running.stop()
+	if c.asking[patient] == running {
+		delete(c.asking, patient)
+	}
 }
 
 // ask asks the connection's driver, or another one that is known.
@@ -285,7 +329,9 @@ func (c *cluster) ask(ctx context.Context, patient bool) error {
 			if err != nil {
 				return err
 			}
-			drivers = append(drivers, one.service)
+			if !slices.Contains(drivers, one.service) {
+				drivers = append(drivers, one.service)
+			}
 		}
 	}
 	for _, driver := range drivers {
@@ -305,7 +351,12 @@ func (c *cluster) ask(ctx context.Context, patient bool) error {
 			return err
 		}
 	}
-	return nil // all are away: the list stays, and a call to a member that is away fails with an error that names it
+	// All are away. The list stays, and a call to a member that is away fails with an error that names it. They are asked again
+	// as after an answer: else each call would wait for them.
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.askedAt = time.Now()
+	return nil
 }
 
 func (c *cluster) take(answer *opsv1.GetServerInfoResponse, asked *service) {

@@ -61,6 +61,7 @@ type endpoints struct {
 	namespace string // in which an operator acts; empty = none is named
 	discover  bool   // whether the driver is asked which other services there are
 	unnamed   bool   // whether nobody named a driver, to which the token may be sent
+	alone     bool   // whether the connection file says to ask no driver
 }
 
 var namespaceForm = regexp.MustCompile(`^[a-z0-9][a-z0-9-]{0,62}$`)
@@ -112,7 +113,7 @@ func resolve(said *options) (*endpoints, error) {
 	default:
 		return nil, configuration("DISCOVER", "PENSTOCK_DISCOVER is %q: set it to true or false, or unset it", said)
 	}
-	if found.unnamed {
+	if found.unnamed || found.alone {
 		found.discover = false
 	}
 	return found, nil
@@ -222,6 +223,7 @@ type connection struct {
 	Addresses map[string]*string `json:"addresses"`
 	Token     *string            `json:"token"`
 	CA        string             `json:"ca"`
+	Discover  any                `json:"discover"` // false = the addresses are all that may be used
 }
 
 // isLive tells whether the file is there and the stack that wrote it still runs: one that was killed leaves it behind.
@@ -259,7 +261,10 @@ func readConnection(file string, token foundToken, tls *TLS) (*endpoints, error)
 		return nil, configuration("CONNECTION_FILE",
 			"%s is not a connection file: remove it, or start `penstock up` again", file)
 	}
-	found := &endpoints{addresses: onHost("127.0.0.1"), token: token, tls: tls, unnamed: said.Addresses["driver"] == nil}
+	found := &endpoints{
+		addresses: onHost("127.0.0.1"), token: token, tls: tls, unnamed: said.Addresses["driver"] == nil,
+		alone: said.Discover == false,
+	}
 	for _, service := range services {
 		if address := said.Addresses[service]; address != nil {
 			*found.addresses.of(service) = *address

@@ -181,7 +181,8 @@ func TestAServiceThatIsNotThereIsNamed(t *testing.T) {
 	}
 }
 
-// No driver is asked for others unless a program names one, and not where the environment says so.
+// No driver is asked for others unless a program names one, and not where the environment or a connection file
+// says so.
 func TestNoDriverIsAskedForOthersUnlessAProgramNamesOne(t *testing.T) {
 	nowhereElse(t)
 	named := WithAddresses(Addresses{Driver: "127.0.0.1:7"})
@@ -193,6 +194,12 @@ func TestNoDriverIsAskedForOthersUnlessAProgramNamesOne(t *testing.T) {
 	}
 	if found, _ := resolved(t, WithAddresses(Addresses{Sandbox: "127.0.0.1:7"})); found.discover {
 		t.Fatal("a driver without an address is asked")
+	}
+	for said, expected := range map[string]bool{"false": false, "true": true, "null": true} {
+		file := write(t, `{"token": null, "discover": `+said+`, "addresses": {"driver": "127.0.0.1:7"}}`, 0o600)
+		if found, _ := resolved(t, WithConnectionFile(file)); found.discover != expected {
+			t.Fatalf("a connection file with %s has the driver asked: %t", said, found.discover)
+		}
 	}
 	t.Setenv("PENSTOCK_DISCOVER", "False")
 	if found, _ := resolved(t, named); found.discover {

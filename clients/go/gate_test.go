@@ -41,6 +41,13 @@ type server struct {
 	waitGroup  func(context.Context, *driverv1.WaitGroupRequest) (*driverv1.WaitGroupResponse, error)
 	register   func(context.Context, *interceptionv1.RegisterToolsRequest) error
 	getCall    func(context.Context, *interceptionv1.GetCallRequest) (*interceptionv1.GetCallResponse, error)
+	lease      func(context.Context, *interceptionv1.LeaseCallsRequest) (*interceptionv1.LeaseCallsResponse, error)
+}
+
+func (s *server) LeaseCalls(
+	ctx context.Context, request *interceptionv1.LeaseCallsRequest,
+) (*interceptionv1.LeaseCallsResponse, error) {
+	return s.lease(ctx, request)
 }
 
 func (s *server) GetCall(

@@ -66,7 +66,7 @@ type Process struct {
 	// ID is the process's id.
 	ID      string
 	sandbox *Sandbox
-	written int64
+	written *int64 // bytes of input that the service has; nil = not known: it was attached to, or a write runs or failed
 }
 
 // Start starts a process and returns when it runs. A program that cannot be started is an Exit with the reason
@@ -86,7 +86,8 @@ func (s *Sandbox) Start(ctx context.Context, command *sandboxv1.Command, opts ..
 	if err != nil {
 		return nil, err
 	}
-	return &Process{ID: answer.GetProcess().GetProcessId(), sandbox: s}, nil
+	offset := answer.GetProcess().GetStdinOffset()
+	return &Process{ID: answer.GetProcess().GetProcessId(), sandbox: s, written: &offset}, nil
 }
 
 // Process is a handle of a process that was started before.
@@ -157,12 +158,18 @@ func (p *Process) Wait(ctx context.Context) (*sandboxv1.Exit, error) {
 }
 
 // Write writes to standard input, which stays open; with `last` it is closed then. One goroutine may write at a time. A
-// broken write is taken up where it was, so that no byte is written twice.
+// broken write is taken up where it was, so that no byte is written twice. After one that failed, the next one goes on behind
+// what the service took of it.
 //
 // Errors: ErrFailedPrecondition, STDIN_CLOSED, STDIN_NOT_OPEN.
 func (p *Process) Write(ctx context.Context, content []byte, last bool) error {
 	type request = sandboxv1.WriteStdinRequest
-	start := &sandboxv1.WriteStdinRequest_StdinStart{SandboxId: p.sandbox.ID, ProcessId: p.ID, Offset: p.written}
+	offset, err := p.inputOffset(ctx)
+	if err != nil {
+		return err
+	}
+	p.written = nil // where this fails
+	start := &sandboxv1.WriteStdinRequest_StdinStart{SandboxId: p.sandbox.ID, ProcessId: p.ID, Offset: offset}
 	frames := func(yield func(*request) bool) {
 		whole := yield(&request{Frame: &sandboxv1.WriteStdinRequest_Start{Start: start}})
 		for chunk := range chunked(content) {
@@ -174,9 +181,10 @@ func (p *Process) Write(ctx context.Context, content []byte, last bool) error {
 	}
 	repeat := repeats{began: time.Now()}
 	for {
-		answer, err := push(ctx, p.sandbox.data, p.sandbox.processes.WriteStdin, frames, sandboxTimeout)
+		answer, err := push(ctx, p.sandbox.data, p.sandbox.processes.WriteStdin, frames, noTimeout)
 		if err == nil {
-			p.written = answer.GetOffset()
+			offset = answer.GetOffset()
+			p.written = &offset
 			return nil
 		}
 		var failure *Error
@@ -187,6 +195,16 @@ func (p *Process) Write(ctx context.Context, content []byte, last bool) error {
 			return err
 		}
 	}
+}
+
+// inputOffset is where its input continues. The service takes bytes before that for a repetition, and skips them.
+func (p *Process) inputOffset(ctx context.Context) (int64, error) {
+	if p.written != nil {
+		return *p.written, nil
+	}
+	request := &sandboxv1.GetProcessRequest{SandboxId: p.sandbox.ID, ProcessId: p.ID}
+	answer, err := call(ctx, p.sandbox.data, p.sandbox.processes.GetProcess, request, callTimeout, true)
+	return answer.GetProcess().GetStdinOffset(), err
 }
 
 // Signal sends a signal to the process's group; one that has ended is a success.

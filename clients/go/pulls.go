@@ -60,7 +60,7 @@ func (c *Client) LeaseCalls(ctx context.Context, selector Selector, options Leas
 		return nil, err
 	}
 	if len(gates) == 1 {
-		return c.leaseAt(ctx, gates[0], request, timeout)
+		return c.leaseAt(ctx, gates[0], request, timeout, true)
 	}
 	// They are all asked at once. When one has calls the others are asked no longer: what they have leased meanwhile is taken too,
 	// or put back where it is too much.
@@ -72,16 +72,16 @@ func (c *Client) LeaseCalls(ctx context.Context, selector Selector, options Leas
 		asking.Add(1)
 		go func() {
 			defer asking.Done()
-			calls, err := c.leaseAt(finding, gate, request, timeout)
+			calls, err := c.leaseAt(finding, gate, request, timeout, true)
 			switch {
 			case err == nil && len(calls) > 0, err != nil && !isAway(err) && finding.Err() == nil:
 				found()
 			case err != nil && finding.Err() != nil && ctx.Err() == nil:
 				// The same request again: its answer has what the gate leased to it before it was given up. Where there is none the
-				// leases end.
+				// leases end. It is not repeated: what another gate has leased is held back meanwhile.
 				again := proto.Clone(request).(*interceptionv1.LeaseCallsRequest)
 				again.Wait = durationpb.New(0)
-				calls, err = c.leaseAt(ctx, gate, again, settleTimeout)
+				calls, err = c.leaseAt(ctx, gate, again, settleTimeout, false)
 				if err != nil {
 					calls, err = nil, nil
 				}
@@ -146,10 +146,10 @@ func (c *Client) gates(ctx context.Context) ([]*service, error) {
 }
 
 func (c *Client) leaseAt(
-	ctx context.Context, at *service, request *interceptionv1.LeaseCallsRequest, timeout time.Duration,
+	ctx context.Context, at *service, request *interceptionv1.LeaseCallsRequest, timeout time.Duration, repeatable bool,
 ) ([]*Call, error) {
 	stub := interceptionv1.NewInterceptServiceClient(at.conn)
-	answer, err := call(ctx, at, stub.LeaseCalls, request, timeout, true)
+	answer, err := call(ctx, at, stub.LeaseCalls, request, timeout, repeatable)
 	var calls []*Call
 	for _, message := range answer.GetCalls() {
 		calls = append(calls, leasedCall(at, message))

@@ -53,6 +53,9 @@ var anyone = &service{peer: "the service"}
 
 type method[Q, A any] func(context.Context, Q, ...grpc.CallOption) (A, error)
 
+// noTimeout is the timeout of an attempt that takes as long as its content is large: the caller's context alone bounds it.
+const noTimeout time.Duration = 0
+
 // call is one unary call, with so much time for each attempt. One that is repeatable (a read, or a create with a request
 // id) is tried again while the service is away: see repeats.
 func call[Q, A any](
@@ -76,7 +79,7 @@ func repeated[Q, A any](
 ) (A, error) {
 	repeat := repeats{began: time.Now()}
 	for {
-		bounded, cancel := context.WithTimeout(ctx, timeout)
+		bounded, cancel := within(ctx, timeout)
 		answer, err := m(bounded, request)
 		cancel()
 		if err == nil {
@@ -90,6 +93,13 @@ func repeated[Q, A any](
 			return answer, err
 		}
 	}
+}
+
+func within(ctx context.Context, timeout time.Duration) (context.Context, context.CancelFunc) {
+	if timeout == noTimeout {
+		return context.WithCancel(ctx)
+	}
+	return context.WithTimeout(ctx, timeout)
 }
 
 // repeats bounds how often and how long one call is repeated. A service that answers so, and one that never answered, has five

@@ -108,7 +108,7 @@ type Diff struct {
 // DIGEST_MISMATCH.
 func (s *Sandbox) Diff(ctx context.Context, maxBytes int64) (*Diff, error) {
 	request := &sandboxv1.DiffSandboxRequest{SandboxId: s.ID, MaxBytes: positive(maxBytes)}
-	parts, err := collect(ctx, s.home.service, s.home.stub.DiffSandbox, request, sandboxTimeout)
+	parts, err := collect(ctx, s.home.service, s.home.stub.DiffSandbox, request, noTimeout)
 	if err != nil {
 		return nil, err
 	}
@@ -137,7 +137,7 @@ func (s *Sandbox) Delete(ctx context.Context) error {
 // Errors: ErrNotFound, FILE_NOT_FOUND; ErrDataLoss, DIGEST_MISMATCH: it was damaged on the way.
 func (s *Sandbox) ReadFile(ctx context.Context, path string) ([]byte, error) {
 	request := &sandboxv1.ReadFileRequest{SandboxId: s.ID, Path: path}
-	parts, err := collect(ctx, s.data, s.files.ReadFile, request, sandboxTimeout)
+	parts, err := collect(ctx, s.data, s.files.ReadFile, request, noTimeout)
 	if err != nil {
 		return nil, err
 	}
@@ -169,7 +169,7 @@ func (s *Sandbox) WriteFile(ctx context.Context, path string, content []byte, mo
 			yield(&request{Frame: &sandboxv1.WriteFileRequest_End{End: end}})
 		}
 	}
-	_, err := push(ctx, s.data, s.files.WriteFile, frames, sandboxTimeout)
+	_, err := push(ctx, s.data, s.files.WriteFile, frames, noTimeout)
 	return err
 }
 
@@ -178,7 +178,7 @@ func (s *Sandbox) WriteFile(ctx context.Context, path string, content []byte, mo
 // Errors: ErrResourceExhausted, TREE_TOO_LARGE; ErrFailedPrecondition, FILE_REPLACED; ErrDataLoss, DIGEST_MISMATCH.
 func (s *Sandbox) ReadTree(ctx context.Context, path string, maxBytes int64) ([]byte, error) {
 	request := &sandboxv1.ReadTreeRequest{SandboxId: s.ID, Path: path, MaxBytes: positive(maxBytes)}
-	parts, err := collect(ctx, s.data, s.files.ReadTree, request, sandboxTimeout)
+	parts, err := collect(ctx, s.data, s.files.ReadTree, request, noTimeout)
 	if err != nil {
 		return nil, err
 	}
@@ -209,7 +209,7 @@ func (s *Sandbox) WriteTree(ctx context.Context, path string, tar []byte) error 
 			yield(&request{Frame: &sandboxv1.WriteTreeRequest_End{End: end}})
 		}
 	}
-	_, err := push(ctx, s.data, s.files.WriteTree, frames, sandboxTimeout)
+	_, err := push(ctx, s.data, s.files.WriteTree, frames, noTimeout)
 	return err
 }
 
