@@ -97,8 +97,8 @@ export class SandboxHandle {
       pty,
       outputLimitBytes: outputLimitBytes === undefined ? undefined : BigInt(outputLimitBytes),
     };
-    await this.#data.call((call) => this.#processes.startProcess(request, call), { signal, repeatable: true });
-    return this.process(request.processId);
+    const { process } = await this.#data.call((call) => this.#processes.startProcess(request, call), { signal, repeatable: true });
+    return new ProcessHandle(this.#data, this.sandboxId, request.processId, process?.stdinOffset);
   }
 
   /** A handle of a process that was started before. */
