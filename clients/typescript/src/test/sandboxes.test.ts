@@ -1,4 +1,4 @@
-/** The input of a sandbox's processes, at a service that keeps it in memory. */
+/** A sandbox's files and the input of its processes, at a service that keeps them in memory. */
 
 import assert from "node:assert/strict";
 import { once } from "node:events";
@@ -9,6 +9,7 @@ import { Code, ConnectError } from "@connectrpc/connect";
 import { connectNodeAdapter } from "@connectrpc/connect-node";
 import { connect, type Penstock } from "../connection.js";
 import { FailedPrecondition } from "../errors.js";
+import { FileService } from "../gen/penstock/sandbox/v1/file_service_pb.js";
 import { ProcessService } from "../gen/penstock/sandbox/v1/process_service_pb.js";
 import { SandboxService } from "../gen/penstock/sandbox/v1/sandbox_service_pb.js";
 
@@ -21,6 +22,8 @@ let stdin = "";
 let failure: { readonly after: number; readonly code: Code } | undefined;
 /** How often the process was asked for. */
 let asked = 0;
+/** Of the calls that write files. */
+let deadlines: (number | undefined)[] = [];
 
 before(async () => {
   server = createServer(
@@ -53,6 +56,18 @@ before(async () => {
             return { offset: BigInt(stdin.length) };
           },
         });
+        router.service(FileService, {
+          writeFile: async (requests, context) => {
+            await Array.fromAsync(requests);
+            deadlines.push(context.timeoutMs());
+            return {};
+          },
+          writeTree: async (requests, context) => {
+            await Array.fromAsync(requests);
+            deadlines.push(context.timeoutMs());
+            return {};
+          },
+        });
       },
     }),
   );
@@ -70,7 +85,7 @@ after(async () => {
 });
 
 beforeEach(() => {
-  [stdin, failure, asked] = ["", undefined, 0];
+  [stdin, failure, asked, deadlines] = ["", undefined, 0, []];
 });
 
 it("a process gets what a handle writes that was made later, after what it had", async () => {
@@ -97,4 +112,11 @@ it("a process gets no byte twice of a write that broke", async () => {
   await process.write(" three");
   assert.equal(stdin, "one two three");
   assert.equal(asked, 0); // the handle knows where it is
+});
+
+it("files and trees are written for as long as the caller wants", async () => {
+  const sandbox = await ps.sandboxes.create();
+  await sandbox.writeFile("a", "text");
+  await sandbox.writeTree("b", new Uint8Array(1024));
+  assert.deepEqual(deadlines, [undefined, undefined]);
 });
