@@ -81,7 +81,8 @@ export class Cluster {
   readonly #turns = new Map<ServiceName, number>();
   #listed: readonly Listed[] = [];
   #askedAt: number | undefined;
-  #asking: Promise<void> | undefined;
+  /** Requests for the list, by whether they wait for a driver that is away: who waits shares no error of who does not. */
+  readonly #asking = new Map<boolean, Promise<void>>();
   #mayAsk: boolean;
   #closed = false;
 
@@ -115,11 +116,10 @@ export class Cluster {
     signal?.throwIfAborted();
     if (this.#mayAsk && (this.#askedAt === undefined || performance.now() - this.#askedAt >= ageMs)) {
       // All who ask meanwhile share one answer, which no one of them aborts.
-      this.#asking ??= this.#ask(patient).finally(() => {
-        this.#asking = undefined;
-      });
-      this.#asking.catch(() => {}); // whoever waits for it is told
-      await (signal === undefined ? this.#asking : unlessAborted(this.#asking, signal));
+      const asking = this.#asking.get(patient) ?? this.#ask(patient).finally(() => this.#asking.delete(patient));
+      this.#asking.set(patient, asking);
+      asking.catch(() => {}); // whoever waits for it is told
+      await (signal === undefined ? asking : unlessAborted(asking, signal));
     }
     const items = this.#listed.filter(({ service }) => service === kind);
     const [only] = items;
@@ -246,8 +246,13 @@ export class Cluster {
   async #ask(patient: boolean): Promise<void> {
     const isFirst = this.#askedAt === undefined;
     const others = this.#listed.filter(({ service }) => service === "driver");
+    const asked = new Set<Service>();
     for (const of of [() => this.#given("driver"), ...others.map((item) => () => this.#service("driver", item))]) {
       const service = of();
+      if (asked.has(service)) {
+        continue; // the connection's own is listed too
+      }
+      asked.add(service);
       const client = service.client(OperationsService);
       try {
         const options = { timeoutMs: ASK_MS, repeatable: patient && isFirst };
@@ -264,7 +269,9 @@ export class Cluster {
         }
       }
     }
-    // All are away. The list stays, and whoever uses a member that is away gets an error that names it.
+    // All are away. The list stays, and whoever uses a member that is away gets an error that names it. They are asked again as
+    // after an answer: else each call would wait for them.
+    this.#askedAt = performance.now();
   }
 
   #take(members: readonly Listed[], own: string, asked: Service): void {

@@ -1,0 +1,112 @@
+/** Which member is asked, and what happens where none can be. */
+
+import assert from "node:assert/strict";
+import { once } from "node:events";
+import { createServer, type Http2Server, type ServerHttp2Session } from "node:http2";
+import type { AddressInfo } from "node:net";
+import { afterEach, beforeEach, describe, it, mock } from "node:test";
+import type { MessageInitShape } from "@bufbuild/protobuf";
+import { Code, ConnectError } from "@connectrpc/connect";
+import { connectNodeAdapter } from "@connectrpc/connect-node";
+import { Cluster } from "../cluster.js";
+import { resolve, type ServiceName } from "../endpoints.js";
+import { Unavailable } from "../errors.js";
+import { type MemberSchema, MemberState, OperationsService } from "../gen/penstock/ops/v1/operations_service_pb.js";
+import { Service } from "../rpc.js";
+
+type Listed = MessageInitShape<typeof MemberSchema>;
+
+const AWAY = () => new ConnectError("connection refused", Code.Unavailable);
+
+describe("the members of a cluster", () => {
+  const usual = performance.now.bind(performance);
+  let servers: Http2Server[] = [];
+  let connections: ServerHttp2Session[] = [];
+  let opened: { close(): void }[] = [];
+  let listed: Listed[] = [];
+  /** By driver, how often it was asked. */
+  let asked = new Map<string, number>();
+  /** How many requests of drivers fail. */
+  let failing = 0;
+  /** By how much the clock is ahead. */
+  let aheadMs = 0;
+
+  async function driver(name: string): Promise<string> {
+    const getServerInfo = () => {
+      asked.set(name, (asked.get(name) ?? 0) + 1);
+      if (failing > 0) {
+        failing -= 1;
+        throw AWAY();
+      }
+      return { server: { name }, members: listed };
+    };
+    const routes = connectNodeAdapter({ routes: (router) => router.service(OperationsService, { getServerInfo }) });
+    const server = createServer(routes);
+    server.on("session", (session) => connections.push(session.on("error", () => {})));
+    server.listen(0, "127.0.0.1");
+    await once(server, "listening");
+    servers.push(server);
+    return `127.0.0.1:${(server.address() as AddressInfo).port}`;
+  }
+
+  function clusterAt(address: string): Cluster {
+    const endpoints = resolve({ addresses: { driver: address }, token: "secret" });
+    const given = new Map<ServiceName, Service>();
+    const cluster = new Cluster(endpoints, (kind) => {
+      const service = given.get(kind) ?? new Service(kind, endpoints);
+      given.set(kind, service);
+      return service;
+    });
+    opened.push(cluster, { close: () => given.forEach((service) => service.close()) });
+    return cluster;
+  }
+
+  function list(service: ServiceName, ...addresses: string[]): void {
+    listed = addresses.map((address, at) => ({ service, name: `d${at}`, address, state: MemberState.UP }));
+  }
+
+  beforeEach(() => {
+    [servers, connections, opened, listed] = [[], [], [], []];
+    asked = new Map();
+    failing = 0;
+    aheadMs = 0;
+    mock.method(performance, "now", () => usual() + aheadMs);
+  });
+
+  afterEach(() => {
+    mock.restoreAll();
+    for (const item of [...opened, ...servers]) {
+      item.close();
+    }
+    for (const connection of connections) {
+      connection.destroy();
+    }
+  });
+
+  it("come to who waits for a driver, though who does not wait got an error meanwhile", async () => {
+    const cluster = clusterAt(await driver("d0"));
+    failing = 2;
+    const hurried = assert.rejects(cluster.members("driver", { patient: false }), Unavailable);
+    const [only] = await cluster.members("driver");
+    await hurried;
+    assert.equal(only?.service.address, cluster.given("driver").service.address);
+  });
+
+  it("are asked for once while all drivers are away, each driver once", async () => {
+    const first = await driver("d0");
+    const second = await driver("d1");
+    list("driver", first, second);
+    const cluster = clusterAt(first);
+    await cluster.members("driver");
+    aheadMs = 10_000;
+    failing = Number.POSITIVE_INFINITY;
+    asked.clear();
+    for (const _ of [0, 1, 2]) {
+      assert.equal((await cluster.members("driver")).length, 2);
+    }
+    assert.deepEqual([...asked], [["d0", 1], ["d1", 1]]);
+    aheadMs = 20_000;
+    await cluster.members("driver");
+    assert.deepEqual([...asked], [["d0", 2], ["d1", 2]]);
+  });
+});
