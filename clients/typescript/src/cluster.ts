@@ -19,13 +19,15 @@ import {
 } from "./errors.js";
 import { type Member as Listed, MemberState, OperationsService } from "./gen/penstock/ops/v1/operations_service_pb.js";
 import { mayReceiveToken } from "./homes.js";
-import { MAX_HOMES, Service } from "./rpc.js";
+import { Backoff, MAX_HOMES, Service } from "./rpc.js";
 
 /** For how long an answer is used before the driver is asked again. */
 export const FRESH_MS = 5000;
 /** The same for a creation. A service that has begun to drain since says so, and another one is asked. */
 const FRESH_FOR_NEW_MS = 1000;
 const ASK_MS = 5000;
+/** For how long something new is tried again while all of several members drain, as where they are restarted in turn. */
+const ALL_DRAIN_MS = 60_000;
 
 const MAKERS: Readonly<Record<string, ServiceName>> = { r: "driver", g: "driver", t: "driver", sb: "sandbox", ss: "sandbox" };
 const WITH_HOME = /^(r|g|t|sb|ss)\.([a-z0-9][a-z0-9-]{0,31})\.[0-9a-f]{32}(?:-[0-9]+)?$/;
@@ -152,7 +154,7 @@ export class Cluster {
 
   /**
    * Makes something new at a member that takes work. What is chosen, such as an id, goes to the same member from every client; else
-   * they take turns. A member that drains has not made it, so another one is asked.
+   * they take turns. A member that drains has not made it, so another one is asked; while all of several drain, for a minute at most.
    *
    * @param make sends the request, and repeats it as its second argument says.
    */
@@ -163,13 +165,19 @@ export class Cluster {
     signal?: AbortSignal,
   ): Promise<[Member, T]> {
     const draining = new Set<string>();
+    const backoff = new Backoff();
+    const until = performance.now() + ALL_DRAIN_MS;
     for (let ageMs = FRESH_FOR_NEW_MS; ; ageMs = 0) {
       const [member, isOnly] = await this.#forNew(kind, chosen, draining, ageMs, signal);
       try {
         return [member, await make(member, isOnly || "unlessDraining")];
       } catch (error) {
-        if (!(error instanceof Unavailable && error.reason === "DRAINING") || draining.has(member.service.address)) {
+        if (!(error instanceof Unavailable && error.reason === "DRAINING") || isOnly || performance.now() > until) {
           throw error;
+        }
+        if (draining.has(member.service.address)) {
+          draining.clear(); // all drain
+          await member.service.pause(backoff.next(), signal);
         }
         draining.add(member.service.address);
       }

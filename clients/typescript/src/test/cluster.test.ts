@@ -17,6 +17,7 @@ import { Service } from "../rpc.js";
 type Listed = MessageInitShape<typeof MemberSchema>;
 
 const AWAY = () => new ConnectError("connection refused", Code.Unavailable);
+const DRAINING = () => new Unavailable("It drains.", { reason: "DRAINING" });
 
 describe("the members of a cluster", () => {
   const usual = performance.now.bind(performance);
@@ -108,5 +109,62 @@ describe("the members of a cluster", () => {
     aheadMs = 20_000;
     await cluster.members("driver");
     assert.deepEqual([...asked], [["d0", 2], ["d1", 2]]);
+  });
+
+  it("make something new as soon as one of them drains no more", async () => {
+    const cluster = clusterAt(await driver("d0"));
+    list("sandbox", "127.0.0.1:1", "127.0.0.1:2");
+    const refused: string[] = [];
+    const make = async ({ service }: { service: Service }) => {
+      if (refused.length < 5) {
+        refused.push(service.address);
+        throw DRAINING();
+      }
+      return "made";
+    };
+    const [, made] = await cluster.create("sandbox", "", make);
+    assert.equal(made, "made");
+    assert.equal(new Set(refused).size, 2);
+  });
+
+  it("are not waited for longer than a minute while all of them drain", async () => {
+    const cluster = clusterAt(await driver("d0"));
+    list("sandbox", "127.0.0.1:1", "127.0.0.1:2");
+    let attempts = 0;
+    const make = async () => {
+      attempts += 1;
+      aheadMs += 25_000;
+      throw DRAINING();
+    };
+    await assert.rejects(cluster.create("sandbox", "", make), Unavailable);
+    assert.equal(attempts, 3);
+  });
+
+  it("do not outlast the caller's signal while all of them drain", async () => {
+    const cluster = clusterAt(await driver("d0"));
+    list("sandbox", "127.0.0.1:1", "127.0.0.1:2");
+    const caller = new AbortController();
+    let attempts = 0;
+    const make = async () => {
+      attempts += 1;
+      if (attempts === 3) {
+        caller.abort(new Error("enough"));
+      }
+      throw DRAINING();
+    };
+    await assert.rejects(cluster.create("sandbox", "", make, caller.signal), /enough/);
+    assert.equal(attempts, 3);
+  });
+
+  it("are asked once for something new where there is only one, whose calls are repeated while it drains", async () => {
+    const cluster = clusterAt(await driver("d0"));
+    list("sandbox", "127.0.0.1:1");
+    let attempts = 0;
+    const make = async () => {
+      attempts += 1;
+      throw DRAINING();
+    };
+    await assert.rejects(cluster.create("sandbox", "", make), Unavailable);
+    assert.equal(attempts, 1);
   });
 });
