@@ -9,9 +9,11 @@ import type { MessageInitShape } from "@bufbuild/protobuf";
 import { Code, ConnectError } from "@connectrpc/connect";
 import { connectNodeAdapter } from "@connectrpc/connect-node";
 import { Cluster } from "../cluster.js";
+import { connect } from "../connection.js";
 import { resolve, type ServiceName } from "../endpoints.js";
-import { Unavailable } from "../errors.js";
+import { ConfigurationError, Unavailable } from "../errors.js";
 import { type MemberSchema, MemberState, OperationsService } from "../gen/penstock/ops/v1/operations_service_pb.js";
+import { FileService } from "../gen/penstock/sandbox/v1/file_service_pb.js";
 import { Service } from "../rpc.js";
 
 type Listed = MessageInitShape<typeof MemberSchema>;
@@ -166,5 +168,30 @@ describe("the members of a cluster", () => {
     };
     await assert.rejects(cluster.create("sandbox", "", make), Unavailable);
     assert.equal(attempts, 1);
+  });
+});
+
+describe("a service without an address", () => {
+  const isNone = (error: unknown) => error instanceof ConfigurationError && error.reason === "NO_SERVICE";
+
+  it("fails what needs it, and nothing else", async () => {
+    await using ps = connect({ addresses: { driver: "", interception: "", sandbox: "127.0.0.1:1" } });
+    await assert.rejects(ps.rollouts.get("r"), isNone);
+    await assert.rejects(ps.rollouts.list().next(), isNone);
+    await assert.rejects(ps.rollouts.export().next(), isNone);
+    await assert.rejects(ps.rollouts.watch().next(), isNone);
+    await assert.rejects(ps.agents.list().next(), isNone);
+    await assert.rejects(ps.leaseCalls(), isNone);
+    await assert.rejects(ps.intercept(), isNone);
+    await assert.rejects(ps.serverInfo("interception"), isNone);
+    await assert.rejects(ps.sandboxes.backends(), Unavailable);
+  });
+
+  it("fails streams of requests too", async () => {
+    await using ps = connect({ addresses: { sandbox: "", driver: "127.0.0.1:1" } });
+    const service = ps.service("sandbox");
+    const client = service.client(FileService);
+    async function* frames() {}
+    await assert.rejects(service.push((call) => client.writeFile(frames(), call)), isNone);
   });
 });
