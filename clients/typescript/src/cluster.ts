@@ -19,13 +19,15 @@ import {
 } from "./errors.js";
 import { type Member as Listed, MemberState, OperationsService } from "./gen/penstock/ops/v1/operations_service_pb.js";
 import { mayReceiveToken } from "./homes.js";
-import { MAX_HOMES, Service } from "./rpc.js";
+import { Backoff, MAX_HOMES, Service } from "./rpc.js";
 
 /** For how long an answer is used before the driver is asked again. */
 export const FRESH_MS = 5000;
 /** The same for a creation. A service that has begun to drain since says so, and another one is asked. */
 const FRESH_FOR_NEW_MS = 1000;
 const ASK_MS = 5000;
+/** For how long something new is tried again while all of several members drain, as where they are restarted in turn. */
+const ALL_DRAIN_MS = 60_000;
 
 const MAKERS: Readonly<Record<string, ServiceName>> = { r: "driver", g: "driver", t: "driver", sb: "sandbox", ss: "sandbox" };
 const WITH_HOME = /^(r|g|t|sb|ss)\.([a-z0-9][a-z0-9-]{0,31})\.[0-9a-f]{32}(?:-[0-9]+)?$/;
@@ -81,7 +83,8 @@ export class Cluster {
   readonly #turns = new Map<ServiceName, number>();
   #listed: readonly Listed[] = [];
   #askedAt: number | undefined;
-  #asking: Promise<void> | undefined;
+  /** Requests for the list, by whether they wait for a driver that is away: who waits shares no error of who does not. */
+  readonly #asking = new Map<boolean, Promise<void>>();
   #mayAsk: boolean;
   #closed = false;
 
@@ -115,11 +118,10 @@ export class Cluster {
     signal?.throwIfAborted();
     if (this.#mayAsk && (this.#askedAt === undefined || performance.now() - this.#askedAt >= ageMs)) {
       // All who ask meanwhile share one answer, which no one of them aborts.
-      this.#asking ??= this.#ask(patient).finally(() => {
-        this.#asking = undefined;
-      });
-      this.#asking.catch(() => {}); // whoever waits for it is told
-      await (signal === undefined ? this.#asking : unlessAborted(this.#asking, signal));
+      const asking = this.#asking.get(patient) ?? this.#ask(patient).finally(() => this.#asking.delete(patient));
+      this.#asking.set(patient, asking);
+      asking.catch(() => {}); // whoever waits for it is told
+      await (signal === undefined ? asking : unlessAborted(asking, signal));
     }
     const items = this.#listed.filter(({ service }) => service === kind);
     const [only] = items;
@@ -152,7 +154,7 @@ export class Cluster {
 
   /**
    * Makes something new at a member that takes work. What is chosen, such as an id, goes to the same member from every client; else
-   * they take turns. A member that drains has not made it, so another one is asked.
+   * they take turns. A member that drains has not made it, so another one is asked; while all of several drain, for a minute at most.
    *
    * @param make sends the request, and repeats it as its second argument says.
    */
@@ -163,13 +165,19 @@ export class Cluster {
     signal?: AbortSignal,
   ): Promise<[Member, T]> {
     const draining = new Set<string>();
+    const backoff = new Backoff();
+    const until = performance.now() + ALL_DRAIN_MS;
     for (let ageMs = FRESH_FOR_NEW_MS; ; ageMs = 0) {
       const [member, isOnly] = await this.#forNew(kind, chosen, draining, ageMs, signal);
       try {
         return [member, await make(member, isOnly || "unlessDraining")];
       } catch (error) {
-        if (!(error instanceof Unavailable && error.reason === "DRAINING") || draining.has(member.service.address)) {
+        if (!(error instanceof Unavailable && error.reason === "DRAINING") || isOnly || performance.now() > until) {
           throw error;
+        }
+        if (draining.has(member.service.address)) {
+          draining.clear(); // all drain
+          await member.service.pause(backoff.next(), signal);
         }
         draining.add(member.service.address);
       }
@@ -246,8 +254,13 @@ export class Cluster {
   async #ask(patient: boolean): Promise<void> {
     const isFirst = this.#askedAt === undefined;
     const others = this.#listed.filter(({ service }) => service === "driver");
+    const asked = new Set<Service>();
     for (const of of [() => this.#given("driver"), ...others.map((item) => () => this.#service("driver", item))]) {
       const service = of();
+      if (asked.has(service)) {
+        continue; // the connection's own is listed too
+      }
+      asked.add(service);
       const client = service.client(OperationsService);
       try {
         const options = { timeoutMs: ASK_MS, repeatable: patient && isFirst };
@@ -264,7 +277,9 @@ export class Cluster {
         }
       }
     }
-    // All are away. The list stays, and whoever uses a member that is away gets an error that names it.
+    // All are away. The list stays, and whoever uses a member that is away gets an error that names it. They are asked again as
+    // after an answer: else each call would wait for them.
+    this.#askedAt = performance.now();
   }
 
   #take(members: readonly Listed[], own: string, asked: Service): void {

@@ -47,7 +47,8 @@ export interface ConnectOptions {
   readonly namespace?: string;
   /**
    * Whether the driver is asked which other drivers, gates and sandbox services there are; false = only the addresses given here are
-   * used. Absent = PENSTOCK_DISCOVER; true where that is not set either and the driver's address is known.
+   * used. Absent = PENSTOCK_DISCOVER; true where that is not set either, the driver's address is known, and the connection file does
+   * not say false.
    */
   readonly discover?: boolean;
 }
@@ -188,7 +189,7 @@ function ofEnvironment(): Record<string, string> | undefined {
 }
 
 function readConnection(file: string, found: FoundToken | undefined, tls: Tls | undefined): Endpoints {
-  let content: { addresses: Record<string, string>; token: string | null; ca?: string };
+  let content: { addresses: Record<string, string>; token: string | null; ca?: string; discover?: boolean };
   try {
     const info = statSync(file);
     if ((info.uid !== getuid?.() && info.uid !== 0) || (info.mode & 0o077) !== 0) {
@@ -210,7 +211,8 @@ function readConnection(file: string, found: FoundToken | undefined, tls: Tls | 
   }
   const ca = content.ca === undefined ? undefined : { caFile: resolvePath(dirname(file), content.ca) };
   const sent = found?.token === undefined ? { token: content.token ?? undefined, origin: file } : found;
-  return checked(content.addresses, sent, tls ?? ca);
+  const endpoints = checked(content.addresses, sent, tls ?? ca);
+  return { ...endpoints, discover: endpoints.discover && content.discover !== false };
 }
 
 /** Whether the file is there and the stack that wrote it still runs: one that was killed leaves its file behind. */

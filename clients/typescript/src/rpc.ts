@@ -107,7 +107,7 @@ export interface MemberOf {
   readonly token?: RenewedToken;
 }
 
-/** One service as the client sees it. It connects with its first call. */
+/** One service as the client sees it. It connects with its first call; without an address its calls reject with NO_SERVICE. */
 export class Service {
   readonly address: string;
   /** For people. */
@@ -131,8 +131,9 @@ export class Service {
     this.#token = member.token;
     this.#sent = { origin: endpoints.tokenOrigin, advice: () => tokenAdvice(endpoints) };
     this.#endpoints = endpoints;
-    const own = this.#open(address, this.#certifiedName);
-    this.#transport = following(own, (error) => this.#homeOf(error), HOME);
+    this.#transport = address
+      ? following(this.#open(address, this.#certifiedName), (error) => this.#homeOf(error), HOME)
+      : nowhere(kind);
   }
 
   /** A client of one of its RPC services. */
@@ -368,6 +369,17 @@ export class Repeats {
     }
     await this.#service.pause(delay, signal);
   }
+}
+
+/** Where calls of a service go that there is none of: each rejects, so that those of the other services work. */
+function nowhere(kind: ServiceName): Transport {
+  const fail = async (): Promise<never> => {
+    throw new ConfigurationError(
+      `This connection has no ${kind} service: give its address (PENSTOCK_${kind.toUpperCase()}_ADDRESS, or ${kind} of addresses)`,
+      { reason: "NO_SERVICE" },
+    );
+  };
+  return { unary: fail, stream: fail };
 }
 
 type SessionOptions = NonNullable<ConstructorParameters<typeof Http2SessionManager>[2]>;

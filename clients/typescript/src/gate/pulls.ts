@@ -16,7 +16,7 @@ import { MAX_MESSAGE_BYTES, type Service } from "../rpc.js";
 import { duration } from "../wire.js";
 
 const WAIT_MS = 20_000;
-/** For a gate that is asked what it has leased to a request that was given up. */
+/** For a gate that is asked, once, what it has leased to a request that was given up: others' calls are leased meanwhile. */
 const SETTLE_MS = 10_000;
 
 export interface LeaseOptions extends Abortable {
@@ -91,7 +91,7 @@ export async function leaseCalls(gates: readonly Service[], options: LeaseOption
         return [];
       }
       // The same request again: its answer has what the gate leased to it before it was given up.
-      return leasedAt(gate, { ...request, wait: duration(0) }, SETTLE_MS, undefined).catch(() => []); // else the leases end
+      return leasedAt(gate, { ...request, wait: duration(0) }, SETTLE_MS, signal, false).catch(() => []); // else the leases end
     }
   });
   const leased = (await Promise.all(asked)).flat();
@@ -109,9 +109,10 @@ async function leasedAt(
   request: LeaseRequest,
   timeoutMs: number,
   signal: AbortSignal | undefined,
+  repeatable = true,
 ): Promise<ModelCall[]> {
   const client = service.client(InterceptService);
-  const answer = await service.call((call) => client.leaseCalls(request, call), { signal, timeoutMs, repeatable: true });
+  const answer = await service.call((call) => client.leaseCalls(request, call), { signal, timeoutMs, repeatable });
   return answer.calls.map((message) => {
     const call: ModelCall = new ModelCall(message, async (result) => {
       result.leaseId = message.leaseId;

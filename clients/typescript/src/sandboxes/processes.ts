@@ -25,12 +25,15 @@ export class ProcessHandle {
   readonly #service: Service;
   readonly #client: Client<typeof ProcessService>;
   readonly #where: { readonly sandboxId: string; readonly processId: string };
-  #written = 0n;
+  /** Accepted bytes of standard input; undefined = the process has to be asked: another handle may have written, or a write broke. */
+  #written: bigint | undefined;
 
-  constructor(service: Service, sandboxId: string, processId: string) {
+  /** @param written of its standard input so far; undefined = not known. */
+  constructor(service: Service, sandboxId: string, processId: string, written?: bigint) {
     this.#service = service;
     this.#client = service.client(ProcessService);
     this.#where = { sandboxId, processId };
+    this.#written = written;
   }
 
   get processId(): string {
@@ -81,13 +84,14 @@ export class ProcessHandle {
 
   /**
    * Writes to standard input, which stays open; with `last` it is closed then. A broken write is taken up where it was, so
-   * that no byte is written twice. One write at a time.
+   * that no byte is written twice. One write at a time; one after a failed one goes on after what was accepted of that.
    *
    * Rejects with FailedPrecondition STDIN_CLOSED, STDIN_NOT_OPEN.
    */
   async write(content: Uint8Array | string, options: Abortable & { readonly last?: boolean } = {}): Promise<void> {
     const { last = false, signal } = options;
-    const start = { ...this.#where, offset: this.#written };
+    const start = { ...this.#where, offset: this.#written ?? (await this.#accepted(signal)) };
+    this.#written = undefined; // not known, where this fails
     async function* frames(): AsyncGenerator<MessageInitShape<typeof WriteStdinRequestSchema>, void> {
       yield { frame: { case: "start", value: start } };
       for (const value of chunks(bytesOf(content))) {
@@ -110,6 +114,11 @@ export class ProcessHandle {
         await repeats.pause(error, signal);
       }
     }
+  }
+
+  async #accepted(signal: AbortSignal | undefined): Promise<bigint> {
+    const options = { signal, repeatable: true };
+    return present((await this.#service.call((call) => this.#client.getProcess(this.#where, call), options)).process).stdinOffset;
   }
 
   /** Sends a signal (its POSIX number) to the process's group; one that has ended is a success. */

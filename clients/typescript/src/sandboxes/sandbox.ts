@@ -18,7 +18,6 @@ import { ProcessHandle } from "./processes.js";
 import type { Fork, ForkOptions, SandboxNode, Sandboxes } from "./sandboxes.js";
 
 const CHUNK_BYTES = 256 * 1024;
-const FILES_MS = 300_000;
 const DELETE_MS = 60_000;
 
 /** The files that differ from a sandbox's base. */
@@ -97,8 +96,8 @@ export class SandboxHandle {
       pty,
       outputLimitBytes: outputLimitBytes === undefined ? undefined : BigInt(outputLimitBytes),
     };
-    await this.#data.call((call) => this.#processes.startProcess(request, call), { signal, repeatable: true });
-    return this.process(request.processId);
+    const { process } = await this.#data.call((call) => this.#processes.startProcess(request, call), { signal, repeatable: true });
+    return new ProcessHandle(this.#data, this.sandboxId, request.processId, process?.stdinOffset);
   }
 
   /** A handle of a process that was started before. */
@@ -127,7 +126,10 @@ export class SandboxHandle {
     );
   }
 
-  /** Writes a whole file at once and makes its parent directories. The mode is permission bits, default 0o644. */
+  /**
+   * Writes a whole file at once and makes its parent directories; only the signal ends it early.
+   * The mode is permission bits, default 0o644.
+   */
   async writeFile(
     path: string,
     content: Uint8Array | string,
@@ -143,7 +145,7 @@ export class SandboxHandle {
       }
       yield { frame: { case: "end", value: { sha256 } } };
     }
-    await this.#data.push((call) => this.#files.writeFile(frames(), call), { signal, timeoutMs: FILES_MS });
+    await this.#data.push((call) => this.#files.writeFile(frames(), call), { signal, timeoutMs: 0 });
   }
 
   /**
@@ -161,7 +163,11 @@ export class SandboxHandle {
     );
   }
 
-  /** Unpacks a tar into a directory, which is made where it is missing. Rejects with InvalidArgument TAR_MEMBER_REFUSED. */
+  /**
+   * Unpacks a tar into a directory, which is made where it is missing; only the signal ends it early.
+   *
+   * Rejects with InvalidArgument TAR_MEMBER_REFUSED.
+   */
   async writeTree(path: string, tar: Uint8Array, { signal }: Abortable = {}): Promise<void> {
     const { sandboxId } = this;
     const sha256 = createHash("sha256").update(tar).digest();
@@ -172,7 +178,7 @@ export class SandboxHandle {
       }
       yield { frame: { case: "end" as const, value: { sha256 } } };
     }
-    await this.#data.push((call) => this.#files.writeTree(frames(), call), { signal, timeoutMs: FILES_MS });
+    await this.#data.push((call) => this.#files.writeTree(frames(), call), { signal, timeoutMs: 0 });
   }
 
   /** A directory's entries, sorted by name. */

@@ -130,6 +130,15 @@ describe("where the services are", () => {
     assert.equal(refused({}), "DISCOVER");
   });
 
+  it("has no driver asked for others where the connection file says so", () => {
+    const content = { pid: null, addresses: { driver: "127.0.0.1:7" }, token: "t" };
+    assert.equal(resolve({ connectionFile: file(content) }).discover, true);
+    const path = file({ ...content, discover: false });
+    assert.equal(resolve({ connectionFile: path }).discover, false);
+    env["PENSTOCK_CONNECTION"] = path;
+    assert.equal(resolve().discover, false);
+  });
+
   it("says where a token may come from when none was sent", () => {
     const told = tokenAdvice(resolve());
     assert.match(told, /^No token was sent: set PENSTOCK_TOKEN to .* PENSTOCK_CONNECTION to a connection file/);

@@ -6,17 +6,20 @@ import { createServer, type Http2Server, type ServerHttp2Session } from "node:ht
 import type { AddressInfo } from "node:net";
 import { afterEach, beforeEach, describe, it } from "node:test";
 import type { MessageInitShape } from "@bufbuild/protobuf";
-import { Code, ConnectError } from "@connectrpc/connect";
+import { Code, ConnectError, type ServiceImpl } from "@connectrpc/connect";
 import { connectNodeAdapter } from "@connectrpc/connect-node";
 import { Completion } from "../completions.js";
 import { connect } from "../connection.js";
+import { resolve } from "../endpoints.js";
 import { CallEnded } from "../errors.js";
+import { leaseCalls } from "../gate/pulls.js";
 import {
   type InterceptRequest,
   type InterceptResponseSchema,
   InterceptService,
 } from "../gen/penstock/interception/v1/intercept_service_pb.js";
 import { MemberState, OperationsService } from "../gen/penstock/ops/v1/operations_service_pb.js";
+import { Service } from "../rpc.js";
 import { TIMES } from "../sessions.js";
 import { duration } from "../wire.js";
 
@@ -295,4 +298,84 @@ describe("a session over gates", () => {
       assert.deepEqual(tools, resumed ? ["look_up", "none"] : ["look_up"]);
     });
   }
+});
+
+describe("leases of calls at several gates", () => {
+  const servers: Http2Server[] = [];
+  const services: Service[] = [];
+
+  type Lease = NonNullable<ServiceImpl<typeof InterceptService>["leaseCalls"]>;
+
+  async function gate(leaseCalls: Lease): Promise<Service> {
+    const server = createServer(
+      connectNodeAdapter({ routes: (router) => router.service(InterceptService, { leaseCalls }) }),
+    );
+    server.listen(0, "127.0.0.1");
+    await once(server, "listening");
+    servers.push(server);
+    const address = `127.0.0.1:${(server.address() as AddressInfo).port}`;
+    const service = new Service("interception", resolve({ addresses: { interception: address } }));
+    services.push(service);
+    return service;
+  }
+
+  /** Two gates. Once both are asked the first one leases a call, so that the second one is given up, and asked what it has. */
+  async function two(settle: Lease): Promise<[Service, Service]> {
+    const isAsked = Promise.withResolvers<void>();
+    let requests = 0;
+    const first = await gate(async () => {
+      await isAsked.promise;
+      return { calls: [{ callId: "a", leaseId: "lease", rolloutId: "r" }] };
+    });
+    const second = await gate(async (request, context) => {
+      requests += 1;
+      if (requests === 1) {
+        return {}; // it has answered before
+      }
+      if (requests === 2) {
+        isAsked.resolve();
+        await once(context.signal, "abort");
+        return {};
+      }
+      return settle(request, context);
+    });
+    assert.deepEqual(await leaseCalls([second], {}), []);
+    return [first, second];
+  }
+
+  afterEach(() => {
+    for (const closing of [...services.splice(0), ...servers.splice(0)]) {
+      closing.close();
+    }
+  });
+
+  it("are not held back by a gate that went away", async () => {
+    let settles = 0;
+    const gates = await two(() => {
+      settles += 1;
+      if (settles === 1) {
+        throw new ConnectError("connection refused", Code.Unavailable);
+      }
+      return {};
+    });
+    const calls = await leaseCalls(gates, {});
+    assert.deepEqual(
+      calls.map(({ callId }) => callId),
+      ["a"],
+    );
+    assert.equal(settles, 1);
+  });
+
+  it("are no longer asked for when the caller's signal is aborted", async () => {
+    const caller = new AbortController();
+    const ended = Promise.withResolvers<unknown>();
+    const gates = await two(async (_, { signal }) => {
+      caller.abort(new Error("enough"));
+      await once(signal, "abort");
+      ended.resolve(ConnectError.from(signal.reason).code);
+      return {};
+    });
+    await assert.rejects(leaseCalls(gates, { signal: caller.signal }), /enough/);
+    assert.notEqual(await ended.promise, Code.DeadlineExceeded);
+  });
 });
