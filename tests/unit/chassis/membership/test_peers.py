@@ -237,7 +237,8 @@ async def test_a_removed_member_is_known_as_lost_before_its_calls_end() -> None:
 
     async def wait(request: bytes, context: object) -> bytes:
         entered.put_nowait(None)
-        return await asyncio.get_running_loop().create_future()
+        forever: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        return await forever
 
     server, health = grpc.aio.server(), Health()
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
