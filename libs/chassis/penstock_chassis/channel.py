@@ -20,7 +20,7 @@ import grpc
 from penstock.values import routes
 from penstock_chassis.aio.retry import Backoff, Delays, retry
 from penstock_chassis.auth import HEADER, NAMESPACE_HEADER, acts_in
-from penstock_chassis.connections.closing import ClosableCall, Closing, cancellations
+from penstock_chassis.connections.closing import ClosableCall, ClosableStream, Closing, cancellations
 from penstock_chassis.connections.pool import PooledChannel
 from penstock_chassis.errors import InvalidArgument, PenstockError
 from penstock_chassis.interceptor import REQUEST_ID_HEADER
@@ -299,7 +299,7 @@ class _WithMetadata:
         request, sent = self._routed(request, metadata)
         given = () if request is None else (request,)
         call = None if self._closing.is_closed else self._call(*given, *args, metadata=sent, **kwargs)
-        return ClosableCall(call, self._closing)
+        return (ClosableCall if hasattr(call, "__await__") else ClosableStream)(call, self._closing)
 
     def _routed(self, request: Any, metadata: Any) -> tuple[Any, tuple[tuple[str, str], ...]]:
         """Returns the request, whose iterator may have begun, and what is sent with it."""

@@ -57,16 +57,6 @@ class ClosableCall:
     def __await__(self) -> Generator[Any, None, Any]:
         return self._closing.outcome(self._begun).__await__()
 
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> Any:
-        return await self._closing.outcome(lambda: anext(aiter(self._begun())))
-
-    async def read(self) -> Any:
-        """Returns the next message; `grpc.aio.EOF` after the last. Raises as Closing.outcome."""
-        return await self._closing.outcome(lambda: self._begun().read())
-
     async def write(self, request: Any) -> None:
         """Sends a message. Raises as Closing.outcome."""
         await self._closing.outcome(lambda: self._begun().write(request))
@@ -83,6 +73,22 @@ class ClosableCall:
         if self._call is None:
             raise closed()
         return self._call
+
+
+class ClosableStream(ClosableCall):
+    """A call whose answer is a stream."""
+
+    __slots__ = ()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Any:
+        return await self._closing.outcome(lambda: anext(aiter(self._begun())))
+
+    async def read(self) -> Any:
+        """Returns the next message; `grpc.aio.EOF` after the last. Raises as Closing.outcome."""
+        return await self._closing.outcome(lambda: self._begun().read())
 
 
 def cancellations() -> int:
