@@ -4,6 +4,8 @@ A token is sent in clear to loopback only; any other target needs TLS.
 
 On plaintext loopback `_TokenChannel` adds the token at the call site instead of a grpc.aio interceptor: an interceptor
 replaces streaming calls by proxies that copy each message through a queue.
+
+Calls on a channel that is closed, before them or under them, fail with UNAVAILABLE (`connections.closing`).
 """
 
 import asyncio
@@ -18,6 +20,7 @@ import grpc
 from penstock.values import routes
 from penstock_chassis.aio.retry import Backoff, Delays, retry
 from penstock_chassis.auth import HEADER, NAMESPACE_HEADER, acts_in
+from penstock_chassis.connections.closing import ClosableCall, ClosableStream, Closing, cancellations
 from penstock_chassis.connections.pool import PooledChannel
 from penstock_chassis.errors import InvalidArgument, PenstockError
 from penstock_chassis.interceptor import REQUEST_ID_HEADER
@@ -67,6 +70,8 @@ def connect(
     target: str, token: str | None = None, tls: ClientTls | None = None, *, certified: str = "", connections: int = 1
 ) -> grpc.aio.Channel:
     """Opens a channel; it connects with the first call. Close it with `await channel.close()` or `async with`.
+
+    Calls that the closing ends fail with UNAVAILABLE, as if nothing listened.
 
     Args:
         target: `host:port`.
@@ -152,28 +157,62 @@ async def upload(
 
     Raises:
         grpc.aio.AioRpcError: the peer's status.
+        Exception: what the iterator of `frames` raised.
     """
     for _ in range(2):
         try:
-            return await _sent(method, frames(), timeout)
+            return await send(method, frames(), timeout=timeout)
         except grpc.aio.AioRpcError as error:
             if not broke_while_sending(error):
                 raise
-    return await _sent(method, frames(), timeout)
+    return await send(method, frames(), timeout=timeout)
 
 
-async def _sent(method: Any, frames: Any, timeout: float | None) -> Any:
-    if isinstance(frames, Iterator):
-        return await method(frames, timeout=timeout)
-    first = await anext(frames, None)
+async def send(method: Any, frames: AsyncIterator[Any] | Iterator[Any], *, timeout: float | None) -> Any:
+    """Sends a client stream once and returns its answer.
 
-    async def rest() -> AsyncIterator[Any]:
-        if first is not None:
-            yield first
+    grpc.aio cancels a call whose requests end with an error, and the error is lost: it is raised here.
+
+    Args:
+        method: a client-streaming method of a stub.
+        frames: the requests.
+        timeout: in seconds; None = no limit.
+
+    Raises:
+        grpc.aio.AioRpcError: the peer's status.
+        Exception: what `frames` raised.
+    """
+    failures: list[Exception] = []
+    before = cancellations()
+    try:
+        if isinstance(frames, Iterator):
+            return await method(_noted(frames, failures), timeout=timeout)
+        first = await anext(frames, None)
+        routed = routes.headers(getattr(method, "method", ""), first)
+        return await method(_noted_async(first, frames, failures), timeout=timeout, metadata=routed)
+    except asyncio.CancelledError:
+        if failures and cancellations() <= before:
+            raise failures[0] from None
+        raise
+
+
+def _noted(frames: Iterator[Any], failures: list[Exception]) -> Iterator[Any]:
+    try:
+        yield from frames
+    except Exception as error:
+        failures.append(error)
+        raise
+
+
+async def _noted_async(first: Any, frames: AsyncIterator[Any], failures: list[Exception]) -> AsyncIterator[Any]:
+    if first is not None:
+        yield first
+    try:
         async for frame in frames:
             yield frame
-
-    return await method(rest(), timeout=timeout, metadata=routes.headers(getattr(method, "method", ""), first))
+    except Exception as error:
+        failures.append(error)
+        raise
 
 
 @contextmanager
@@ -204,21 +243,25 @@ class _TokenChannel(grpc.aio.Channel):
 
     def __init__(self, channel: grpc.aio.Channel, token: str | None) -> None:
         self._channel = channel
+        self._closing = Closing()
         self._metadata: tuple[tuple[str, str], ...] = () if token is None else ((HEADER, f"Bearer {token}"),)
 
     def unary_unary(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        return _Unary(method, self._channel.unary_unary(method, *args, **kwargs), self._metadata)
+        return _Unary(method, self._channel.unary_unary(method, *args, **kwargs), self._metadata, self._closing)
 
     def unary_stream(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        return _WithMetadata(method, self._channel.unary_stream(method, *args, **kwargs), self._metadata)
+        return _WithMetadata(method, self._channel.unary_stream(method, *args, **kwargs), self._metadata, self._closing)
 
     def stream_unary(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        return _WithMetadata(method, self._channel.stream_unary(method, *args, **kwargs), self._metadata)
+        return _WithMetadata(method, self._channel.stream_unary(method, *args, **kwargs), self._metadata, self._closing)
 
     def stream_stream(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        return _WithMetadata(method, self._channel.stream_stream(method, *args, **kwargs), self._metadata)
+        return _WithMetadata(
+            method, self._channel.stream_stream(method, *args, **kwargs), self._metadata, self._closing
+        )
 
     async def close(self, grace: float | None = None) -> None:
+        self._closing.is_closed = True
         await self._channel.close(grace)
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
@@ -244,17 +287,19 @@ class _WithMetadata:
     caller of a method that takes an asynchronous one passes `metadata` from `routes.headers` itself (see `upload`).
     """
 
-    __slots__ = ("_call", "_metadata", "method")
+    __slots__ = ("_call", "_closing", "_metadata", "method")
 
-    def __init__(self, method: str, call: Any, metadata: Sequence[tuple[str, str]]) -> None:
+    def __init__(self, method: str, call: Any, metadata: Sequence[tuple[str, str]], closing: Closing) -> None:
         self.method = method
+        self._closing = closing
         self._call = call
         self._metadata = tuple(metadata)
 
     def __call__(self, request: Any = None, *args: Any, metadata: Any = None, **kwargs: Any) -> Any:
         request, sent = self._routed(request, metadata)
         given = () if request is None else (request,)
-        return self._call(*given, *args, metadata=sent, **kwargs)
+        call = None if self._closing.is_closed else self._call(*given, *args, metadata=sent, **kwargs)
+        return (ClosableCall if hasattr(call, "__await__") else ClosableStream)(call, self._closing)
 
     def _routed(self, request: Any, metadata: Any) -> tuple[Any, tuple[tuple[str, str], ...]]:
         """Returns the request, whose iterator may have begun, and what is sent with it."""
@@ -300,7 +345,8 @@ class _Unary(_WithMetadata):
 
         async def attempt() -> Any:
             left = None if timeout is None else max(0.0, until - loop.time())
-            return await self._call(request, timeout=left, metadata=sent, **options)
+            self._closing.check()
+            return await self._closing.outcome(lambda: self._call(request, timeout=left, metadata=sent, **options))
 
         def patience_s(error: Exception) -> float:
             refused = isinstance(error, grpc.aio.AioRpcError) and was_refused(error)

@@ -12,6 +12,7 @@ from tests.support.waiting import GUARD_S
 
 from penstock_chassis.auth import Authenticator, Role
 from penstock_chassis.channel import OPTIONS, _Unary, connect, error_from_rpc, read, streaming, typed_errors, upload
+from penstock_chassis.connections.closing import Closing
 from penstock_chassis.errors import FailedPrecondition, InvalidArgument, NotFound, Unavailable
 from penstock_chassis.limits import MIN_PING_S
 from penstock_chassis.server import Server, Service
@@ -269,14 +270,14 @@ class Refusing:
 
 def test_a_call_whose_stream_was_refused_is_made_again_within_its_deadline() -> None:
     server = Refusing(3)
-    assert in_virtual_time(_Unary(ECHO, server, ())(b"x", timeout=60.0)) == b"x"
+    assert in_virtual_time(_Unary(ECHO, server, (), Closing())(b"x", timeout=60.0)) == b"x"
     assert len(server.timeouts) == 4
     assert server.timeouts == sorted(server.timeouts, key=lambda left: -(left or 0.0)) and server.timeouts[0] == 60.0
     hopeless = Refusing(10_000)
 
     async def ask() -> None:
         with typed_errors():
-            await _Unary(ECHO, hopeless, ())(b"x", timeout=5.0)
+            await _Unary(ECHO, hopeless, (), Closing())(b"x", timeout=5.0)
 
     with pytest.raises(Unavailable) as caught:
         in_virtual_time(ask())
@@ -286,7 +287,7 @@ def test_a_call_whose_stream_was_refused_is_made_again_within_its_deadline() -> 
 async def test_another_break_of_a_stream_is_no_refusal() -> None:
     server = Refusing(1, "Stream removed (RST_STREAM (Received RST_STREAM with error code 8))")
     with pytest.raises(Unavailable), typed_errors():
-        await _Unary(ECHO, server, ())(b"x", timeout=60.0)
+        await _Unary(ECHO, server, (), Closing())(b"x", timeout=60.0)
     assert len(server.timeouts) == 1
 
 

@@ -22,6 +22,7 @@ from penstock.ops.v1.operations_service_pb2 import GetServerInfoRequest
 from penstock.ops.v1.operations_service_pb2_grpc import OperationsServiceStub
 from penstock_chassis.aio.broadcast import Signal
 from penstock_chassis.aio.retry import Backoff, Delays
+from penstock_chassis.errors import PenstockError
 from penstock_chassis.membership.members import Member, Source
 
 PROBE_EVERY_S: Final = 1.0
@@ -139,10 +140,10 @@ class Peers:
 
     async def _take(self, members: Mapping[str, Member], probes: asyncio.TaskGroup) -> None:
         gone = [name for name, peer in self._peers.items() if members.get(name) != peer.member]
+        ended = []
         for name in gone:
             peer, task = self._peers.pop(name), self._watching.pop(name)
-            task.cancel()
-            await asyncio.wait([task])
+            ended.append(task)
             peer.state = State.LOST
             peer.loss.set()
             _log.info("a service is no member any more", kind=self._what, name=name, address=peer.member.address)
@@ -152,6 +153,12 @@ class Peers:
                 self._watching[name] = probes.create_task(self._watch(peer), name=f"probes of {name}")
                 _log.info("a service is a member", kind=self._what, name=name, address=member.address)
         self.changed.notify()
+        if ended:
+            # Who follows the members runs first: a channel closes with its probes, and what runs there would fail.
+            await asyncio.sleep(0)
+            for task in ended:
+                task.cancel()
+            await asyncio.wait(ended)
 
     async def _watch(self, peer: Peer) -> None:
         """Probes one peer for ever; its channel closes at the end."""
@@ -207,7 +214,7 @@ class Peers:
         return False
 
     def _set(self, peer: Peer, state: State) -> None:
-        if state is peer.state:
+        if state is peer.state or self._peers.get(peer.name) is not peer:  # removed: it stays lost
             return
         before, peer.state = peer.state, state
         if state is State.LOST:
@@ -224,14 +231,19 @@ class PeerLost(Exception):
 
 
 async def until_lost(peer: Peer, work: Awaitable[T]) -> T:
-    """Returns the result of `work`; cancels it when the peer is lost. Raises PeerLost."""
+    """Returns the result of `work`; cancels it when the peer is lost. Raises PeerLost, also if a call failed by it."""
     task = asyncio.ensure_future(work)
     loss = asyncio.ensure_future(peer.loss.wait())
     try:
         await asyncio.wait([task, loss], return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise PeerLost(f"{peer.name} does not answer any more")
-        return task.result()
+        try:
+            return task.result()
+        except (PenstockError, grpc.aio.AioRpcError) as error:
+            if peer.is_lost:
+                raise PeerLost(f"{peer.name} does not answer any more") from error
+            raise
     finally:
         loss.cancel()
         if not task.done():

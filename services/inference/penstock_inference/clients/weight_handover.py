@@ -20,7 +20,7 @@ import structlog
 from penstock.inference.v1 import inference_service_pb2 as pb
 from penstock.inference.v1 import inference_service_pb2_grpc as pb_grpc
 from penstock_chassis.auth import acting_in
-from penstock_chassis.channel import error_from_rpc
+from penstock_chassis.channel import error_from_rpc, send
 from penstock_chassis.membership.peers import Peer, Peers, State
 from penstock_inference.engines.base import Engine, UpdateFormat
 from penstock_inference.namespaces import parted
@@ -135,12 +135,16 @@ class WeightHandover:
         stub: Any = pb_grpc.InferenceServiceStub(peer.channel)
         for push in self._kept.since(has):
             try:
-                await stub.UpdateWeights(_frames(push), timeout=_PUSH_S)
+                await send(stub.UpdateWeights, _frames(push), timeout=_PUSH_S)
             except grpc.aio.AioRpcError as error:
                 reason = error_from_rpc(error).reason
                 _log.warning("weights were not handed on", name=peer.name, policy_version=push.version, reason=reason)
                 return
             except FileNotFoundError:  # a newer push has replaced it
+                return
+            except OSError as error:
+                reason = type(error).__name__
+                _log.warning("weights were not handed on", name=peer.name, policy_version=push.version, reason=reason)
                 return
             _log.info("weights were handed on", name=peer.name, policy_version=push.version)
 
@@ -150,11 +154,13 @@ class WeightHandover:
             about = {"name": peer.name, "adapter": name, "namespace": namespace, "policy_version": kept.version}
             try:
                 with acting_in(namespace):
-                    await stub.LoadAdapter(_adapter_frames(name, kept), timeout=_PUSH_S)
+                    await send(stub.LoadAdapter, _adapter_frames(name, kept), timeout=_PUSH_S)
             except grpc.aio.AioRpcError as error:
                 _log.warning("an adapter was not handed on", reason=error_from_rpc(error).reason, **about)
             except FileNotFoundError:  # it was replaced or unloaded
                 continue
+            except OSError as error:
+                _log.warning("an adapter was not handed on", reason=type(error).__name__, **about)
             else:
                 _log.info("an adapter was handed on", **about)
 

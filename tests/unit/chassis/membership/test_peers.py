@@ -17,6 +17,7 @@ from tests.support.waiting import eventually
 from penstock.ops.v1 import operations_service_pb2, operations_service_pb2_grpc
 from penstock_chassis.aio.retry import Delays
 from penstock_chassis.channel import connect
+from penstock_chassis.errors import Unavailable
 from penstock_chassis.health import Health
 from penstock_chassis.membership import peers as module
 from penstock_chassis.membership.members import Member
@@ -226,3 +227,69 @@ async def test_a_member_whose_host_is_no_name_is_lost_alone(host: str) -> None:
             assert (await lost).host is Host.SILENT
             assert not (await serving).is_lost
             broken.cancel()
+
+
+@pytest.mark.requirement("R117", "R119")
+async def test_a_removed_member_is_known_as_lost_before_its_calls_end() -> None:
+    """Whoever follows the members ends what runs there as lost, and may try it elsewhere."""
+
+    entered: asyncio.Queue[None] = asyncio.Queue()
+
+    async def wait(request: bytes, context: object) -> bytes:
+        entered.put_nowait(None)
+        forever: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        return await forever
+
+    server, health = grpc.aio.server(), Health()
+    health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    health.serve((), health_pb2.HealthCheckResponse.SERVING)
+    handler: Any = grpc.unary_unary_rpc_method_handler(wait)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("t.T", {"Wait": handler}),))
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    seen: list[str] = []
+
+    async def follow(peers: Peers) -> None:
+        while peers.all():
+            await peers.changed.wait(peers.changed.number)
+        seen.append("removed")
+
+    async def call(peer: module.Peer) -> None:
+        try:
+            method: Any = peer.channel.unary_unary("/t.T/Wait")
+            await method(b"x")
+        finally:
+            seen.append(f"ended, lost: {peer.is_lost}")
+
+    source = Members(Member("n0", address))
+    try:
+        async with following("sandbox", source, lambda one: connect(one.address), must_have_names=False) as peers:
+            peer = await until(peers, "n0", State.SERVING)
+            following_them = asyncio.ensure_future(follow(peers))
+            calls = [asyncio.ensure_future(call(peer)), asyncio.ensure_future(until_lost(peer, call(peer)))]
+            for _ in calls:
+                await entered.get()
+            source.set()
+            await asyncio.wait(calls)
+            await following_them
+    finally:
+        health.end()
+        await server.stop(None)
+    assert seen == ["removed"] + ["ended, lost: True"] * 2
+    with pytest.raises(grpc.aio.AioRpcError):
+        calls[0].result()
+    with pytest.raises(PeerLost):
+        calls[1].result()
+
+
+@pytest.mark.requirement("R117")
+async def test_an_error_of_work_at_a_lost_peer_is_its_loss() -> None:
+    peer = module.Peer(Member("n0", "127.0.0.1:1"), connect("127.0.0.1:1"))
+
+    async def fails() -> None:
+        peer.loss.set()
+        raise Unavailable("its connection broke", reason="STREAM_BROKEN")
+
+    with pytest.raises(PeerLost):
+        await until_lost(peer, fails())
+    await peer.channel.close()

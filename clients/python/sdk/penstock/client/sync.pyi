@@ -1244,9 +1244,9 @@ class OperationsClient:
             KeyError: there is no driver here.
         """
     def left_sandboxes(self, *, patience: float = 0.0) -> list[LeftSandbox]:
-        """Returns the sandboxes of rollouts and terminals that are over.
+        """Returns the sandboxes of rollouts and terminals that are over, as the drivers that have them say.
 
-        The driver ends a rollout only when its sandbox is gone. A terminal's sandbox is removed a moment after the end,
+        A driver ends a rollout only when its sandbox is gone. A terminal's sandbox is removed a moment after the end,
         and exists a moment before the driver lists the terminal.
 
         Args:
