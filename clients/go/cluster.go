@@ -22,8 +22,8 @@ var fresh = 5 * time.Second
 
 const (
 	askTimeout = 5 * time.Second
-	// freshForNew is the greatest age of the list for a creation. A service that has begun to drain since says so, and another
-	// one is asked.
+	// freshForNew is the greatest age of the list for a creation. A service that has begun to drain since refuses, and the
+	// client asks another one.
 	freshForNew = time.Second
 )
 
@@ -281,7 +281,7 @@ func (c *cluster) refresh(ctx context.Context, age time.Duration, patient bool) 
 	running := c.asking[patient]
 	if running == nil {
 		running = &question{ended: make(chan struct{})}
-		// A call that gives up takes the answer from no other one.
+		// The request goes on for the other callers when one of them stops waiting.
 		asking, stop := context.WithCancel(context.WithoutCancel(ctx))
 		running.stop, c.asking[patient] = stop, running
 		go func() {

@@ -186,7 +186,7 @@ func twoThatDrain(t *testing.T, times int64) (*Client, *atomic.Int64) {
 	return connectTo(t, drivers[0].address), asked
 }
 
-// What all of several services refuse for as long as they drain is told by their error (R51, R117).
+// A creation fails with the error of the services if all of them drain for too long (R51, R117).
 func TestSomethingNewWaitsForABoundedTimeWhileAllServicesDrain(t *testing.T) {
 	defer func(before time.Duration) { allDrainFor = before }(allDrainFor)
 	allDrainFor = 0

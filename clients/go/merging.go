@@ -317,7 +317,7 @@ func (g *rolloutsGiven) broke() {
 	clear(g.now)
 }
 
-// taken notes a message, and tells which rollouts the driver had before the stream broke and has no more.
+// taken notes a message. It returns the rollouts that the driver had before the stream broke and no longer has.
 func (g *rolloutsGiven) taken(message *driverv1.WatchRolloutsResponse) (lost []string) {
 	for _, row := range message.GetRollouts() {
 		delete(g.earlier, row.GetRolloutId())

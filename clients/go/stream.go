@@ -334,7 +334,7 @@ func (s *stream) converse(parent context.Context) *Error {
 		return &Error{Kind: ErrInternal, Reason: "PROTOCOL", Message: "The gate's first message was not Welcome"}
 	}
 	s.takeUp(welcome)
-	for !s.stands() { // more tools may be adopted meanwhile
+	for !s.isUpToDate() { // more tools may be adopted meanwhile
 		for _, request := range s.tools.registrations(welcome.GetSessionId()) {
 			if _, err := call(ctx, s.service, s.stub.RegisterTools, request, handshakeTimeout, false); err != nil {
 				s.mu.Lock()
@@ -428,9 +428,9 @@ func (s *stream) takeUp(welcome *interceptionv1.Welcome) {
 	s.unregistered = s.unregistered || !welcome.GetResumed()
 }
 
-// stands tells whether the gate has what the session has set, but for the frames that follow. If not, it is to be told of the
-// tools first.
-func (s *stream) stands() bool {
+// isUpToDate is whether the gate has the tools that the session offers. If not, the client registers them before it sends
+// any frame.
+func (s *stream) isUpToDate() bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.unregistered {

@@ -92,7 +92,7 @@ type hostTools struct {
 
 	mu        sync.Mutex
 	offers    map[string]offer
-	withdrawn map[string]*interceptionv1.CallSelector // of offers that the gate may still have: it could not be told
+	withdrawn map[string]*interceptionv1.CallSelector // selectors of offers that the gate may still have
 	running   map[string]context.CancelFunc
 	results   map[string]*interceptionv1.HostToolResult
 	unsent    []string
@@ -177,7 +177,7 @@ func (h *hostTools) all() []offer {
 	return all
 }
 
-// withdraws: the offer to a selector was withdrawn, and the gate has yet to be told.
+// withdraws notes that the offer to a selector was withdrawn, and that the gate does not know it yet.
 func (h *hostTools) withdraws(selector *interceptionv1.CallSelector) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -211,7 +211,7 @@ func (h *hostTools) registered(request *interceptionv1.RegisterToolsRequest) {
 	}
 }
 
-// keyOf tells selectors apart. One that cannot be sent was refused when it was offered.
+// keyOf returns the same key for equal selectors only. One that cannot be sent was refused when it was offered.
 func keyOf(selector *interceptionv1.CallSelector) string {
 	key, _ := proto.MarshalOptions{Deterministic: true}.Marshal(selector)
 	return string(key)

@@ -120,7 +120,7 @@ export class Cluster {
       // All who ask meanwhile share one answer, which no one of them aborts.
       const asking = this.#asking.get(patient) ?? this.#ask(patient).finally(() => this.#asking.delete(patient));
       this.#asking.set(patient, asking);
-      asking.catch(() => {}); // whoever waits for it is told
+      asking.catch(() => {}); // the callers that wait get the error
       await (signal === undefined ? asking : unlessAborted(asking, signal));
     }
     const items = this.#listed.filter(({ service }) => service === kind);

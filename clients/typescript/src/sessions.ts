@@ -340,7 +340,7 @@ export class InterceptSession {
     const begun = [...this.#places.values()].map((place) => {
       const lost = new AbortController();
       const acting = act(place.stream, lost.signal).then((done) => ({ done }));
-      acting.catch(() => {}); // whoever waits for it is told
+      acting.catch(() => {}); // the callers that wait get the error
       return { ...place, lost, acting };
     });
     const found = await Promise.all(

@@ -16,7 +16,7 @@ import { MAX_MESSAGE_BYTES, type Service } from "../rpc.js";
 import { duration } from "../wire.js";
 
 const WAIT_MS = 20_000;
-/** For a gate that is asked, once, what it has leased to a request that was given up: others' calls are leased meanwhile. */
+/** Limit of the one request that asks a gate for the calls of a lease request that was aborted: leases of other gates run meanwhile. */
 const SETTLE_MS = 10_000;
 
 export interface LeaseOptions extends Abortable {

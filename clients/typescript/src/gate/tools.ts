@@ -75,7 +75,7 @@ export class HostTools {
   readonly #wake: () => void;
   readonly #report: (error: unknown, call: HostToolCallMessage | undefined) => void;
   readonly #offers = new Map<string, Offer>();
-  /** Selectors of offers that the gate may still have: it could not be told. */
+  /** Selectors of withdrawn offers that the gate may still have. */
   readonly #withdrawn = new Map<string, Selector>();
   readonly #running = new Map<string, AbortController>();
   readonly #results = new Map<string, HostToolResult>();
@@ -115,7 +115,7 @@ export class HostTools {
     return [...this.#offers.values()];
   }
 
-  /** The offer to a selector was withdrawn, and the gate has yet to be told. */
+  /** Notes that the offer to a selector was withdrawn, and that the gate does not know it yet. */
   withdrawn(selector: Selector): void {
     this.#withdrawn.set(keyOf(selector), selector);
   }

@@ -46,6 +46,23 @@ async function* serve(next: () => Promise<Heard>, heard: (frame: Heard) => void 
   }
 }
 
+/** Stays until the client leaves. */
+const stays: Script = async function* (next) {
+  await next();
+  yield WELCOME;
+  yield* serve(next);
+};
+
+/** Its stream breaks once `leaves` is fulfilled. */
+function breaksWhen(leaves: Promise<void>): Script {
+  return async function* (next) {
+    await next();
+    yield WELCOME;
+    await leaves;
+    throw new ConnectError("the gate restarts", Code.Unavailable);
+  };
+}
+
 describe("a session over gates", () => {
   const usual = { ...TIMES };
   let servers: Http2Server[] = [];
@@ -160,11 +177,6 @@ describe("a session over gates", () => {
   it("outlasts a lost gate, and takes in a new one", async () => {
     const taken = Promise.withResolvers<void>();
     const heard: string[] = [];
-    const stays: Script = async function* (next) {
-      await next();
-      yield WELCOME;
-      yield* serve(next);
-    };
     const breaks: Script = async function* (next) {
       await next();
       yield WELCOME;
@@ -219,17 +231,6 @@ describe("a session over gates", () => {
     const leaves = Promise.withResolvers<void>();
     const paused = Promise.withResolvers<void>();
     const released: string[] = [];
-    const stays: Script = async function* (next) {
-      await next();
-      yield WELCOME;
-      yield* serve(next);
-    };
-    const breaks: Script = async function* (next) {
-      await next();
-      yield WELCOME;
-      await leaves.promise;
-      throw new ConnectError("the gate restarts", Code.Unavailable);
-    };
     const comesBack: Script = async function* (next) {
       await next();
       await paused.promise;
@@ -244,7 +245,7 @@ describe("a session over gates", () => {
       }
     };
     const first = await gate(stays);
-    const second = await gate(breaks, [], comesBack);
+    const second = await gate(breaksWhen(leaves.promise), [], comesBack);
     states.set(first, MemberState.UP).set(second, MemberState.UP);
     await using ps = connect({ addresses: { driver: first, interception: first }, token: "secret" });
     const session = await ps.intercept();
@@ -263,17 +264,6 @@ describe("a session over gates", () => {
       const leaves = Promise.withResolvers<void>();
       const withdrawn = Promise.withResolvers<void>();
       let away = false;
-      const stays: Script = async function* (next) {
-        await next();
-        yield WELCOME;
-        yield* serve(next);
-      };
-      const breaks: Script = async function* (next) {
-        await next();
-        yield WELCOME;
-        await leaves.promise;
-        throw new ConnectError("the gate restarts", Code.Unavailable);
-      };
       const comesBack: Script = async function* (next) {
         await next();
         await withdrawn.promise;
@@ -283,7 +273,7 @@ describe("a session over gates", () => {
       };
       const tools: string[] = [];
       const first = await gate(stays);
-      const second = await gate(breaks, tools, comesBack, (sessionId) => away && sessionId === "s");
+      const second = await gate(breaksWhen(leaves.promise), tools, comesBack, (sessionId) => away && sessionId === "s");
       states.set(first, MemberState.UP).set(second, MemberState.UP);
       await using ps = connect({ addresses: { driver: first, interception: first }, token: "secret" });
       const session = await ps.intercept();

@@ -39,8 +39,8 @@ class Cluster(operations_service_pb2_grpc.OperationsServiceServicer):
 class ScriptedGate(intercept_service_pb2_grpc.InterceptServiceServicer):
     """A gate. By session id, `tools` are the names of the offers that it accepted, and `asked` is set by an offer.
 
-    While `answers` is not set it answers none. An offer that the client gave up may still arrive, at any time: only by
-    its session is it known from others.
+    While `answers` is not set it answers none. An offer that the client cancelled may still arrive, at any
+    time: only its session distinguishes it from others.
     """
 
     def __init__(self, *scripts: Script) -> None:
@@ -91,6 +91,40 @@ async def served(add: Callable[[Any, Any], None], servicer: Any) -> AsyncIterato
 
 add_gate = intercept_service_pb2_grpc.add_InterceptServiceServicer_to_server
 add_driver = operations_service_pb2_grpc.add_OperationsServiceServicer_to_server
+
+
+async def stays(stream: Gate) -> None:
+    """A gate that answers pauses and resumes until the client leaves."""
+    await stream.hello()
+    while (frame := await stream.read()) is not None and not frame.HasField("goodbye"):
+        if frame.HasField("pause"):
+            await stream.send(paused=icpt.CallsPaused())
+        elif frame.HasField("resume"):
+            await stream.send(resumed=icpt.CallsResumed())
+
+
+def breaks_when(leaves: asyncio.Event) -> Script:
+    """A gate that opens the session "old", whose stream breaks."""
+
+    async def breaks(stream: Gate) -> None:
+        await stream.hello("old")
+        await leaves.wait()
+        await stream.fail(Refusal(grpc.StatusCode.UNAVAILABLE))
+
+    return breaks
+
+
+@asynccontextmanager
+async def session_of_two(
+    one: ScriptedGate, two: ScriptedGate, second_is: Any = ops.MEMBER_STATE_UP
+) -> AsyncIterator[tuple[Any, Callable[[Any], None]]]:
+    """A session over two gates, and what sets the second one's state in the driver's list."""
+    cluster = listing()
+    async with served(add_gate, one) as first, served(add_gate, two) as second, served(add_driver, cluster) as driver:
+        cluster.gates = {first: ops.MEMBER_STATE_UP, second: second_is}
+        target = {"driver": driver, "interception": first}
+        async with connect(target, TOKEN) as ps, ps.intercept() as session:
+            yield session, lambda state: cluster.gates.update({second: state})
 
 
 @pytest.fixture(autouse=True)
@@ -144,12 +178,6 @@ async def test_a_session_outlasts_a_lost_gate_and_takes_in_a_new_one(monkeypatch
     taken = asyncio.Event()
     new: list[str] = []
 
-    async def stays(stream: Gate) -> None:
-        await stream.hello()
-        while (frame := await stream.read()) is not None and not frame.HasField("goodbye"):
-            if frame.HasField("pause"):
-                await stream.send(paused=icpt.CallsPaused())
-
     async def breaks(stream: Gate) -> None:
         await stream.hello()
         await stream.calls("a")
@@ -198,43 +226,27 @@ async def test_tools_withdrawn_while_a_gate_was_away_are_withdrawn_there_too(res
     """A session that it resumes has them still; a new one has none."""
     leaves, withdrawn = asyncio.Event(), asyncio.Event()
 
-    async def stays(stream: Gate) -> None:
-        await stream.hello()
-        await _left(stream)
-
-    async def breaks(stream: Gate) -> None:
-        await stream.hello("old")
-        await leaves.wait()
-        await stream.fail(Refusal(grpc.StatusCode.UNAVAILABLE))
-
     async def comes_back(stream: Gate) -> None:
         await stream.hello("new", resumed=resumed, answered=withdrawn)
         await stream.calls("late")
         await _left(stream)
 
-    cluster, gates = listing(), [scripted(stays), scripted(breaks, comes_back)]
-    async with (
-        served(add_gate, gates[0]) as first,
-        served(add_gate, gates[1]) as second,
-        served(add_driver, cluster) as driver,
-    ):
-        cluster.gates = dict.fromkeys((first, second), ops.MEMBER_STATE_UP)
-        target = {"driver": driver, "interception": first}
-        async with connect(target, TOKEN) as ps, ps.intercept() as session:
-            await session.offer_tools([HostTool(name="look_up", function=str)])
-            gates[1].answers.clear()
-            gates[1].asked["old"].clear()
-            withdrawal = asyncio.create_task(session.offer_tools([]))
-            await gates[1].asked["old"].wait()
-            cluster.gates[second] = ops.MEMBER_STATE_LOST
-            leaves.set()
-            await withdrawal
-            await gates[1].abandoned.wait()
-            assert gates[1].tools == {"old": [["look_up"]]}
-            gates[1].answers.set()
-            withdrawn.set()
-            assert [call.call_id async for call in _first(session)] == ["late"]
-    assert gates[1].tools == {"old": [["look_up"]]} | ({"new": [[]]} if resumed else {})
+    second = scripted(breaks_when(leaves), comes_back)
+    async with session_of_two(scripted(stays), second) as (session, list_second):
+        await session.offer_tools([HostTool(name="look_up", function=str)])
+        second.answers.clear()
+        second.asked["old"].clear()
+        withdrawal = asyncio.create_task(session.offer_tools([]))
+        await second.asked["old"].wait()
+        list_second(ops.MEMBER_STATE_LOST)
+        leaves.set()
+        await withdrawal
+        await second.abandoned.wait()
+        assert second.tools == {"old": [["look_up"]]}
+        second.answers.set()
+        withdrawn.set()
+        assert [call.call_id async for call in _first(session)] == ["late"]
+    assert second.tools == {"old": [["look_up"]]} | ({"new": [[]]} if resumed else {})
 
 
 @pytest.mark.requirement("R118", "R122")
@@ -242,19 +254,6 @@ async def test_a_pause_that_did_not_wait_for_a_gate_holds_its_calls_when_it_come
     """It leases them before it has read that they are to be held: they are put back, and come after the pause."""
     leaves, paused = asyncio.Event(), asyncio.Event()
     put_back: list[str] = []
-
-    async def stays(stream: Gate) -> None:
-        await stream.hello()
-        while (frame := await stream.read()) is not None and not frame.HasField("goodbye"):
-            if frame.HasField("pause"):
-                await stream.send(paused=icpt.CallsPaused())
-            elif frame.HasField("resume"):
-                await stream.send(resumed=icpt.CallsResumed())
-
-    async def breaks(stream: Gate) -> None:
-        await stream.hello("old")
-        await leaves.wait()
-        await stream.fail(Refusal(grpc.StatusCode.UNAVAILABLE))
 
     async def comes_back(stream: Gate) -> None:
         await stream.hello("old", resumed=True, answered=paused)
@@ -267,58 +266,40 @@ async def test_a_pause_that_did_not_wait_for_a_gate_holds_its_calls_when_it_come
                 await stream.send(resumed=icpt.CallsResumed())
                 await stream.calls("asked meanwhile", lease="l2")
 
-    cluster, second_gate = listing(), scripted(breaks, comes_back)
-    async with (
-        served(add_gate, scripted(stays)) as first,
-        served(add_gate, second_gate) as second,
-        served(add_driver, cluster) as driver,
-    ):
-        cluster.gates = dict.fromkeys((first, second), ops.MEMBER_STATE_UP)
-        target = {"driver": driver, "interception": first}
-        async with connect(target, TOKEN) as ps, ps.intercept() as session:
-            cluster.gates[second] = ops.MEMBER_STATE_LOST
-            leaves.set()
-            assert await session.pause("weights") == 0
-            paused.set()
-            await eventually(lambda: put_back == ["asked meanwhile"], "the call is put back")
-            await session.resume()
-            assert [call.call_id async for call in _first(session)] == ["asked meanwhile"]
+    second = scripted(breaks_when(leaves), comes_back)
+    async with session_of_two(scripted(stays), second) as (session, list_second):
+        list_second(ops.MEMBER_STATE_LOST)
+        leaves.set()
+        assert await session.pause("weights") == 0
+        paused.set()
+        await eventually(lambda: put_back == ["asked meanwhile"], "the call is put back")
+        await session.resume()
+        assert [call.call_id async for call in _first(session)] == ["asked meanwhile"]
     assert put_back == ["asked meanwhile"]
 
 
 @pytest.mark.requirement("R22")
 async def test_tools_withdrawn_while_they_are_registered_are_withdrawn_there_too() -> None:
-    """A gate that has just come back is told again before its calls are handed out."""
+    """A gate that has just come back gets the withdrawal before its calls are handed out."""
     joins = asyncio.Event()
-
-    async def stays(stream: Gate) -> None:
-        await stream.hello()
-        await _left(stream)
 
     async def comes_late(stream: Gate) -> None:
         await stream.hello("new", answered=joins)
         await stream.calls("late")
         await _left(stream)
 
-    cluster, gates = listing(), [scripted(stays), scripted(comes_late)]
-    async with (
-        served(add_gate, gates[0]) as first,
-        served(add_gate, gates[1]) as second,
-        served(add_driver, cluster) as driver,
-    ):
-        cluster.gates = {first: ops.MEMBER_STATE_UP, second: ops.MEMBER_STATE_LOST}
-        target = {"driver": driver, "interception": first}
-        async with connect(target, TOKEN) as ps, ps.intercept() as session:
-            gates[1].answers.clear()
-            await session.offer_tools([HostTool(name="look_up", function=str)])
-            joins.set()
-            await gates[1].asked["new"].wait()
-            await session.offer_tools([])
-            gates[1].answers.set()
-            assert [call.call_id async for call in _first(session)] == ["late"]
-    first_offer, *withdrawals = gates[1].tools["new"]
+    second = scripted(comes_late)
+    async with session_of_two(scripted(stays), second, ops.MEMBER_STATE_LOST) as (session, _):
+        second.answers.clear()
+        await session.offer_tools([HostTool(name="look_up", function=str)])
+        joins.set()
+        await second.asked["new"].wait()
+        await session.offer_tools([])
+        second.answers.set()
+        assert [call.call_id async for call in _first(session)] == ["late"]
+    first_offer, *withdrawals = second.tools["new"]
     assert first_offer == ["look_up"]
-    # One or two: that of `offer_tools` itself, given up at once, may be answered before it is cancelled.
+    # One or two: that of `offer_tools` itself may be answered before it is cancelled.
     assert withdrawals and not any(withdrawals)
 
 

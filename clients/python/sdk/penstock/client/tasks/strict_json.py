@@ -1,4 +1,4 @@
-"""JSON of strangers, read strictly: values are those of every JSON reader, duplicate keys and NaN are refused.
+"""Untrusted JSON, read strictly: it has the values that every JSON reader sees; duplicate keys and NaN are refused.
 
 Invariant: what has more values than allowed, or nests them deeper, is refused before any of them takes up memory.
 """
