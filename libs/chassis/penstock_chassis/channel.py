@@ -49,10 +49,10 @@ OPTIONS: Final = (
     # A server bounds the calls per connection (`limits`); a client with more calls opens more connections.
     ("grpc.max_connections_per_subchannel_cap", MAX_CONNECTIONS),
     ("grpc.service_config", f'{{"connectionScaling": {{"maxConnectionsPerSubchannel": {MAX_CONNECTIONS}}}}}'),
+    # Channels with the same options share connections otherwise, and their failures: the calls of a channel that is
+    # opened once a service is back would fail as long as an earlier one, closed or not, waits between its attempts.
+    ("grpc.use_local_subchannel_pool", 1),
 )
-
-_OWN_CONNECTION: Final = (("grpc.use_local_subchannel_pool", 1),)
-"""Channels with the same options share connections otherwise."""
 
 _REFUSED_AGAIN: Final = Delays(0.02, 1.0, jitter=(0.5, 1.0))
 """Between attempts of a call whose stream the server refused."""
@@ -107,7 +107,7 @@ def _spread(
 ) -> grpc.aio.Channel:
     if connections == 1:
         return dial(options)
-    return PooledChannel(lambda: dial((*options, *_OWN_CONNECTION)), connections)
+    return PooledChannel(lambda: dial(options), connections)
 
 
 def error_from_rpc(error: grpc.aio.AioRpcError) -> PenstockError:

@@ -270,6 +270,10 @@ async def start_variant(
         address = json.loads(line)["address"]
         async with connect(address, TOKEN) as channel:
             yield Running(name, state_dir, process, address, channel)
+    except BaseException as error:
+        if process.poll() is not None:
+            error.add_note(f"the service {name} had ended before: exit {process.returncode}")
+        raise
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)

@@ -133,6 +133,24 @@ async def test_two_servers_cannot_share_a_port(registration: Any) -> None:
     assert caught.value.reason == "PORT_IN_USE"
 
 
+@pytest.mark.requirement("R27", "R93")
+async def test_a_new_channel_reaches_a_server_that_is_back_at_once(registration: Any) -> None:
+    """However long channels that knew the last one wait until they try again."""
+    authenticator = Authenticator({}, anonymous=True)
+    async with Server(Service(registrations=[registration]), authenticator, stop_s=0.0) as server:
+        address = server.address
+        earlier = connect(address)
+        await earlier.unary_unary(ECHO)(b"x")  # type: ignore[arg-type]
+    async with earlier:
+        for _ in range(8):
+            with pytest.raises(grpc.aio.AioRpcError):
+                await earlier.unary_unary(ECHO)(b"x")  # type: ignore[arg-type]
+        port = int(address.rpartition(":")[2])
+        async with Server(Service(registrations=[registration]), authenticator, port=port, stop_s=0.0):
+            async with connect(address) as channel:
+                await channel.unary_unary(ECHO)(b"x")  # type: ignore[arg-type]
+
+
 async def test_a_role_table_that_names_no_method_is_refused(registration: Any) -> None:
     """A misspelt line would leave a method closed, or open another, without anybody noticing."""
     service = Service(registrations=[registration], roles={"penstock.test.v1.EchoService/Unray": [Role.TRAINER]})

@@ -112,3 +112,19 @@ async def test_other_services_are_soon_given_up(kind: ServiceName, attempts: Att
         await ask(service)
     assert attempts.count < LONG
     await service.close()
+
+
+@pytest.mark.requirement("R27")
+async def test_a_new_client_reaches_a_service_that_is_back_at_its_first_attempt(attempts: Attempts) -> None:
+    """However long a client that knew the last one waits until it tries again."""
+    async with serving(unused_port()) as port:
+        earlier = client_of("sandbox", port)
+        await ask(earlier)
+    with pytest.raises(Unavailable, match="Cannot reach"):
+        await ask(earlier)
+    attempts.count = 0
+    async with serving(port):
+        later = client_of("sandbox", port)
+        await ask(later)
+    assert attempts.count == 0
+    await asyncio.gather(earlier.close(), later.close())

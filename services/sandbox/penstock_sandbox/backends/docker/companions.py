@@ -22,7 +22,7 @@ from penstock_chassis.errors import FailedPrecondition, InvalidArgument, Violati
 from penstock_sandbox.backends.docker import container
 from penstock_sandbox.backends.docker.cleanup.reaper import SANDBOX, Owner, Reaper
 from penstock_sandbox.backends.docker.engine.daemon import Daemon
-from penstock_sandbox.backends.docker.engine.errors import Json, Missing, Refused
+from penstock_sandbox.backends.docker.engine.errors import Json, Refused
 from penstock_sandbox.backends.docker.images import account_files
 from penstock_sandbox.backends.docker.images.account_files import Ids
 from penstock_sandbox.backends.docker.images.images import Images
@@ -191,9 +191,8 @@ class Companions:
                 code = await self._daemon.exit_code(execution)
         except TimeoutError:
             return f"it takes longer than {check.timeout_s:g} s"
-        except Missing:
-            raise
         except Refused as error:
+            # Also where the companion ended meanwhile, with which the engine forgets the command: the caller looks.
             return error.what
         return None if code == 0 else f"exit code {code}: {output.decode(errors='replace').strip()}"
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import io
 import tarfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
-from penstock_chassis.errors import InvalidArgument, PenstockError
+from penstock_chassis.errors import FailedPrecondition, InvalidArgument, PenstockError
 from penstock_sandbox.backends.docker.cleanup.reaper import Owner
-from penstock_sandbox.backends.docker.companions import Companions, declared_check
-from penstock_sandbox.backends.docker.engine.errors import Refused
+from penstock_sandbox.backends.docker.companions import Companions, Planned, declared_check
+from penstock_sandbox.backends.docker.engine.errors import Missing, Refused
 from penstock_sandbox.backends.docker.images import account_files
 from penstock_sandbox.backends.docker.images.account_files import Ids, ids_of
 from penstock_sandbox.backends.docker.options import DockerOptions
@@ -150,6 +152,49 @@ async def test_account_files_that_the_daemon_would_wait_for_are_refused() -> Non
     with pytest.raises(Refused):
         await account_files.check_in_place(linked, "container")
     await account_files.check_in_place(cast(Any, Files(passwd=POSTGRES)), "container")
+
+
+class Ending(Files):
+    """A daemon whose container ends with code 3 while its check begins: the daemon has forgotten that command."""
+
+    async def create(self, name: str, settings: dict[str, Any], host: dict[str, Any]) -> str:
+        return name
+
+    async def start(self, container: str) -> None:
+        pass
+
+    async def execute(self, container: str, argv: tuple[str, ...]) -> str:
+        return "f560"
+
+    @asynccontextmanager
+    async def command(self, execution: str) -> AsyncIterator[None]:
+        raise Missing(404, f"No such exec instance: {execution}")
+        yield
+
+    async def inspect(self, container: str) -> dict[str, Any]:
+        return {"State": {"Running": False, "OOMKilled": False, "ExitCode": 3}}
+
+    async def last_output(self, container: str, lines: int, size: int) -> str:
+        return "cannot open its files"
+
+
+@pytest.mark.requirement("R54", "R146")
+async def test_a_companion_that_ends_while_its_check_begins_is_said_to_have_ended(tmp_path: Path) -> None:
+    class Removed:
+        async def container(self, name: str) -> None:
+            pass
+
+    daemon: Any = Ending(passwd=POSTGRES, group="")
+    reaper: Any = Removed()
+    unused: Any = None
+    companions = Companions(DockerOptions(tmp_path, "a", "b"), daemon, Owner("i", "r"), reaper, unused, "")
+    planned = Planned(Companion("db", "postgres:16"), "sha256:1", Ids(999, 998), HealthCheck(("true",)), False)
+    with pytest.raises(FailedPrecondition) as failed:
+        await companions.start("s", "container", [planned])
+    assert failed.value.reason == "COMPANION_FAILED"
+    assert failed.value.message == (
+        "the companion db failed: it ended with exit code 3; its last lines:\ncannot open its files"
+    )
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,9 @@ _OPTIONS: Final = (
     # A service bounds the calls per connection; a client with more calls opens more connections.
     ("grpc.max_connections_per_subchannel_cap", _MAX_CONNECTIONS),
     ("grpc.service_config", f'{{"connectionScaling": {{"maxConnectionsPerSubchannel": {_MAX_CONNECTIONS}}}}}'),
+    # Clients of one process share connections otherwise, and their failures: calls of one that is opened once a service
+    # is back would fail as long as an earlier one, closed or not, waits between its attempts to connect.
+    ("grpc.use_local_subchannel_pool", 1),
 )
 
 _HOST_AND_PORT: Final = re.compile(r"(?!unix:)(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9.-]+):[0-9]{1,5}")
