@@ -4,7 +4,7 @@ import { useEffect } from "preact/hooks";
 
 import { compact } from "../lib/format";
 import type { Key } from "../lib/keys";
-import { changeQuery, location_, queryOf } from "../lib/router";
+import { changeQuery, href, location_, queryOf } from "../lib/router";
 import { FollowingNotice } from "../ui/notice";
 import { drivers, followed, MOST_DRIVERS, newest, wanted } from "./feed";
 import { matches, parseFilter } from "./filter";
@@ -27,10 +27,18 @@ export const FILTER_KEY: Key = {
 
 /** Follows the newest rollouts, of the driver that the filter names, for as long as the component is shown. */
 export function useNewest(): void {
-  useEffect(newest.watch, []);
+  // Before the streams begin, so that no other driver is asked first.
   useEffect(() => {
     wanted.value = filter.value.driver;
   }, [filter.value.driver]);
+  useEffect(newest.watch, []);
+  // After they have ended. Pages without the field show all drivers: a filter that nobody sees must not hold for them.
+  useEffect(
+    () => () => {
+      wanted.value = "";
+    },
+    [],
+  );
 }
 
 /** Changes the filter, and begins at the first page again. */
@@ -51,14 +59,15 @@ export function FeedNotices() {
 }
 
 /** The drivers that are not followed, where there are too many. */
-function LeftOut() {
+export function LeftOut() {
   const left = drivers.value.filter((name) => !followed.value.includes(name));
   if (wanted.value || !left.length) return null;
+  const one = `driver:${left[0]}`;
   return (
     <p class="notice" role="status">
       <span>
         <strong>The rollouts of {MOST_DRIVERS} drivers are shown.</strong> Not shown: {left.map((name) => <code key={name}>{name} </code>)}
-        Filter by <code>driver:{left[0]}</code> to see one of them.
+        Filter the <a href={`${href("/")}?${new URLSearchParams({ q: one }).toString()}`}>rollouts</a> by <code>{one}</code> to see those of one.
       </span>
     </p>
   );

@@ -5,6 +5,7 @@ import { useEffect } from "preact/hooks";
 import { compact } from "../lib/format";
 import { changed, go, href } from "../lib/router";
 import { Feed, MOST_ENDED, newest } from "../overview/feed";
+import { LeftOut } from "../overview/filterfield";
 import { type Column, DataTable } from "../ui/datatable";
 import { FollowingNotice } from "../ui/notice";
 import { ViewsButton } from "../ui/views";
@@ -51,6 +52,7 @@ export default function Runs({ query }: { query: URLSearchParams }) {
       {feed.followings.value.map(({ driver, following }) => (
         <FollowingNotice key={driver} following={following} />
       ))}
+      <LeftOut />
       <DataTable
         label="Runs"
         columns={COLUMNS}

@@ -1,10 +1,15 @@
 import { create } from "@bufbuild/protobuf";
-import { ListMetricsResponseSchema } from "@gen/penstock/driver/v1/run_service_pb";
+import { createConnectRouter } from "@connectrpc/connect";
+import { createFetchHandler } from "@connectrpc/connect/protocol";
+import { ListMetricsResponseSchema, RunService } from "@gen/penstock/driver/v1/run_service_pb";
 import fc from "fast-check";
-import { describe, expect, test } from "vitest";
+import { h } from "preact";
+import { afterEach, describe, expect, test, vi } from "vitest";
 
+import { drawn } from "../lib/drawn";
+import { drivers } from "../overview/feed";
 import { ticks } from "../ui/plot";
-import { metricLine, MetricStore, short } from "./metrics";
+import { metricLine, MetricStore, short, useMetrics } from "./metrics";
 import { MOST_POINTS } from "./model";
 
 type Point = readonly [step: number, value: number, time?: number];
@@ -49,7 +54,35 @@ describe("the metrics of a run", () => {
     store.take("", answer(1, "loss", [[1, 1]]));
     expect(shown(store)).toEqual({});
   });
+
+  test("are read from every driver, also from those whose rollouts are not shown", async () => {
+    const names = ["d0", "d1", "d2", "d3", "d4", "d5"];
+    const asked: (string | null)[] = [];
+    let answered = (): void => {};
+    const all = new Promise<void>((resolve) => (answered = resolve));
+    const router = createConnectRouter().service(RunService, {
+      async *listMetrics(_, { requestHeader }) {
+        asked.push(requestHeader.get("penstock-member"));
+        if (asked.length === names.length) answered();
+        yield* answer(1, "loss", [[1, asked.length]]);
+      },
+    });
+    const handlers = new Map(router.handlers.map((handler) => [`/rpc${handler.requestPath}`, createFetchHandler(handler)]));
+    vi.stubGlobal("document", Object.assign(new EventTarget(), { baseURI: "http://page.test/", hidden: false }));
+    vi.stubGlobal("fetch", async (url: string, init: RequestInit) => {
+      const handler = handlers.get(new URL(url).pathname);
+      return handler ? handler(new Request(url, { ...init, duplex: "half" } as RequestInit)) : new Response(null, { status: 404 });
+    });
+    drivers.value = names;
+    const page = await drawn(h(() => (useMetrics(["run-1"]), null), {}));
+    await all;
+    expect(asked).toEqual(names);
+    await page.leave();
+  });
 });
+
+vi.setConfig({ testTimeout: 60_000 });
+afterEach(() => vi.unstubAllGlobals());
 
 const finite = fc.double({ noNaN: true, noDefaultInfinity: true });
 const logged = fc.array(finite, { minLength: 1, maxLength: 900 }).map((values) => values.map((value, step) => ({ step: step * 2, value, time: 1 })));

@@ -9,7 +9,7 @@ import { type ListMetricsResponse, type MetricPoints, RunService } from "@gen/pe
 import { explain, isCancelled, type Trouble } from "../lib/errors";
 import { seesAll } from "../lib/scope";
 import { client } from "../lib/transport";
-import { followed } from "../overview/feed";
+import { drivers } from "../overview/feed";
 import { type LinePoint, MOST_POINTS, parseRef } from "./model";
 
 const POLL_MS = 5000;
@@ -137,7 +137,7 @@ export function useMetrics(refs: readonly string[]): Reading {
 
 async function readAll(refs: readonly string[], stores: readonly MetricStore[], abort: AbortSignal, onChange: () => void): Promise<Trouble | null> {
   let failed: Trouble | null = null;
-  for (const driver of followed.peek().length ? followed.peek() : [""])
+  for (const driver of drivers.peek().length ? drivers.peek() : [""])
     for (const [index, store] of stores.entries()) {
       try {
         if (await read(parseRef(refs[index] ?? "").id, driver, store, abort)) onChange();

@@ -6,6 +6,7 @@ import { changeQuery, go, href, location_, type Params, queryOf } from "../lib/r
 import { difference } from "../lib/estimate";
 import type { Row } from "../overview/board";
 import { Feed, followed, MOST_DRIVERS, MOST_ENDED } from "../overview/feed";
+import { LeftOut } from "../overview/filterfield";
 import { oneLine } from "../rollout/safe";
 import { slicesOf } from "../tasks/model";
 import { SliceTable } from "../tasks/table";
@@ -54,6 +55,7 @@ export default function RunPage({ params, query }: { params: Params; query: URLS
           </span>
         </p>
       )}
+      <LeftOut />
       <Shown key={shownRefs.join(" ")} refs={shownRefs} query={query} />
     </div>
   );
