@@ -16,10 +16,11 @@ import { Inspector, Legend } from "../rollout/tokenview";
 import { conversationTree, type Turn } from "../rollout/tree";
 import { TurnView } from "../rollout/turn";
 import type { Vocabulary } from "../rollout/vocabulary";
-import { causeSentence, counted, durationWords, figure, phaseWord } from "../rollout/words";
+import { counted, durationWords, figure } from "../rollout/words";
 import "../rollout/rollout.css";
 import "./compare.css";
 import { type Divergence, divergence, divergenceWords } from "./divergence";
+import { End } from "./end";
 import { followGroup, type GroupModel, readCapture, type Reading } from "./model";
 import { RewardStrip } from "./strip";
 import { advantage, bestAndWorst, groupTone, rewardOf, spread, type Spread } from "./spread";
@@ -197,16 +198,6 @@ function SiblingRow({ rollout, figures, chosen }: { rollout: RolloutSummary; fig
         </span>
       </td>
     </tr>
-  );
-}
-
-function End({ rollout }: { rollout: RolloutSummary }) {
-  if (rollout.phase !== Phase.ENDED) return <span class="chip busy">{phaseWord(rollout.phase)}</span>;
-  if (!rollout.failure) return <span class="chip good">completed</span>;
-  return (
-    <span class="chip bad" title={`${causeSentence(rollout.failure.cause)}. ${oneLine(rollout.failure.message, 200)}`}>
-      {oneLine(rollout.failure.reason, 40)}
-    </span>
   );
 }
 

@@ -1,17 +1,17 @@
 /** What happened, as it happens: the events of a rollout, the newest last. */
 
-import { timestampDate } from "@bufbuild/protobuf/wkt";
+import { durationMs, timestampDate } from "@bufbuild/protobuf/wkt";
 import type { JsonObject } from "@bufbuild/protobuf";
 import type { ComponentChildren } from "preact";
 import { useState } from "preact/hooks";
 import { AgentEventKind } from "@gen/penstock/driver/v1/agent_pb";
-import type { RolloutEvent } from "@gen/penstock/driver/v1/rollout_pb";
+import { FailureCause, type RolloutEvent, type UserTurn } from "@gen/penstock/driver/v1/rollout_pb";
 import { CommandView, commandLine } from "./commands";
 import { DiffView } from "./diffview";
 import { Fold } from "./fold";
 import { HostileText } from "./hostile";
 import { byteCount, decoded, oneLine } from "./safe";
-import { agentEventWord, callStateWord, classWord, exitOk, exitWords, phaseWord } from "./words";
+import { agentEventWord, callStateWord, classWord, durationWords, exitOk, exitWords, phaseWord } from "./words";
 
 const PAGE = 200;
 
@@ -133,11 +133,42 @@ function told({ event }: RolloutEvent): Told {
         look: "event-bad",
         more: () => <HostileText text={event.value.failure?.message ?? ""} label="why the attempt failed" prose />,
       };
-    case "ended":
-      return { line: <strong>{event.value.failure ? `failed: ${oneLine(event.value.failure.reason)}` : "completed"}</strong>, look: event.value.failure ? "event-bad" : "event-good" };
+    case "paused": {
+      const { reason, maxDuration } = event.value;
+      const most = maxDuration ? ` for at most ${durationWords(durationMs(maxDuration) / 1000)}` : "";
+      return { line: `paused${most}${reason === "" ? "" : `: ${oneLine(reason, 200)}`}`, look: "event-phase" };
+    }
+    case "resumed": {
+      const { reason, pausedTime } = event.value;
+      const after = pausedTime ? ` after ${durationWords(durationMs(pausedTime) / 1000)}` : "";
+      return { line: `goes on${after}${reason === "" ? "" : ` (${oneLine(reason, 80)})`}`, look: "event-phase" };
+    }
+    case "userTurn":
+      return userTurn(event.value);
+    case "ended": {
+      const { failure } = event.value;
+      if (!failure) return { line: <strong>completed</strong>, look: "event-good" };
+      const isCancelled = failure.cause === FailureCause.CANCELLED;
+      return { line: <strong>{`${isCancelled ? "cancelled" : "failed"}: ${oneLine(failure.reason)}`}</strong>, look: isCancelled ? "" : "event-bad" };
+    }
     default:
       return { line: <span class="muted">an event that this page does not know: the services are newer</span>, look: "" };
   }
+}
+
+/** What the user answered the agent; all of both texts is folded away. */
+function userTurn({ index, agentMessage, instruction, endReason }: UserTurn): Told {
+  return {
+    line: endReason === "" ? `the user's instruction ${index}: ${oneLine(instruction, 160)}` : `the user ends the conversation (${oneLine(endReason, 80)})`,
+    look: "",
+    more: () => (
+      <>
+        {endReason === "" && <HostileText text={instruction} label="the user's instruction" prose />}
+        <p class="muted">The agent's last message, to which this is the answer:</p>
+        <HostileText text={agentMessage} label="the agent's last message" prose />
+      </>
+    ),
+  };
 }
 
 function agentEvent(kind: AgentEventKind, data: JsonObject | undefined, raw: Uint8Array): Told {

@@ -2,7 +2,7 @@
 
 import { timestampDate, timestampMs } from "@bufbuild/protobuf/wkt";
 import type { ComponentChildren } from "preact";
-import { type Failure, Phase, type Rollout } from "@gen/penstock/driver/v1/rollout_pb";
+import { type Failure, FailureCause, Phase, type Rollout } from "@gen/penstock/driver/v1/rollout_pb";
 import { href } from "../lib/router";
 import { askToCancel } from "../ui/cancel";
 import { CopyId } from "../ui/copyid";
@@ -13,11 +13,12 @@ import type { Capture } from "./records";
 import { oneLine } from "./safe";
 import { useNow } from "./timeline";
 import { int32 } from "./tokens";
-import { causeSentence, durationWords, figure, modeWord, partyWords, phaseWord, trainingSentence } from "./words";
+import { causeSentence, durationWords, figure, modeWord, partyWords, phaseWord, standsWords, trainingSentence } from "./words";
 
 export function StateChip({ rollout }: { rollout: Rollout }) {
-  if (rollout.phase !== Phase.ENDED) return <span class="chip busy">{phaseWord(rollout.phase)}</span>;
+  if (rollout.phase !== Phase.ENDED) return <span class="chip busy">{standsWords(rollout)}</span>;
   const failure = rollout.outcome?.failure;
+  if (failure?.cause === FailureCause.CANCELLED) return <span class="chip warn">cancelled</span>;
   return failure ? <span class="chip bad">failed</span> : <span class="chip good">completed</span>;
 }
 

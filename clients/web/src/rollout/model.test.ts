@@ -121,6 +121,38 @@ describe("a rollout that is followed", () => {
     model.stop();
   });
 
+  test.each(["paused", "resumed"] as const)("how it stands is read again once it is %s", async (name) => {
+    const isPaused = name === "paused";
+    const [changed, known] = [gateway(), gateway()];
+    let asked = 0;
+    const { followRollout } = await served(
+      {
+        getRollout: () => {
+          asked += 1;
+          return { rollout: { rolloutId: "r", phase: Phase.RUNNING, paused: asked > 1 ? isPaused : !isPaused } };
+        },
+        async *watchRollout(_, { signal }) {
+          known.open();
+          await changed.opened;
+          yield { message: { case: "event", value: { sequence: 1n, event: { case: name, value: {} } } } };
+          await over(signal);
+        },
+      },
+      {
+        async *getCapture() {},
+        async *watchCalls(_, { signal }) {
+          await over(signal);
+        },
+      },
+    );
+    const model = followRollout("r");
+    await known.opened;
+    expect(model.rollout.value?.paused).toBe(!isPaused);
+    changed.open();
+    expect((await until(model.rollout, (rollout) => rollout?.paused === isPaused))?.paused).toBe(isPaused);
+    model.stop();
+  });
+
   test("events that are not kept are counted once each, and those of the timeline are kept", async () => {
     const { kept } = await served({}, {});
     const event = (sequence: number, name: "phaseChanged" | "callFinished"): RolloutEvent => ({ sequence: BigInt(sequence), event: { case: name } }) as unknown as RolloutEvent;

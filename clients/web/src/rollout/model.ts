@@ -128,7 +128,7 @@ export function followRollout(id: string): RolloutModel {
       capture.value = NO_CAPTURE;
       captureTrouble.value = undefined;
     }
-    if (cases.has("phaseChanged") || cases.has("ended")) void readRollout();
+    if (CHANGES.some((name) => cases.has(name))) void readRollout();
     else if (cases.has("callFinished")) void readCapture(); // also where the gate's own stream is broken
   }
 
@@ -213,6 +213,9 @@ export function followRollout(id: string): RolloutModel {
     },
   };
 }
+
+/** The events after which the rollout itself stands differently. */
+const CHANGES = ["phaseChanged", "paused", "resumed", "ended"] as const;
 
 /** The time of a frame, but also in a tab that nobody sees. */
 const FLUSH_MS = 16;

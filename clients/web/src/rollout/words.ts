@@ -25,6 +25,9 @@ const PHASES: Words = {
 };
 export const phaseWord = (phase: Phase): string => told(PHASES, phase);
 
+/** How a rollout stands that has not ended. */
+export const standsWords = ({ phase, paused }: { readonly phase: Phase; readonly paused: boolean }): string => `${paused ? "paused, " : ""}${phaseWord(phase)}`;
+
 const CAUSES: Words = {
   [FailureCause.UNSPECIFIED]: "It failed",
   [FailureCause.INFRASTRUCTURE]: "The infrastructure failed",
