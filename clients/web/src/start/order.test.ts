@@ -162,6 +162,24 @@ describe("a task file", () => {
     expect(readTaskFile("instruction: a\nlabels: {n: y}").labels).toEqual({ n: "y" });
   });
 
+  test.each(["1:30", "22:22", "-1:30", "1:30:00", "1:30.5", "-.5", "+.5e+1", "._5"])("what the command line reads as a text is one here: %s", (said) => {
+    expect(readTaskFile(`instruction: ${said}\nlabels: {a: ${said}}\nmetadata: {a: ${said}}`)).toMatchObject({ task: { instruction: said, metadata: { a: said } }, labels: { a: said } });
+  });
+
+  test.each([
+    ["0x1F", 31],
+    ["1_000", 1000],
+    ["-0.5", -0.5],
+    [".5", 0.5],
+    ["1.5e+3", 1500],
+  ])("what is a number there is one here: %s", (said, number) => {
+    expect(readTaskFile(`instruction: a\nmetadata: {a: ${said}}`).task.metadata).toEqual({ a: number });
+  });
+
+  test("a number in base 60 that a tag asks for is refused", () => {
+    expect(() => readTaskFile("instruction: a\nmetadata: {a: !!int 1:30}")).toThrow("is not YAML");
+  });
+
   test("any text is read or refused, and never breaks the page", () => {
     fc.assert(
       fc.property(fc.string(), (text) => {

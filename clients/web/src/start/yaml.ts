@@ -3,7 +3,7 @@
 // Invariant: the same text means the same here and in `penstock rollout` (`yes` and `on` are true, 0755 is octal); what JSON does not
 // have, such as a date that nobody quoted, is refused by its key.
 import type { JsonValue } from "@bufbuild/protobuf";
-import { boolYaml11Tag, type Event, EVENT_ALIAS, EVENT_DOCUMENT, EVENT_MAPPING, EVENT_POP, EVENT_SCALAR, EVENT_SEQUENCE, load, NOT_RESOLVED, parseEvents, YAML11_SCHEMA } from "js-yaml";
+import { boolYaml11Tag, type Event, EVENT_ALIAS, EVENT_DOCUMENT, EVENT_MAPPING, EVENT_POP, EVENT_SCALAR, EVENT_SEQUENCE, floatYaml11Tag, intYaml11Tag, load, NOT_RESOLVED, parseEvents, type ScalarTagDefinition, YAML11_SCHEMA } from "js-yaml";
 
 /** What is wrong, at which key; the empty key is the whole text. */
 export class YamlError extends Error {
@@ -15,11 +15,13 @@ export class YamlError extends Error {
   }
 }
 
-// PyYAML leaves y and n the letters that they are.
-const SCHEMA = YAML11_SCHEMA.withTags({
-  ...boolYaml11Tag,
-  resolve: (source, ...rest) => (/^[yn]$/i.test(source) ? NOT_RESOLVED : boolYaml11Tag.resolve(source, ...rest)),
-});
+/** A tag that leaves what matches a text. */
+function without<T>(tag: ScalarTagDefinition<T>, texts: RegExp): ScalarTagDefinition<T> {
+  return { ...tag, resolve: (source, ...rest) => (texts.test(source) ? NOT_RESOLVED : tag.resolve(source, ...rest)) };
+}
+
+// PyYAML leaves y and n the letters that they are, and -.5 a text. The command line reads numbers in base 60 (1:30) as text, too.
+const SCHEMA = YAML11_SCHEMA.withTags(without(boolYaml11Tag, /^[yn]$/i), without(intYaml11Tag, /:/), without(floatYaml11Tag, /:|^[-+]\.[\d_]|^\._/));
 const MAX_DEPTH = 100;
 
 /** Reads a text. Throws YamlError. */
