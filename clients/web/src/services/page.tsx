@@ -256,17 +256,18 @@ function useServed(version: bigint | undefined): string {
   return words.value;
 }
 
+/** The most sandboxes of which a service tells: their sums are shown. */
+const MOST_TOLD = 1000;
+/** Lines of the table, the newest sandboxes: each has a clock. */
+const MOST_LINES = 200;
 /** The labels by which the driver finds its sandboxes. */
 const ROLLOUT_LABEL = "penstock_rollout";
 
 function Sandboxes({ fleet, chosen }: Chosen) {
   const { message, following } = useStream<WatchSandboxesResponse>("watch the sandboxes", async function* (signal) {
-    const request = create(WatchSandboxesRequestSchema, { allNamespaces: await seesAll("sandbox") });
+    const request = create(WatchSandboxesRequestSchema, { allNamespaces: await seesAll("sandbox"), most: MOST_TOLD });
     yield* client(SandboxService, chosen.peek()).watchSandboxes(request, { signal, timeoutMs: 0 });
   });
-  const all = message.value;
-  const memory = all?.sandboxes.reduce((sum, one) => sum + Number(one.stats?.memoryBytes ?? 0n), 0) ?? 0;
-  const processes = all?.sandboxes.reduce((sum, one) => sum + (one.stats?.pids ?? 0), 0) ?? 0;
   return (
     <section class="card part" aria-labelledby="sandboxes-title">
       <div class="title">
@@ -274,17 +275,25 @@ function Sandboxes({ fleet, chosen }: Chosen) {
         <Choice kind="sandbox" fleet={fleet} chosen={chosen} />
       </div>
       <FollowingNotice following={following.value} />
-      {all && (
-        <>
-          <div class="measures">
-            <Measure name="Sandboxes" value={plain(all.count)} />
-            <Measure name="Memory" value={bytes(memory)} note="of those that can tell" />
-            <Measure name="Processes" value={plain(processes)} />
-          </div>
-          {all.sandboxes.length > 0 && <SandboxTable usages={all.sandboxes} count={all.count} />}
-        </>
-      )}
+      {message.value && <SandboxUsage told={message.value} />}
     </section>
+  );
+}
+
+/** What they use together, and the newest of them one by one. */
+export function SandboxUsage({ told: { sandboxes, count } }: { told: WatchSandboxesResponse }) {
+  const memory = sandboxes.reduce((sum, one) => sum + Number(one.stats?.memoryBytes ?? 0n), 0);
+  const processes = sandboxes.reduce((sum, one) => sum + (one.stats?.pids ?? 0), 0);
+  const newest = count > sandboxes.length ? `of the newest ${plain(sandboxes.length)}` : "";
+  return (
+    <>
+      <div class="measures">
+        <Measure name="Sandboxes" value={plain(count)} />
+        <Measure name="Memory" value={bytes(memory)} note={`of those${newest && ` ${newest}`} that can tell`} />
+        <Measure name="Processes" value={plain(processes)} note={newest} />
+      </div>
+      {sandboxes.length > 0 && <SandboxTable usages={sandboxes.slice(0, MOST_LINES)} count={count} />}
+    </>
   );
 }
 

@@ -1,0 +1,50 @@
+import { create } from "@bufbuild/protobuf";
+import { createConnectRouter } from "@connectrpc/connect";
+import { createFetchHandler } from "@connectrpc/connect/protocol";
+import { SandboxService, type WatchSandboxesRequest, WatchSandboxesResponseSchema } from "@gen/penstock/sandbox/v1/sandbox_service_pb";
+import { h } from "preact";
+import { afterEach, describe, expect, test, vi } from "vitest";
+
+import { drawn } from "../lib/drawn";
+import Services, { SandboxUsage } from "./page";
+
+vi.setConfig({ testTimeout: 60_000 });
+afterEach(() => vi.unstubAllGlobals());
+
+const told = (shown: number, count: number) =>
+  create(WatchSandboxesResponseSchema, { count, sandboxes: Array.from({ length: shown }, (_, index) => ({ sandbox: { sandboxId: `s${index}` }, stats: { memoryBytes: 1024n * 1024n, pids: 2 } })) });
+
+describe("what the sandboxes use", () => {
+  test("is asked of as many as a service tells of", async () => {
+    let tell = (_: WatchSandboxesRequest): void => {};
+    const asked = new Promise<WatchSandboxesRequest>((resolve) => (tell = resolve));
+    const router = createConnectRouter().service(SandboxService, {
+      async *watchSandboxes(request, { signal }) {
+        tell(request);
+        yield told(0, 0);
+        await new Promise((resolve) => signal.addEventListener("abort", resolve, { once: true }));
+      },
+    });
+    const handlers = new Map(router.handlers.map((handler) => [`/rpc${handler.requestPath}`, createFetchHandler(handler)]));
+    vi.stubGlobal("document", Object.assign(new EventTarget(), { baseURI: "http://page.test/", hidden: false }));
+    vi.stubGlobal("window", new EventTarget());
+    vi.stubGlobal("fetch", async (url: string, init: RequestInit) => {
+      const handler = handlers.get(new URL(url).pathname);
+      return handler ? handler(new Request(url, { ...init, duplex: "half" } as RequestInit)) : new Response(null, { status: 404 });
+    });
+    const page = await drawn(h(Services, {}));
+    expect((await asked).most).toBe(1000);
+    await page.leave();
+  });
+
+  test.each<[number, number, string[]]>([
+    [300, 300, ["Sandboxes300", "Memory300 MiBof those that can tell", "Processes600"]],
+    [1000, 1500, ["Sandboxes1,500", "Memory1000 MiBof those of the newest 1,000 that can tell", "Processes2,000of the newest 1,000"]],
+  ])("is of %d sandboxes of %d, and says so where they are not all", async (shown, count, words) => {
+    const page = await drawn(h(SandboxUsage, { told: told(shown, count) }));
+    expect(page.root.ofClass("measure").map((measure) => measure.text)).toEqual(words);
+    expect(page.root.ofClass("mono").length).toBe(200);
+    expect(page.root.text.endsWith(`and ${(count - 200).toLocaleString("en")} more, older ones`)).toBe(true);
+    await page.leave();
+  });
+});
