@@ -161,7 +161,7 @@ dist-check: dist ## install dist/ as docs/install.md says; the demo's first step
 	@$(BIN)/python -m tools.dist_check dist
 
 .PHONY: images
-images: ## build the images of docker-compose.yml, and print their sizes
+images: $(PAGE) ## build the images of docker-compose.yml, and print their sizes
 	@COMPOSE_PROFILES=dashboard PENSTOCK_MODEL_DIR=$${PENSTOCK_MODEL_DIR:-.} $(COMPOSE) build --quiet
 	@for name in inference interception sandbox driver dashboard; do \
 		image="$${PENSTOCK_IMAGES:-penstock}/$$name:$${PENSTOCK_VERSION:-0.1.0}"; \
