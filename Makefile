@@ -173,6 +173,8 @@ credentials: $(STAMP) ## certificates, tokens and .env for docker compose (docs/
 	@$(BIN)/penstock credentials credentials
 	@[ -e .env ] || printf '%s\n' "PENSTOCK_DOCKER_GID=$$(stat -L -c %g /var/run/docker.sock 2>/dev/null || echo 0)" \
 		"PENSTOCK_MODEL_DIR=./runs/demo/latest/model" >.env
+	@model="$${PENSTOCK_MODEL_DIR:-$$(sed -n 's/^PENSTOCK_MODEL_DIR=//p' .env)}"; [ -d "$$model" ] || \
+		echo "there is no model in $${model:-any directory yet}: run \`make demo\`, or set PENSTOCK_MODEL_DIR in .env to the directory of yours"
 
 .PHONY: wheels
 wheels: $(STAMP) ## bring what the images install from a package index into wheels/, for builds that reach none

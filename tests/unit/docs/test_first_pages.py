@@ -96,6 +96,17 @@ def test_wheels_on_the_pages_have_the_version_that_is_built() -> None:
         assert any("dist" in line for line in commands[title])
 
 
+@pytest.mark.requirement("R143")
+def test_both_pages_bring_the_containers_up_by_the_same_commands() -> None:
+    """A reader of the first is not stopped by what only the second says."""
+    first, second = (
+        [line.partition("#")[0].strip() for line in text_of(page).partition(title)[2].split("```")[1].splitlines()[1:]]
+        for page, title in (("docs/install.md", "\n## Containers\n"), ("docs/guides/compose.md", "\n## Up\n"))
+    )
+    assert first == second
+    assert len(first) == 3
+
+
 @pytest.mark.requirement("R27")
 def test_every_reason_of_the_symptoms_is_one_that_the_reference_explains() -> None:
     """A reader who searches for it finds its row."""
