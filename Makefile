@@ -184,7 +184,7 @@ wheels: $(STAMP) ## bring what the images install from a package index into whee
 	@rm -f wheels/penstock*
 
 .PHONY: bench
-bench: $(DEV_STAMP) $(TS_STAMP) ## measure; docs/benchmarks.md says what the figures mean
+bench: $(DEV_STAMP) $(TS_STAMP) $(PAGE) $(GO_STAMP) ## measure; docs/benchmarks.md says what the figures mean
 	@$(BIN)/python -m benchmarks
 
 .PHONY: bench-peers

@@ -84,8 +84,8 @@ def main() -> None:
     parser.add_argument(
         "--rollouts",
         type=int,
-        default=scale.ROLLOUTS,
-        help="how many at once, of `scale`; how many, of `regrade`; how many wait as another comes, of `fairness`",
+        help="how many at once, of `scale`; how many, of `regrade`; how many wait as another comes, of `fairness`;"
+        " each has a default of its own",
     )
     parser.add_argument(
         "--latency", type=float, default=scale.LATENCY_S, help="seconds of the model for a call, of `scale`"
@@ -110,14 +110,17 @@ def main() -> None:
         parser.error("--seeds must be at least 1")
     if given.kept and len(ONLY_BY_NAME & set(given.names)) > 1:
         parser.error(f"--kept is a file of one benchmark: run {', '.join(sorted(ONLY_BY_NAME))} apart")
+    if given.kill and given.table:
+        parser.error("--table is of a fleet without --kill: a service that comes back counts its CPU time from 0")
     if unknown:
         parser.error(f"no such benchmark: {', '.join(unknown)}; there are: {', '.join(BENCHMARKS)}")
     measures = {**BENCHMARKS, "sandboxes": BACKENDS[given.backend]}
     measures["gate"] = partial(gate.measure, full=given.full)
-    plan = scale.Plan(given.rollouts, given.latency, waiting_s=0.0 if given.kill else scale.WAITING_S, kill=given.kill)
+    at_once = scale.ROLLOUTS if given.rollouts is None else given.rollouts
+    plan = scale.Plan(at_once, given.latency, waiting_s=0.0 if given.kill else scale.WAITING_S, kill=given.kill)
     measures["scale"] = partial(scale.measure_table if given.table else scale.measure, plan=plan)
     chosen = replayed_agents.Plan(given.agent, given.tasks, given.kept)
-    if given.rollouts != scale.ROLLOUTS:
+    if given.rollouts is not None:
         measures["regrade"] = partial(regrades.measure, count=given.rollouts)
         measures["fairness"] = partial(fairness.measure, rollouts=given.rollouts)
     measures["replayed-agents"] = partial(replayed_agents.measure, plan=chosen)
@@ -126,19 +129,26 @@ def main() -> None:
     facts = report.machine()
     print(", ".join(f"{name}: {value}" for name, value in facts.items()), flush=True)
     sections: list[report.Section] = []
-    for name in given.names or [name for name in measures if name not in ONLY_BY_NAME]:
-        before, began = report.pace(), time.perf_counter()
-        with tempfile.TemporaryDirectory(prefix="penstock-bench-") as place:
-            # Sandboxes are other users, and what is staged for them lies below.
-            Path(place).chmod(0o755)
-            made = asyncio.run(measures[name](Path(place)))
-        took, pace = time.perf_counter() - began, (round(before, 1), round(report.pace(), 1))
-        sections += (replace(section, pace_ms=pace) for section in made)
-        print(*("", *made), sep="\n", flush=True)
-        print(f"  ({name}: {took:.0f} s; a million additions took {pace[0]} ms before, {pace[1]} ms after)", flush=True)
     out = given.out or Path("runs/bench") / f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}.json"
-    report.write(out, facts, sections)
-    print(f"\nkept in {out}")
+    try:
+        for name in given.names or [name for name in measures if name not in ONLY_BY_NAME]:
+            before, began = report.pace(), time.perf_counter()
+            with tempfile.TemporaryDirectory(prefix="penstock-bench-") as place:
+                # Sandboxes are other users, and what is staged for them lies below.
+                Path(place).chmod(0o755)
+                made = asyncio.run(measures[name](Path(place)))
+            took, pace = time.perf_counter() - began, (round(before, 1), round(report.pace(), 1))
+            sections += (replace(section, pace_ms=pace) for section in made)
+            print(*("", *made), sep="\n", flush=True)
+            print(
+                f"  ({name}: {took:.0f} s; a million additions took {pace[0]} ms before, {pace[1]} ms after)",
+                flush=True,
+            )
+    finally:
+        # Also when a benchmark ends the command: those before it took minutes.
+        if sections:
+            report.write(out, facts, sections)
+            print(f"\nkept in {out}", flush=True)
     if faults := [fault for section in sections for fault in section.faults]:
         print("\nmissed:", *(f"  {fault}" for fault in faults), sep="\n")
         raise SystemExit(1)

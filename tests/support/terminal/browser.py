@@ -17,14 +17,19 @@ from penstock.dashboard.serving import Place, serve
 expect.set_options(timeout=1000 * GUARD_S)
 
 
-@asynccontextmanager
-async def chromium() -> AsyncIterator[Browser]:
-    """The machine's own Chromium; an AssertionError names the package that has it.
+def program() -> str | None:
+    """The machine's own Chromium; None = it has none.
 
     First the build without windows: a page costs it two thirds of the time of a processor.
     """
     names = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
-    path = next(filter(None, map(shutil.which, names)), None)
+    return next(filter(None, map(shutil.which, names)), None)
+
+
+@asynccontextmanager
+async def chromium() -> AsyncIterator[Browser]:
+    """The machine's own Chromium; an AssertionError names the package that has it."""
+    path = program()
     assert path, "there is no Chromium here: apt-get install chromium-headless-shell"
     async with async_playwright() as playwright:
         browser = await playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])

@@ -13,6 +13,7 @@ import pytest
 from tools.names import ROOT
 
 PAGE: Final = "clients/python/sdk/hatch_build.py"
+GO: Final = "-m tools.golang install"
 
 
 def steps(target: str) -> str:
@@ -28,6 +29,8 @@ def steps(target: str) -> str:
     ("target", "first", "then"),
     [
         ("images", PAGE, "build --quiet"),  # the dashboard's image copies the page, and has none of its sources
+        ("bench", PAGE, "-m benchmarks"),
+        ("bench", GO, "-m benchmarks"),
     ],
 )
 def test_what_a_target_needs_is_made_first(target: str, first: str, then: str) -> None:
