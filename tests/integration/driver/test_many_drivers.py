@@ -451,6 +451,10 @@ async def test_dashboard_shows_rollouts_and_services_of_both_drivers(fleet: Flee
             await page.goto(f"{address}#/?q=run:{run}%20driver:d1")
             await expect(page.locator(".rollouts .line", has_text=homes["d1"])).to_be_visible()
             await expect(page.locator(".rollouts .line", has_text=homes["d0"])).to_have_count(0)
+            # The filter holds for the pages that show it, and for no other.
+            await page.get_by_role("link", name="Runs", exact=True).click()
+            cell = page.get_by_role("row").filter(has=page.get_by_role("link", name=run)).get_by_role("cell").nth(2)
+            await expect(cell).to_have_text(str(count))
         # A link has no driver's name: whichever has the rollout is found.
         async with looking(browser, address, TOKEN, f"/rollouts/{homes['d1']}") as page:
             await expect(page.get_by_role("heading", level=1)).to_contain_text(homes["d1"])
