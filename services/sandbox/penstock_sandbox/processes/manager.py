@@ -66,6 +66,15 @@ class Processes:
 
         Raises AlreadyExists (PROCESS_ID_REUSED) for the same id with other content.
         """
+        process, begun = self._entered(spec, tail, stdin, files, to_end=to_end)
+        # Shielded: a cancelled caller can come back and join by the same id.
+        await asyncio.shield(begun)
+        return process
+
+    def _entered(
+        self, spec: ProcessSpec, tail: int, stdin: bytes | None, files: Sequence[SeedFile], *, to_end: bool
+    ) -> tuple[RunningProcess, asyncio.Future[None]]:
+        """Returns a process and its start, which may go on. Arguments and errors as in ``start``."""
         _check(spec)
         if spec.command.user not in ("", self._handle.user):
             raise FailedPrecondition(
@@ -78,15 +87,12 @@ class Processes:
         if process is not None:
             if process.spec != spec or process.given_digest != content:
                 raise AlreadyExists("the process id was used for another request", reason="PROCESS_ID_REUSED")
-            await asyncio.shield(process.started)
-            return process
+            return process, process.started
         forgotten = self._make_room()
         kill_others = self._kill_others if spec.kill_all_after else None
         process = RunningProcess(spec, content, self._spool, tail, kill_others)
         self._known[spec.id] = process
-        # Shielded: a cancelled caller can come back and join by the same id.
-        await asyncio.shield(asyncio.ensure_future(self._start(process, forgotten, files, to_end)))
-        return process
+        return process, asyncio.ensure_future(self._start(process, forgotten, files, to_end))
 
     async def _start(
         self, process: RunningProcess, forgotten: Sequence[RunningProcess], files: Sequence[SeedFile], to_end: bool
@@ -182,21 +188,16 @@ class Processes:
             output_limit=output_limit - half,
             kill_all_after=kill_all_after,
         )
-        try:
-            process = await self.start(spec, half, stdin, files=files, to_end=True)
-        except asyncio.CancelledError:
-            begun = self._known.get(spec.id)
-            if begun is not None and not process_id:  # without an id no caller can come back for it
-                await asyncio.shield(asyncio.gather(begun.kill(), return_exceptions=True))
-            raise
+        process, begun = self._entered(spec, half, stdin, files, to_end=True)
         process.callers += 1
-        if stdin and process.feeding is None and process.exit is None:
-            process.feeding = asyncio.create_task(_feed(process, stdin))
         try:
+            await asyncio.shield(begun)
+            if stdin and process.feeding is None and process.exit is None:
+                process.feeding = asyncio.create_task(_feed(process, stdin))
             await process.ended.wait()
         except BaseException:
             if process.callers == 1:
-                await asyncio.shield(asyncio.ensure_future(process.kill()))
+                await asyncio.shield(asyncio.ensure_future(_kill_begun(process)))
             raise
         finally:
             process.callers -= 1

@@ -55,10 +55,15 @@ class Machine:
 
     def __init__(self) -> None:
         self.programs: list[Program] = []
+        self.starts = asyncio.Event()
+        """Whether starts are confirmed."""
+        self.starts.set()
 
     async def start(self, argv: object, env: object, cwd: object, sink: ProcessSink, **_: object) -> Program:
-        self.programs.append(Program(sink))
-        return self.programs[-1]
+        program = Program(sink)
+        self.programs.append(program)
+        await self.starts.wait()
+        return program
 
 
 class Runs:
@@ -124,6 +129,27 @@ async def test_a_run_that_all_callers_gave_up_is_killed_and_gets_no_more_input(t
     runs.program.reads.release()
     await pass_turns()
     assert runs.program.read == b""
+
+
+@pytest.mark.requirement("R23", "R32")
+@pytest.mark.parametrize("process_id", ["r", ""])
+async def test_a_run_whose_last_caller_goes_while_it_starts_is_killed_once_it_has(
+    tmp_path: Path, process_id: str
+) -> None:
+    """The program may work before its backend says that it was started."""
+    runs = Runs(tmp_path)
+    runs.machine.starts.clear()
+    callers = [await runs.call(process_id=process_id)]
+    if process_id:
+        callers.append(await runs.call(process_id=process_id))
+        await _cancelled(callers.pop())
+    callers[0].cancel()
+    await pass_turns()
+    assert runs.program.kills == 0
+    runs.machine.starts.set()
+    async with asyncio.timeout(30):
+        await asyncio.wait(callers)
+    assert callers[0].cancelled() and runs.program.kills == 1
 
 
 @pytest.mark.requirement("R23")

@@ -168,7 +168,8 @@ class Ending(Files):
 
     @asynccontextmanager
     async def command(self, execution: str) -> AsyncIterator[None]:
-        raise Missing(404, f"No such exec instance: {execution}")
+        if execution:
+            raise Missing(404, f"No such exec instance: {execution}")
         yield
 
     async def inspect(self, container: str) -> dict[str, Any]:
