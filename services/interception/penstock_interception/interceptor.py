@@ -228,9 +228,15 @@ class Interceptor:
     async def delegate(
         self, call_id: str, lease_id: str, override: Sampling | None, *, session: Session | None = None
     ) -> Accepted | Rejection:
-        """Delegates a call to the rollout's model source; effective once that is committed."""
+        """Delegates a call to the rollout's model source; effective once that is committed.
+
+        A repeat under the same lease is accepted too, and changes nothing: the first acknowledgement may be lost.
+        """
         await self._load(call_id)
-        call = judge_trainer(self.registry.find_call(call_id), call_id, lease_id, session)
+        found = self.registry.find_call(call_id)
+        if found is not None and found.delegated and lease_id and lease_id == found.lease_id:
+            return Accepted(call_id, self.gate.delegate(found))
+        call = judge_trainer(found, call_id, lease_id, session)
         if isinstance(call, Rejection):
             return call
         if override is not None and not call.delegated:

@@ -103,6 +103,7 @@ def load_call(rollout: Rollout, row: Row, body: bytes) -> Call:
         ended_at=ended_at,
         leased_at=row["leased"],
         leases=row["leases"],
+        lease_id=row["lease_id"],
         http_attempts=row["http_attempts"],
         answer_sent=bool(row["told"]),
         submitted=True,
