@@ -458,6 +458,8 @@ class Leasing:
                 continue
             call.holder = session
             session.hold(call)
+            if call.submitted:
+                self._store.put_lease(call)  # after a restart it is found under the new session's id
         unsent = {call.id for call in old.drain_calls()}
         for call in session.held.values():
             # Its frame was never sent, or was lost in transit or with the service.

@@ -112,6 +112,9 @@ class InterceptServicer(pb_grpc.InterceptServiceServicer):
         stream = InterceptStream(session, self._interceptor, self._heartbeat_s, self._stopping)
         reader = asyncio.create_task(stream.read(request_iterator))
         try:
+            if session.resumed:
+                # A restart finds its calls under its id, so the trainer has that id only afterwards.
+                await self._interceptor.store.settled()
             yield self._welcome(session)
             async for frame in stream.frames(self._writer):
                 yield frame
