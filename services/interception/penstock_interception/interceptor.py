@@ -124,7 +124,10 @@ class Interceptor:
         return None if rollout is None else rollout.spec.namespace
 
     async def restore(self) -> int:
-        """Restores all rollouts and calls from the journal. Returns the number of open rollouts."""
+        """Restores all rollouts and calls from the journal, just before they are served.
+
+        Returns the number of open rollouts.
+        """
         count = 0
         async for stored in self.rollouts.restore():
             count += 1
@@ -133,6 +136,7 @@ class Interceptor:
                 if not call.state.terminal:
                     self._restore(call, leases.get(call.id))
         await self.rollouts.restore_runs_and_tools()
+        self.gate.await_returns()
         return count
 
     # Calls -----------------------------------------------------------------------------------------------------------

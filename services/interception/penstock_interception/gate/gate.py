@@ -337,6 +337,16 @@ class Gate:
         call.plan, call.prompt, call.sampling = plan, Prompt.of(plan), sampling
         self.leasing.restore_lease(call, session_id, lease_id)
 
+    def await_returns(self) -> None:
+        """Begins the time that agents, trainers and drivers have to come back. Called once everything is restored.
+
+        With thousands of open rollouts the restore takes longer than that time, and nobody can come back during it.
+        """
+        for call in self._registry.open_calls():
+            self.await_rejoin(call)
+        self.leasing.await_resumes()
+        self.drivers.begin_restored()
+
     # Private ---------------------------------------------------------------------------------------------------------
 
     def _call_written(self, call: Call, done: asyncio.Future[list[int]]) -> None:

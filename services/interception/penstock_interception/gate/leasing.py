@@ -181,7 +181,7 @@ class Leasing:
         session.hold(call)
 
     def restore_session(self, session_id: str, namespace: str | None) -> Session:
-        """Restores a session after a restart, as lost until it is resumed within the window.
+        """Restores a session after a restart, as lost until it is resumed within the window, which `await_resumes` opens.
 
         `namespace` is that of something which it holds; a session that holds things of several is of all.
         """
@@ -193,8 +193,12 @@ class Leasing:
             session = Session(session_id, queue, "", Credits(self._limits.max_credit_calls), View())
             session.lost = True
             self._registry.add_session(session)
-            self._deadlines.set((DeadlineKind.SESSION, session_id), self._clock.steady() + self._limits.resume_window_s)
         return session
+
+    def await_resumes(self) -> None:
+        """Opens the resume window of all restored sessions."""
+        for session in self._registry.sessions():
+            self._await_resume(session)
 
     def extend(self, lease_id: str, namespace: str | None, rollout_id: str = "") -> bool:
         """Restarts a unary lease's timeout.
@@ -276,7 +280,7 @@ class Leasing:
             session.lost = True
             session.queue.refresh(session)
             session.end()
-            self._deadlines.set((DeadlineKind.SESSION, session.id), self._clock.steady() + self._limits.resume_window_s)
+            self._await_resume(session)
 
     def close_unary(self, session: Session) -> None:
         """Ends the session of a unary request; its leases stay until they are answered or expire."""
@@ -324,6 +328,9 @@ class Leasing:
                 rollout.queues.remove(queue)
 
     # Private ---------------------------------------------------------------------------------------------------------
+
+    def _await_resume(self, session: Session) -> None:
+        self._deadlines.set((DeadlineKind.SESSION, session.id), self._clock.steady() + self._limits.resume_window_s)
 
     def _lease(self, call: Call, session: Session) -> None:
         self._unqueue(call)
