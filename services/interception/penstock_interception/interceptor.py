@@ -47,6 +47,7 @@ from penstock_interception.sources.base import SourceError, answer
 from penstock_interception.sources.registry import Sources
 from penstock_interception.store.commits import durable, nothing_to_write
 from penstock_interception.store.commits import recorded as written
+from penstock_interception.store.reading import StoredLease
 from penstock_interception.store.store import CallStore
 
 _log = structlog.get_logger(__name__)
@@ -124,15 +125,18 @@ class Interceptor:
         return None if rollout is None else rollout.spec.namespace
 
     async def restore(self) -> int:
-        """Restores all rollouts and calls from the journal. Returns the number of open rollouts."""
+        """Restores all rollouts and calls from the journal, just before they are served.
+
+        Returns the number of open rollouts.
+        """
         count = 0
         async for stored in self.rollouts.restore():
             count += 1
-            leases = {call.id: (session, lease, prompt) for call, session, lease, prompt in stored.leases}
             for call in stored.calls:
                 if not call.state.terminal:
-                    self._restore(call, leases.get(call.id))
+                    self._restore(call, stored.leases.get(call.id))
         await self.rollouts.restore_runs_and_tools()
+        self.gate.await_returns()
         return count
 
     # Calls -----------------------------------------------------------------------------------------------------------
@@ -228,9 +232,15 @@ class Interceptor:
     async def delegate(
         self, call_id: str, lease_id: str, override: Sampling | None, *, session: Session | None = None
     ) -> Accepted | Rejection:
-        """Delegates a call to the rollout's model source; effective once that is committed."""
+        """Delegates a call to the rollout's model source; effective once that is committed.
+
+        A repeat under the same lease is accepted too, and changes nothing: the first acknowledgement may be lost.
+        """
         await self._load(call_id)
-        call = judge_trainer(self.registry.find_call(call_id), call_id, lease_id, session)
+        found = self.registry.find_call(call_id)
+        if found is not None and found.delegated and lease_id and lease_id == found.lease_id:
+            return Accepted(call_id, self.gate.delegate(found))
+        call = judge_trainer(found, call_id, lease_id, session)
         if isinstance(call, Rejection):
             return call
         if override is not None and not call.delegated:
@@ -352,7 +362,7 @@ class Interceptor:
 
     # Private ---------------------------------------------------------------------------------------------------------
 
-    def _restore(self, call: Call, lease: tuple[str, str, bytes] | None) -> None:
+    def _restore(self, call: Call, lease: StoredLease | None) -> None:
         """Makes the prompt of an open call from the journal again, or ends the call, alone."""
         if call.rollout.spec.mode is Mode.BLACK_BOX:
             # Its body was never stored, and its connection is gone. A retry of the agent is a call of its own.
@@ -392,7 +402,7 @@ class Interceptor:
         self,
         call: Call,
         request: ChatRequest,
-        lease: tuple[str, str, bytes] | None,
+        lease: StoredLease | None,
         inline_bytes: int | None = None,
     ) -> None:
         conversation = self.conversations[call.rollout.id]
@@ -417,7 +427,7 @@ class Interceptor:
         except Exception as error:  # noqa: BLE001 - as above; in a task group it would take the service along
             self._refuse(call, error)
 
-    def _offer(self, call: Call, plan: Plan, lease: tuple[str, str, bytes] | None) -> None:
+    def _offer(self, call: Call, plan: Plan, lease: StoredLease | None) -> None:
         if call.rollout.spec.models:
             graph = self.conversations[call.rollout.id].graph
             self.gate.choose_model(call, graph.turn_of(plan), plan.call_class)
@@ -434,11 +444,9 @@ class Interceptor:
         if sampling.token_tensors and call.of_model is not None and not call.of_model.trained:
             # No sample trains its tokens, and its engine may have none.
             sampling = replace(sampling, token_tensors=None)
-        if lease is not None and not call.state.terminal:
-            session, lease_id, digest = lease
-            if digest == plan.prompt_sha256:
-                self.gate.restore_lease(call, plan, sampling, session, lease_id)
-                return
+        if lease is not None and not call.state.terminal and lease.prompt_sha256 == plan.prompt_sha256:
+            self.gate.restore_lease(call, plan, sampling, lease)
+            return
         if call.rollout.recording is None:
             self._sample(call, plan, sampling)
         else:

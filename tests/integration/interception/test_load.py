@@ -117,7 +117,7 @@ def _sizes(service: Any) -> dict[str, int]:
         "conversations": len(conversations._conversations),
         "closed": len(conversations._closed),
         "linked": len(leasing._rollouts),
-        "unary": len(leasing._unary),
+        "unary": len(leasing.unary._calls),
         "queues": sum(len(queue) + len(queue.rollouts) for queue in leasing._queues.values()),
         "sessions": sum(len(session.held) for session in registry.sessions()),
     }

@@ -43,9 +43,19 @@ class DriverLeases:
                 self._begin(driver_id)
 
     def opened(self, rollout: Rollout) -> None:
-        """Begins the lease of a rollout that was opened or restored while its driver is not connected."""
+        """Begins the lease of a rollout that was opened while its driver is not connected."""
         driver_id = rollout.spec.driver_id
         if driver_id and driver_id not in self._streams:
+            self._begin(driver_id)
+
+    def restored(self, rollout: Rollout) -> None:
+        """Leases a restored rollout to its driver, which is not lost until `begin_restored` begins the lease."""
+        if rollout.spec.driver_id:
+            self._leased.add(rollout.spec.driver_id)
+
+    def begin_restored(self) -> None:
+        """Begins the leases of all restored rollouts."""
+        for driver_id in tuple(self._leased):
             self._begin(driver_id)
 
     def ended(self, driver_id: str) -> None:

@@ -45,6 +45,7 @@ from penstock_interception.gate.leasing import Leasing
 from penstock_interception.gate.rollout_lifecycle import RolloutLifecycle
 from penstock_interception.graph.values import CallClass, Plan
 from penstock_interception.store.commits import durable, recorded
+from penstock_interception.store.reading import StoredLease
 
 _log = structlog.get_logger(__name__)
 
@@ -332,10 +333,20 @@ class Gate:
 
     # After a restart -------------------------------------------------------------------------------------------------
 
-    def restore_lease(self, call: Call, plan: Plan, sampling: Sampling, session_id: str, lease_id: str) -> None:
+    def restore_lease(self, call: Call, plan: Plan, sampling: Sampling, lease: StoredLease) -> None:
         """Restores the lease of a call that was leased when the service stopped; its session may resume."""
         call.plan, call.prompt, call.sampling = plan, Prompt.of(plan), sampling
-        self.leasing.restore_lease(call, session_id, lease_id)
+        self.leasing.restore_lease(call, lease)
+
+    def await_returns(self) -> None:
+        """Begins the time that agents, trainers and drivers have to come back. Called once everything is restored.
+
+        With thousands of open rollouts the restore takes longer than that time, and nobody can come back during it.
+        """
+        for call in self._registry.open_calls():
+            self.await_rejoin(call)
+        self.leasing.await_resumes()
+        self.drivers.begin_restored()
 
     # Private ---------------------------------------------------------------------------------------------------------
 

@@ -40,6 +40,8 @@ from penstock_interception.domain.state import (
 from penstock_interception.gate import telemetry
 from penstock_interception.gate.call_timeouts import CallTimeouts
 from penstock_interception.gate.context import DeadlineKind, GateContext
+from penstock_interception.gate.unary_leases import UnaryLeases
+from penstock_interception.store.reading import StoredLease
 
 QUEUE_LINGER_S = 60.0
 RELEASE_PAUSE_S = 1.0
@@ -64,8 +66,7 @@ class Leasing:
         # The newest announced version of each policy, by run with open rollouts, or by rollout for those without a run.
         self._newest: dict[Hashable, dict[str, int]] = {}
         self._in_run: Counter[str] = Counter()
-        # Calls leased by unary requests, by lease id.
-        self._unary: dict[str, Call] = {}
+        self.unary = UnaryLeases(context)
         # Queues whose first call has left: the next one may fit into a window that the first did not fit into.
         self._moved_up: list[SelectorQueue] = []
 
@@ -133,7 +134,7 @@ class Leasing:
     def withdraw(self, call: Call, reason: str) -> None:
         """Removes a call that has ended. Its holder is sent `reason`, unless that is "" (the holder answered it)."""
         self._unqueue(call)
-        self._end_lease(call)
+        self.unary.end(call)
         session, call.holder = call.holder, None
         if session is not None:
             session.release(call)
@@ -158,30 +159,35 @@ class Leasing:
 
         The session `avoid` is not tried at once.
         """
-        self._end_lease(call)
+        self.unary.end(call)
         session, call.holder = call.holder, None
         if session is not None:
             session.release(call)
             self._fill(session)
+        unary, call.lease_s = call.lease_s is not None, None
         call.state = CallState.QUEUED
         self._moved(call)
         self.offer(call, first=True, avoid=avoid)
+        if unary and call.state is CallState.QUEUED and call.submitted:
+            self._store.put_lease(call)  # nobody has it: a restart would begin its last lease anew
 
     def delegate(self, call: Call) -> None:
         """Takes a call from its session for the rollout's model source: DISPATCHED, or QUEUED while it is paused."""
         call.delegated = True
         self.requeue(call)
 
-    def restore_lease(self, call: Call, session_id: str, lease_id: str) -> None:
-        """Restores the lease of a call after a restart; its session may resume within the window."""
-        session = self.restore_session(session_id, call.rollout.spec.namespace)
-        call.state = CallState.LEASED
+    def restore_lease(self, call: Call, lease: StoredLease) -> None:
+        """Restores a call's lease after a restart; its session may resume within the window, unless it is unary."""
+        call.state, call.lease_id, call.lease_s = CallState.LEASED, lease.lease_id, lease.lease_s
+        if lease.lease_s is None:
+            session = self.restore_session(lease.session_id, call.rollout.spec.namespace)
+        else:
+            session = self.unary.restored(call, lease.session_id)
         call.holder = session
-        call.lease_id = lease_id
         session.hold(call)
 
     def restore_session(self, session_id: str, namespace: str | None) -> Session:
-        """Restores a session after a restart, as lost until it is resumed within the window.
+        """Restores a session after a restart, as lost until it is resumed within the window of `await_resumes`.
 
         `namespace` is that of something which it holds; a session that holds things of several is of all.
         """
@@ -193,21 +199,13 @@ class Leasing:
             session = Session(session_id, queue, "", Credits(self._limits.max_credit_calls), View())
             session.lost = True
             self._registry.add_session(session)
-            self._deadlines.set((DeadlineKind.SESSION, session_id), self._clock.steady() + self._limits.resume_window_s)
         return session
 
-    def extend(self, lease_id: str, namespace: str | None, rollout_id: str = "") -> bool:
-        """Restarts a unary lease's timeout.
-
-        Returns False if the lease does not exist in the namespace (None = any), or is of another rollout ("" = of any).
-        """
-        call = self._unary.get(lease_id)
-        if call is None or call.lease_s is None or namespace not in (None, call.rollout.spec.namespace):
-            return False
-        if rollout_id not in ("", call.rollout.id):
-            return False
-        self._deadlines.set((DeadlineKind.LEASE, call.id), self._clock.steady() + call.lease_s)
-        return True
+    def await_resumes(self) -> None:
+        """Opens the resume window of all restored sessions, and begins the restored unary leases."""
+        for session in self._registry.sessions():
+            self._await_resume(session)
+        self.unary.begin_restored()
 
     # Sessions --------------------------------------------------------------------------------------------------------
 
@@ -276,7 +274,7 @@ class Leasing:
             session.lost = True
             session.queue.refresh(session)
             session.end()
-            self._deadlines.set((DeadlineKind.SESSION, session.id), self._clock.steady() + self._limits.resume_window_s)
+            self._await_resume(session)
 
     def close_unary(self, session: Session) -> None:
         """Ends the session of a unary request; its leases stay until they are answered or expire."""
@@ -325,6 +323,9 @@ class Leasing:
 
     # Private ---------------------------------------------------------------------------------------------------------
 
+    def _await_resume(self, session: Session) -> None:
+        self._deadlines.set((DeadlineKind.SESSION, session.id), self._clock.steady() + self._limits.resume_window_s)
+
     def _lease(self, call: Call, session: Session) -> None:
         self._unqueue(call)
         call.holder = session
@@ -333,9 +334,7 @@ class Leasing:
         call.lease_s = session.lease_s
         self._mark_given(call)
         session.hold(call)
-        if session.lease_s is not None:
-            self._unary[call.lease_id] = call
-            self._deadlines.set((DeadlineKind.LEASE, call.id), self._clock.steady() + session.lease_s)
+        self.unary.begin(call)
         session.queue.refresh(session)
         session.send(call)
 
@@ -374,10 +373,6 @@ class Leasing:
                 return
             del self._in_run[run_key]
         self._newest.pop(_run_of(rollout), None)
-
-    def _end_lease(self, call: Call) -> None:
-        self._deadlines.drop((DeadlineKind.LEASE, call.id))
-        self._unary.pop(call.lease_id, None)
 
     def _unqueue(self, call: Call) -> None:
         self._deadlines.drop((DeadlineKind.OFFER, call.id))
@@ -458,6 +453,8 @@ class Leasing:
                 continue
             call.holder = session
             session.hold(call)
+            if call.submitted:
+                self._store.put_lease(call)  # after a restart it is found under the new session's id
         unsent = {call.id for call in old.drain_calls()}
         for call in session.held.values():
             # Its frame was never sent, or was lost in transit or with the service.

@@ -153,21 +153,22 @@ class RolloutLifecycle:
             self._set_deadline(DeadlineKind.RUN, idle, self._limits.retention_s)
 
     def restore(self, rollout: Rollout, calls: list[Call]) -> None:
-        """Restores a rollout from the journal. Retries of its agent can join its open calls."""
+        """Restores a rollout from the journal. Retries of its agent can join its open calls.
+
+        How long they may take is counted from `Gate.await_returns` on.
+        """
         self._registry.keep(rollout)
         rollout.calls = calls
         self._timeouts.restore(rollout)
         for call in calls:
             self._registry.add_call(call)
             rollout.by_retry_key[call.request.retry_key] = call
-            if not call.state.terminal and not rollout.spec.belongs_to:
-                self._set_deadline(DeadlineKind.GONE, call.id, self._limits.rejoin_grace_s)
         if rollout.state is RolloutState.CLOSED:
             self.retain(rollout)
         else:
             self._leasing.link(rollout)
         if rollout.state is not RolloutState.CLOSED or rollout.is_kept:
-            self._drivers.opened(rollout)
+            self._drivers.restored(rollout)
 
     def evict(self, rollout: Rollout) -> None:
         """Evicts a closed rollout's calls from memory; the journal has them."""

@@ -20,7 +20,7 @@ TITLE, PROBE and RETRY are not trained, so a root gets one of these classes only
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from penstock_interception.graph.fingerprint import digest
 from penstock_interception.graph.values import CallClass, CallHints, CallNode, PromptKey
@@ -92,8 +92,11 @@ def _rewritten(key: PromptKey, line: PromptKey) -> tuple[CallClass, str]:
     return CallClass.EDIT, "a known conversation with an edited history"
 
 
-def settle(nodes: Sequence[CallNode]) -> dict[str, CallClass]:
-    """Returns each call's final class, given all calls; `nodes` in commit order."""
+def settle(nodes: Sequence[CallNode], is_written: Callable[[CallNode], bool]) -> dict[str, CallClass]:
+    """Returns each call's final class, given all calls; `nodes` in commit order.
+
+    `is_written`: whether somebody wrote a call's answer, without tokens, so that the line goes on beside it.
+    """
     continued = {node.parent.call_id for node in nodes if node.parent is not None and node.continues_parent}
     winners: dict[tuple[bytes, bytes, str], CallNode] = {}
     for node in nodes:
@@ -118,7 +121,7 @@ def settle(nodes: Sequence[CallNode]) -> dict[str, CallClass]:
             continue
         parent = node.parent
         if parent is not None and node.continues_parent:
-            stays = lines.setdefault(parent.call_id, node.key.state) == node.key.state
+            stays = is_written(node) or lines.setdefault(parent.call_id, node.key.state) == node.key.state
             above = settled[parent.call_id]
             inherited = CallClass.EDIT if above is CallClass.RETRY else above
             settled[node.call_id] = inherited if stays else CallClass.EDIT

@@ -250,7 +250,7 @@ class TokenGraph:
 
     def call_classes(self) -> dict[str, CallClass]:
         """Returns every call's final class, given all later calls."""
-        return call_classification.settle(tuple(self._calls.values()))
+        return call_classification.settle(tuple(self._calls.values()), self._is_written)
 
     def branches(self) -> tuple[Branch, ...]:
         """Returns all branches with their final classes, in order of opening."""

@@ -165,7 +165,9 @@ class Conversation:
         )
         if completion.stop_text is None:
             return ParsedAnswer(parsed.message, parsed.finish_reason)
-        last = len(self._codec.decode(completion.tokens.ids[-1:]))
+        # Nothing for an id outside the vocabulary, which `prepare_answer` refuses.
+        said = b"".join(self._codec.token_bytes(completion.tokens.ids[-1:]))
+        last = len(said.decode(errors="replace"))
         return ParsedAnswer(before_stop(parsed.message, completion.stop_text, last), parsed.finish_reason, last)
 
     def prepare_answer(

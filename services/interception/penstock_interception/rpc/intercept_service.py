@@ -112,6 +112,9 @@ class InterceptServicer(pb_grpc.InterceptServiceServicer):
         stream = InterceptStream(session, self._interceptor, self._heartbeat_s, self._stopping)
         reader = asyncio.create_task(stream.read(request_iterator))
         try:
+            if session.resumed:
+                # A restart finds its calls under its id, so the trainer has that id only afterwards.
+                await self._interceptor.store.settled()
             yield self._welcome(session)
             async for frame in stream.frames(self._writer):
                 yield frame
@@ -166,7 +169,7 @@ class InterceptServicer(pb_grpc.InterceptServiceServicer):
     async def CompleteCalls(  # noqa: N802
         self, request: pb.CompleteCallsRequest, context: grpc.aio.ServicerContext[ProtoMessage, ProtoMessage]
     ) -> pb.CompleteCallsResponse:
-        namespace, extend = auth.caller().namespace, self._interceptor.sessions.extend
+        namespace, extend = auth.caller().namespace, self._interceptor.sessions.unary.extend
         acknowledged = await results.judge(self._interceptor, request.results, namespace, request.rollout_id)
         lost = [lease for lease in request.extend_lease_ids if not extend(lease, namespace, request.rollout_id)]
         return pb.CompleteCallsResponse(acknowledged=acknowledged, lost_lease_ids=lost)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
+from collections.abc import Iterable
 from contextlib import suppress
 
 from penstock_interception.domain.calls import CallState
@@ -20,8 +21,9 @@ class PollingLeases:
 
     def __init__(self, interceptor: Interceptor) -> None:
         self._interceptor = interceptor
-        # By selector and request id: equal ids of trainers of different runs are different requests.
-        self._given: OrderedDict[tuple[Selector, str], list[tuple[Call, str]]] = OrderedDict()
+        # By selector and request id: equal ids of trainers of different runs are different requests. Ids of calls and
+        # leases only: what has ended, and what was deleted, is not kept in memory.
+        self._given: OrderedDict[tuple[Selector, str], list[tuple[str, str]]] = OrderedDict()
         self._running: dict[tuple[Selector, str], asyncio.Future[None]] = {}
 
     async def lease(self, asked: SessionRequest, *, wait_s: float, request_id: str = "") -> list[tuple[Call, str]]:
@@ -38,8 +40,7 @@ class PollingLeases:
                     await asyncio.wait([running])
         if running is not None:
             return []  # the same request still waits, and gets the calls
-        before = [(call, lease) for call, lease in self._given.get(key, ()) if _leased(call, lease)]
-        if before:
+        if before := self._still_leased(self._given.get(key, ())):
             return before
         done = self._running[key] = asyncio.get_running_loop().create_future()
         try:
@@ -48,7 +49,7 @@ class PollingLeases:
             del self._running[key]
             done.set_result(None)
         if calls:
-            self._given[key] = calls
+            self._given[key] = [(call.id, lease_id) for call, lease_id in calls]
             while len(self._given) > REQUESTS_KEPT:
                 self._given.popitem(last=False)
         return calls
@@ -70,6 +71,10 @@ class PollingLeases:
         self._interceptor.sessions.close_unary(session)
         return [(call, call.lease_id) for call in calls]
 
-
-def _leased(call: Call, lease_id: str) -> bool:
-    return call.state is CallState.LEASED and call.lease_id == lease_id
+    def _still_leased(self, given: Iterable[tuple[str, str]]) -> list[tuple[Call, str]]:
+        found = [(self._interceptor.registry.find_call(call_id), lease_id) for call_id, lease_id in given]
+        return [
+            (call, lease_id)
+            for call, lease_id in found
+            if call is not None and call.state is CallState.LEASED and call.lease_id == lease_id
+        ]

@@ -22,17 +22,29 @@ _log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class StoredRollout:
-    """A rollout with its calls in order of arrival, the graph's records in commit order, and its active leases.
+class StoredLease:
+    """A call's lease when the service stopped: whose it was, and the SHA-256 of the leased prompt.
 
-    A lease is call id, session id, lease id and the SHA-256 of the leased prompt. `recorded` counts the graph's records
-    in the journal; `graph` holds those before the first unreadable one.
+    `lease_s`: its length in seconds, if it is a unary request's; None: it lasts as long as its session.
+    """
+
+    session_id: str
+    lease_id: str
+    prompt_sha256: bytes
+    lease_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRollout:
+    """A rollout with its calls in order of arrival, the graph's records in commit order, and its leases by call id.
+
+    `recorded` counts the graph's records in the journal; `graph` holds those before the first unreadable one.
     """
 
     rollout: Rollout
     calls: list[Call]
     graph: list[GraphRecord]
-    leases: list[tuple[Call, str, str, bytes]]
+    leases: dict[str, StoredLease]
     recorded: int
 
 
@@ -103,6 +115,7 @@ def load_call(rollout: Rollout, row: Row, body: bytes) -> Call:
         ended_at=ended_at,
         leased_at=row["leased"],
         leases=row["leases"],
+        lease_id=row["lease_id"],
         http_attempts=row["http_attempts"],
         answer_sent=bool(row["told"]),
         submitted=True,

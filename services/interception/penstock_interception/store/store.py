@@ -36,7 +36,7 @@ from penstock_interception.store.commits import failed
 from penstock_interception.store.discarded_captures import DiscardedStore
 from penstock_interception.store.host_tools import ToolStore
 from penstock_interception.store.media import MediaStore, cuts_to
-from penstock_interception.store.reading import StoredRollout
+from penstock_interception.store.reading import StoredLease, StoredRollout
 from penstock_interception.store.recordings import RecordingStore
 from penstock_interception.store.runs import Run, RunStore
 
@@ -95,6 +95,8 @@ UPDATE OR IGNORE rollouts SET request_id = coalesce(
     CASE WHEN json_valid(CAST(opening AS TEXT)) THEN json_extract(CAST(opening AS TEXT), '$.namespace') END, 'default'
 ) || '/' || request_id;
 """
+# Seconds of a unary request's lease; NULL: it lasts as long as its session.
+_LEASES = "ALTER TABLE calls ADD COLUMN lease_s REAL;"
 
 
 class CallStore:
@@ -136,6 +138,7 @@ class CallStore:
             _MODELS,
             media_store.SCHEMA,
             _REQUEST_KEYS,
+            _LEASES,
         ]
         journal = await Journal.open(directory / "interception.sqlite3", schemas, sync=sync)
         try:
@@ -237,8 +240,9 @@ class CallStore:
                 large += MediaStore.adding(call.rollout, folded)
         put: Statement = (
             "INSERT INTO calls (call_id, rollout_id, position, retry_key, arrival, body_id, body_sha256, received,"
-            " expires, delegated, state, end_reason, ended, failure, lease_id, session_id, prompt_sha256,"
-            " min_policy_version, leases, model) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            " expires, delegated, state, end_reason, ended, failure, lease_id, session_id, lease_s, prompt_sha256,"
+            " min_policy_version, leases, model)"
+            " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             (
                 call.id,
                 call.rollout.id,
@@ -256,6 +260,7 @@ class CallStore:
                 serde.dump_failure(call.failure) if call.failure is not None else None,
                 call.lease_id,
                 call.holder.id if call.holder is not None else "",
+                call.lease_s,
                 _prompt_digest(call),
                 call.min_policy_version,
                 call.leases,
@@ -279,12 +284,13 @@ class CallStore:
         )
 
     def put_lease(self, call: Call) -> asyncio.Future[list[int]]:
-        """Writes a lease; after a restart its session may resume it."""
+        """Writes a lease, or that nobody has the call; after a restart the lease's session may resume it."""
         return self._submit(
-            "UPDATE calls SET lease_id = ?, session_id = ?, prompt_sha256 = ?, min_policy_version = ?, leases = ?,"
-            " delegated = 0 WHERE call_id = ?",
+            "UPDATE calls SET lease_id = ?, session_id = ?, lease_s = ?, prompt_sha256 = ?, min_policy_version = ?,"
+            " leases = ?, delegated = 0 WHERE call_id = ?",
             call.lease_id,
             call.holder.id if call.holder is not None else "",
+            call.lease_s,
             _prompt_digest(call),
             call.min_policy_version,
             call.leases,
@@ -428,11 +434,11 @@ class CallStore:
         rollout.images.update(rollout.image_bytes)
         rollout.recording = await self.recordings.load(rollout.id, is_open=rollout.state is not RolloutState.CLOSED)
         reading.use_recorded(rollout.recording, calls)
-        leases = [
-            (call, item["session_id"], item["lease_id"], item["prompt_sha256"] or b"")
+        leases = {
+            call.id: StoredLease(item["session_id"], item["lease_id"], item["prompt_sha256"] or b"", item["lease_s"])
             for call, item in zip(calls, rows, strict=True)
             if item["session_id"] and not call.state.terminal
-        ]
+        }
         return StoredRollout(rollout, calls, graph, leases, len(answered))
 
     def _submit(self, sql: str, *params: str | float | bytes | None) -> asyncio.Future[list[int]]:

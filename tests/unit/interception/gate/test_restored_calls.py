@@ -8,16 +8,29 @@ from pathlib import Path
 
 import orjson
 import pytest
-from tests.support.services.inner_gate import completion, inner_gate
+from tests.support.services.inner_gate import completion, inner_gate, tokenizer
 
 from penstock_codec.chat import Sampling
 from penstock_interception import testing
-from penstock_interception.domain.calls import CallerUpstream, CallRequest, CallState, Dialect, Mode, ModelFacts
+from penstock_interception.domain.calls import (
+    CallerUpstream,
+    CallRequest,
+    CallState,
+    Dialect,
+    Mode,
+    ModelFacts,
+    RolloutState,
+)
+from penstock_interception.domain.deadlines import Clock
 from penstock_interception.domain.requests import ChatRequest
 from penstock_interception.domain.results import Accepted
+from penstock_interception.domain.state import Rollout
+from penstock_interception.gate.context import GateLimits
 from penstock_interception.ingress.dialects.base import BadRequest
 from penstock_interception.sources.base import Resolved
-from penstock_interception.testing import SPEC, OpenGate
+from penstock_interception.store.reading import StoredRollout
+from penstock_interception.store.store import CallStore
+from penstock_interception.testing import SPEC, OpenGate, open_gate, open_interceptor
 
 BLACK_BOX = replace(
     SPEC, request_id="open-box", rollout_id="box", mode=Mode.BLACK_BOX, source=CallerUpstream("http://127.0.0.1:9/v1")
@@ -111,3 +124,41 @@ async def test_tools_that_only_an_unreadable_body_has_first_are_read_from_the_op
     async with inner_gate(tmp_path) as gate:
         conversation = gate.interceptor.conversations["r1"]
         assert [tool.name for (tool,) in conversation.tools.values()] == ["bash"]
+
+
+@pytest.mark.requirement("R34", "R127")
+async def test_the_time_to_come_back_begins_when_everything_is_restored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of agents, trainers and drivers: reading thousands of rollouts back takes longer than that time."""
+    async with open_gate(tmp_path, tokenizer()) as gate:
+        session = gate.join()
+        for number in range(3):
+            opened = await gate.open(request_id=f"q{number}", rollout_id=f"r{number}", driver_id=f"d{number}")
+            await gate.ask(opened, "one")
+    limits, load, now = GateLimits(), CallStore.load, [gate.now[0]]
+    patience = {limits.rejoin_grace_s, limits.leasing.resume_window_s, limits.driver_lease_s}
+
+    async def slow(store: CallStore, rollout: Rollout) -> StoredRollout:
+        now[0] += 2 * max(patience)
+        return await load(store, rollout)
+
+    monkeypatch.setattr(CallStore, "load", slow)
+    clock = Clock(lambda: now[0], lambda: now[0])
+    async with open_interceptor(tmp_path, tokenizer(), clock=clock, limits=limits) as interceptor:
+        rollouts, ready = list(interceptor.registry.rollouts()), now[0]
+        calls = [call for rollout in rollouts for call in rollout.calls]
+        now[0] = ready + min(patience) - 1
+        await interceptor.tick()
+        assert [call.state for call in calls] == 3 * [CallState.LEASED]
+        assert interceptor.registry.find_session(session.id) is not None
+        now[0] = ready + limits.rejoin_grace_s
+        await interceptor.tick()
+        assert [call.end_reason for call in calls] == 3 * ["AGENT_GONE"]
+        assert interceptor.registry.find_session(session.id) is None
+        now[0] = ready + limits.driver_lease_s - 1
+        await interceptor.tick()
+        assert [rollout.state for rollout in rollouts] == 3 * [RolloutState.OPEN]
+        now[0] = ready + limits.driver_lease_s
+        await interceptor.tick()
+        assert [rollout.close_reason for rollout in rollouts] == 3 * ["DRIVER_LOST"]

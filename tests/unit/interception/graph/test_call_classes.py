@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -33,6 +34,15 @@ class Line:
         call_id = f"c{len(self.graph.calls)}"
         self.graph.commit(call_id, plan, self._sample(plan, text))
         self.messages.append(self.graph.calls[call_id].sampled.message)
+        return call_id
+
+    def written(self, text: str) -> str:
+        """One call that somebody answers with a text, without tokens, as a trainer may."""
+        plan = self.graph.plan(self.messages, self.tools)
+        call_id = f"c{len(self.graph.calls)}"
+        sampled = replace(self._sample(plan, ""), message=Message.assistant(text), injected=True)
+        self.graph.commit(call_id, plan, replace(sampled, token_ids=None, logprobs=None, logprobs_mode=None))
+        self.messages.append(Message.assistant(text))
         return call_id
 
     def turns(self, count: int, *, of: str = "") -> list[str]:
@@ -153,3 +163,35 @@ def test_a_probe_is_one_even_with_a_known_history(graph: TokenGraph, sample: Sam
     line.turn("I read it.<|im_end|>")
     probe = [TOMORROW, *line.messages[1:], Message.user("hi")]
     assert graph.plan(probe, (), CallHints(max_tokens=1)).call_class is CallClass.PROBE
+
+
+@pytest.mark.requirement("R85", "R102")
+@pytest.mark.parametrize("again", [False, True], ids=["once", "twice"])
+def test_a_line_goes_on_as_itself_after_an_answer_that_somebody_wrote(
+    graph: TokenGraph, sample: Sampler, again: bool
+) -> None:
+    """What was sampled after it continues what was sampled before it: no edit of a history."""
+    line = Line(graph, sample, TODAY, TASK, tools=(BASH,))
+    line.turns(1)
+    for _ in range(2 if again else 1):
+        line.written("Here is the answer.")
+        line.messages.append(Message.user("And now?"))
+    line.turns(2, of="b")
+    assert set(graph.call_classes().values()) == {CallClass.MAIN}
+    assert [sample.call_class for sample in graph.samples()] == [CallClass.MAIN]
+    assert reasons(graph) == [(CallClass.MAIN, "")]
+
+
+@pytest.mark.requirement("R85", "R102")
+def test_an_edit_beside_a_written_answer_is_still_one(graph: TokenGraph, sample: Sampler) -> None:
+    """The line that goes on first is the main one, written answers aside; what leaves it later is an edit."""
+    line = Line(graph, sample, TODAY, TASK)
+    line.turns(1)
+    before = list(line.messages)
+    line.written("Here is the answer.")
+    line.messages.append(Message.user("And now?"))
+    main = line.turn("I go on.<|im_end|>")
+    line.messages = [*before[:-1], Message.user("Something else?")]
+    aside = line.turn("Very well.<|im_end|>")
+    classes = graph.call_classes()
+    assert (classes[main], classes[aside]) == (CallClass.MAIN, CallClass.EDIT)

@@ -1,0 +1,58 @@
+"""Leases of single requests for calls: each lasts for its own time, over a restart too, since no session keeps it."""
+
+from __future__ import annotations
+
+from penstock_interception.domain.state import Call, Credits, Selector, SelectorQueue, Session, View
+from penstock_interception.gate.context import DeadlineKind, GateContext
+
+
+class UnaryLeases:
+    """The calls that are leased to single requests, and when their leases end. Belongs to `Leasing`."""
+
+    def __init__(self, context: GateContext) -> None:
+        self._clock = context.clock
+        self._deadlines = context.deadlines
+        # By lease id.
+        self._calls: dict[str, Call] = {}
+
+    def begin(self, call: Call) -> None:
+        """Begins a call's lease, of `lease_s` seconds; one that lasts as long as its session is none of these."""
+        if call.lease_s is not None:
+            self._calls[call.lease_id] = call
+            self._deadlines.set((DeadlineKind.LEASE, call.id), self._clock.steady() + call.lease_s)
+
+    def end(self, call: Call) -> None:
+        """Ends a call's lease, if it has one of these."""
+        self._deadlines.drop((DeadlineKind.LEASE, call.id))
+        self._calls.pop(call.lease_id, None)
+
+    def extend(self, lease_id: str, namespace: str | None, rollout_id: str = "") -> bool:
+        """Begins a lease anew.
+
+        Returns False if the lease does not exist in the namespace (None = any), or is of another rollout ("" = of any).
+        """
+        call = self._calls.get(lease_id)
+        if call is None or namespace not in (None, call.rollout.spec.namespace):
+            return False
+        if rollout_id not in ("", call.rollout.id):
+            return False
+        self.begin(call)
+        return True
+
+    # After a restart -------------------------------------------------------------------------------------------------
+
+    def restored(self, call: Call, session_id: str) -> Session:
+        """Restores a lease, whose time is counted from `begin_restored` on; returns its session.
+
+        That ended with its request. Nobody can resume it, so there is no window for that.
+        """
+        self._calls[call.lease_id] = call
+        queue = SelectorQueue(Selector(namespace=call.rollout.spec.namespace))
+        session = Session(session_id, queue, "", Credits(0), View())
+        session.end()
+        return session
+
+    def begin_restored(self) -> None:
+        """Begins all restored leases anew, by their whole length."""
+        for call in tuple(self._calls.values()):
+            self.begin(call)
