@@ -8,7 +8,7 @@
 
 import { readFileSync, statSync } from "node:fs";
 import { isIP } from "node:net";
-import { homedir } from "node:os";
+import { homedir, hostname } from "node:os";
 import { dirname, resolve as resolvePath } from "node:path";
 import { env, getuid, kill } from "node:process";
 import { ConfigurationError } from "./errors.js";
@@ -215,16 +215,20 @@ function readConnection(file: string, found: FoundToken | undefined, tls: Tls | 
   return { ...endpoints, discover: endpoints.discover && content.discover !== false };
 }
 
-/** Whether the file is there and the stack that wrote it still runs: one that was killed leaves its file behind. */
+/**
+ * Whether the file is there and the stack that wrote it still runs: one that was killed leaves its file behind. A stack of another
+ * machine, with which this one shares the directory, counts as running: its process is not seen from here.
+ */
 function isLive(file: string): boolean {
   let pid: unknown;
+  let host: unknown;
   try {
-    pid = JSON.parse(readFileSync(file, "utf-8")).pid;
+    ({ pid, host } = JSON.parse(readFileSync(file, "utf-8")));
   } catch (error) {
     return (error as NodeJS.ErrnoException).code !== "ENOENT"; // reading it again tells the person what is wrong
   }
-  if (typeof pid !== "number") {
-    return true;
+  if (typeof pid !== "number" || (host ?? hostname()) !== hostname()) {
+    return true; // files of earlier versions name no host
   }
   try {
     kill(pid, 0);

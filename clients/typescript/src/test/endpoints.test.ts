@@ -2,7 +2,7 @@
 
 import assert from "node:assert/strict";
 import { chmodSync, mkdtempSync, rmSync, writeFileSync } from "node:fs";
-import { tmpdir } from "node:os";
+import { hostname, tmpdir } from "node:os";
 import { join } from "node:path";
 import { env, pid } from "node:process";
 import { afterEach, beforeEach, describe, it } from "node:test";
@@ -64,6 +64,14 @@ describe("where the services are", () => {
 
   it("is not what a stack said that is dead", () => {
     env["PENSTOCK_CONNECTION"] = file({ pid: 2 ** 22 + 1, addresses: { driver: "127.0.0.1:3" }, token: "filed" });
+    assert.deepEqual([resolve().addresses.driver, resolve().token], ["127.0.0.1:7702", undefined]);
+  });
+
+  it("is what a stack of another machine said, whose process is not seen from here", () => {
+    const content = { pid: 2 ** 22 + 1, addresses: { driver: "127.0.0.1:3" }, token: "filed" };
+    env["PENSTOCK_CONNECTION"] = file({ ...content, host: "another-node" });
+    assert.deepEqual([resolve().addresses.driver, resolve().token], ["127.0.0.1:3", "filed"]);
+    env["PENSTOCK_CONNECTION"] = file({ ...content, host: hostname() });
     assert.deepEqual([resolve().addresses.driver, resolve().token], ["127.0.0.1:7702", undefined]);
   });
 

@@ -4,10 +4,17 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
+import orjson
 import pytest
 
 from penstock.client import ConfigurationError, Endpoints, Penstock, Tls, connect
-from penstock.client.transport.endpoints import connection_file, read_connection, resolve, write_connection
+from penstock.client.transport.endpoints import (
+    connection_file,
+    of_state_dir,
+    read_connection,
+    resolve,
+    write_connection,
+)
 
 
 @pytest.mark.requirement("R9")
@@ -54,6 +61,24 @@ def test_the_file_of_a_stack_that_is_gone_is_not_believed() -> None:
     """A kill -9 leaves the file behind; its token is for nobody any more."""
     write_connection(connection_file(), Endpoints(token="file"), pid=2**22 + 1)
     assert resolve().token is None
+
+
+@pytest.mark.requirement("R125")
+def test_a_connection_file_of_another_machine_is_believed() -> None:
+    """Nodes of a job share the file's directory: a process's number says nothing on the others."""
+    gone = 2**22 + 1
+    write_connection(connection_file(), Endpoints(token="file"), pid=gone)
+    content = orjson.loads(connection_file().read_bytes())
+    assert content["host"] == os.uname().nodename
+    connection_file().write_bytes(orjson.dumps({**content, "host": "another-node"}))
+    assert resolve().token == "file"
+    found = of_state_dir(connection_file().parent)
+    assert found is not None and found.token == "file"
+    del content["host"]  # as earlier versions wrote it
+    connection_file().write_bytes(orjson.dumps(content))
+    assert resolve().token is None and of_state_dir(connection_file().parent) is None
+    write_connection(connection_file(), Endpoints(token="file"), pid=None)
+    assert "host" not in orjson.loads(connection_file().read_bytes())
 
 
 @pytest.mark.requirement("R1")

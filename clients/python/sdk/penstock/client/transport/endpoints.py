@@ -217,7 +217,7 @@ def write_connection(file: Path, endpoints: Endpoints, *, pid: int | None) -> No
     Args:
         file: its path; its directory is created.
         endpoints: its content. A CA's relative path is relative to the file; a client's certificate is not written.
-        pid: of the process whose end makes the file void; None = it is valid until removed.
+        pid: of the process of this machine whose end makes the file void; None = it is valid until removed.
     """
     content: dict[str, object] = {
         "version": 1,
@@ -225,6 +225,8 @@ def write_connection(file: Path, endpoints: Endpoints, *, pid: int | None) -> No
         "addresses": {service: endpoints.address(service) for service in SERVICES},
         "token": endpoints.token,
     }
+    if pid is not None:
+        content["host"] = os.uname().nodename
     if not endpoints.discover:
         content["discover"] = False
     if endpoints.dashboard:
@@ -361,14 +363,20 @@ def _check_token(token: str, origin: str) -> None:
 
 
 def _is_live(file: Path) -> bool:
-    """Whether the file exists and the stack that wrote it still runs: a killed one leaves its file behind."""
+    """Whether the file exists and the stack that wrote it still runs: a killed one leaves its file behind.
+
+    A stack of another machine, with which this one shares the directory, counts as running: its process is not seen
+    from here. Files of earlier versions do not name the machine.
+    """
     try:
         content = orjson.loads(file.read_bytes())
-        pid = content["pid"]
+        pid, host = content["pid"], content.get("host")
     except FileNotFoundError:
         return False
     except (OSError, orjson.JSONDecodeError, KeyError, TypeError):
         return True  # reading it again gives the user the error
+    if host not in (None, os.uname().nodename):
+        return True
     try:
         os.kill(int(pid), 0)
     except ProcessLookupError:
