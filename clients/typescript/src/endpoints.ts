@@ -192,7 +192,7 @@ function readConnection(file: string, found: FoundToken | undefined, tls: Tls | 
   let content: { addresses: Record<string, string>; token: string | null; ca?: string; discover?: boolean };
   try {
     const info = statSync(file);
-    if ((info.uid !== getuid?.() && info.uid !== 0) || (info.mode & 0o077) !== 0) {
+    if (!isClosed(info, getuid?.())) {
       throw configuration(`${file} has a token, so only you may read it: chmod 600 ${file}`, "CONNECTION_FILE_OPEN");
     }
     content = JSON.parse(readFileSync(file, "utf-8"));
@@ -213,6 +213,14 @@ function readConnection(file: string, found: FoundToken | undefined, tls: Tls | 
   const sent = found?.token === undefined ? { token: content.token ?? undefined, origin: file } : found;
   const endpoints = checked(content.addresses, sent, tls ?? ca);
   return { ...endpoints, discover: endpoints.discover && content.discover !== false };
+}
+
+/**
+ * Whether nobody but a user, root, and those whom root lets read it can read or change a file. Kubernetes mounts a Secret as a file of
+ * root that one group may read.
+ */
+export function isClosed({ uid, mode }: { readonly uid: number; readonly mode: number }, user: number | undefined): boolean {
+  return uid === user ? (mode & 0o077) === 0 : uid === 0 && (mode & 0o037) === 0;
 }
 
 /**

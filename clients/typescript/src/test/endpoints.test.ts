@@ -6,7 +6,7 @@ import { hostname, tmpdir } from "node:os";
 import { join } from "node:path";
 import { env, pid } from "node:process";
 import { afterEach, beforeEach, describe, it } from "node:test";
-import { type ConnectOptions, resolve, tokenAdvice } from "../endpoints.js";
+import { type ConnectOptions, isClosed, resolve, tokenAdvice } from "../endpoints.js";
 import { ConfigurationError } from "../errors.js";
 
 const KEYS = ["TOKEN", "TOKEN_FILE", "CA_FILE", "CONNECTION", "DRIVER_ADDRESS", "DISCOVER"].map((name) => `PENSTOCK_${name}`);
@@ -85,6 +85,24 @@ describe("where the services are", () => {
     assert.equal(refused({ connectionFile: file("{") }), "CONNECTION_FILE");
     assert.equal(refused({ connectionFile: file("[]") }), "CONNECTION_FILE");
     assert.equal(refused({ connectionFile: join(folder, "none") }), "CONNECTION_FILE");
+  });
+
+  it("takes a file of root that a group may read, as Kubernetes mounts a Secret", () => {
+    const files: readonly (readonly [number, number, number, boolean])[] = [
+      [0, 1000, 0o400, true],
+      [0, 1000, 0o440, true],
+      [0, 1000, 0o640, true],
+      [0, 1000, 0o460, false],
+      [0, 1000, 0o444, false],
+      [0, 0, 0o400, true],
+      [0, 0, 0o440, false],
+      [1000, 1000, 0o600, true],
+      [1000, 1000, 0o440, false],
+      [1001, 1000, 0o400, false],
+    ];
+    for (const [uid, user, mode, taken] of files) {
+      assert.equal(isClosed({ uid, mode: 0o100000 + mode }, user), taken, `of ${uid} for ${user}, mode ${mode.toString(8)}`);
+    }
   });
 
   it("refuses addresses that are none, and two answers to one question", () => {

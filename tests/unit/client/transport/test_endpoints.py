@@ -1,6 +1,7 @@
 """Where the services are found, and whom a token is sent to."""
 
 import os
+import stat
 from dataclasses import replace
 from pathlib import Path
 
@@ -90,6 +91,41 @@ def test_the_connection_file_is_readable_by_its_owner_only_and_refused_otherwise
     file.chmod(0o644)
     with pytest.raises(ConfigurationError, match="chmod 600"):
         resolve()
+
+
+@pytest.mark.requirement("R1")
+@pytest.mark.parametrize(
+    ("owner", "user", "mode", "taken"),
+    [
+        (0, 1000, 0o400, True),
+        (0, 1000, 0o440, True),
+        (0, 1000, 0o640, True),
+        (0, 1000, 0o460, False),
+        (0, 1000, 0o444, False),
+        (0, 0, 0o400, True),
+        (0, 0, 0o440, False),
+        (1000, 1000, 0o600, True),
+        (1000, 1000, 0o440, False),
+        (1001, 1000, 0o400, False),
+    ],
+)
+def test_a_file_of_root_may_be_readable_by_a_group(
+    owner: int, user: int, mode: int, monkeypatch: pytest.MonkeyPatch, *, taken: bool
+) -> None:
+    """So Kubernetes mounts a Secret for a pod with `fsGroup`, on a volume where nobody can change it."""
+    file = connection_file()
+    write_connection(file, Endpoints(token="secret"), pid=None)
+    file.chmod(mode)
+    found = list(file.stat())
+    found[stat.ST_UID] = owner
+    monkeypatch.setattr(Path, "stat", lambda _: os.stat_result(found))
+    monkeypatch.setattr(os, "getuid", lambda: user)
+    if taken:
+        assert read_connection(file).token == "secret"
+    else:
+        with pytest.raises(ConfigurationError) as refused:
+            read_connection(file)
+        assert refused.value.reason == "CONNECTION_FILE_OPEN"
 
 
 @pytest.mark.requirement("R8", "R9")

@@ -10,7 +10,6 @@ only, and none goes in clear beyond this machine.
 import ipaddress
 import os
 import re
-import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -256,8 +255,7 @@ def read_connection(
         ConfigurationError: it cannot be read, is not ours alone, or is malformed.
     """
     try:
-        info = file.stat()
-        if info.st_uid not in (os.getuid(), 0) or stat.S_IMODE(info.st_mode) & 0o077:
+        if not _is_closed(file.stat()):
             raise ConfigurationError(
                 f"{file} has a token, so only you may read it: chmod 600 {file}", reason="CONNECTION_FILE_OPEN"
             )
@@ -277,6 +275,16 @@ def read_connection(
         raise ConfigurationError(
             f"{file} is not a connection file: remove it, or start `penstock up` again", reason="CONNECTION_FILE"
         ) from None
+
+
+def _is_closed(info: os.stat_result) -> bool:
+    """Whether nobody but us, root, and those whom root lets read it can read or change a file.
+
+    Cluster managers mount a secret as a file of root that one group may read.
+    """
+    if info.st_uid == os.getuid():
+        return not info.st_mode & 0o077
+    return info.st_uid == 0 and not info.st_mode & 0o037
 
 
 def _addresses(target: str | Mapping[str, str]) -> dict[ServiceName, str]:
