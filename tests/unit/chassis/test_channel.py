@@ -146,9 +146,11 @@ async def test_a_new_channel_reaches_a_server_that_is_back_at_once(registration:
             with pytest.raises(grpc.aio.AioRpcError):
                 await earlier.unary_unary(ECHO)(b"x")  # type: ignore[arg-type]
         port = int(address.rpartition(":")[2])
-        async with Server(Service(registrations=[registration]), authenticator, port=port, stop_s=0.0):
-            async with connect(address) as channel:
-                await channel.unary_unary(ECHO)(b"x")  # type: ignore[arg-type]
+        async with (
+            Server(Service(registrations=[registration]), authenticator, port=port, stop_s=0.0),
+            connect(address) as channel,
+        ):
+            await channel.unary_unary(ECHO)(b"x")  # type: ignore[arg-type]
 
 
 async def test_a_role_table_that_names_no_method_is_refused(registration: Any) -> None:
