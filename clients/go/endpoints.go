@@ -220,6 +220,7 @@ func connectionFile() (string, error) {
 
 type connection struct {
 	PID       *int               `json:"pid"`
+	Host      *string            `json:"host"` // of that process; files of earlier versions do not name it
 	Addresses map[string]*string `json:"addresses"`
 	Token     *string            `json:"token"`
 	CA        string             `json:"ca"`
@@ -227,6 +228,8 @@ type connection struct {
 }
 
 // isLive tells whether the file is there and the stack that wrote it still runs: one that was killed leaves it behind.
+// A stack of another machine, with which this one shares the directory, counts as running: its process is not seen from
+// here.
 func isLive(file string) bool {
 	content, err := os.ReadFile(file)
 	if errors.Is(err, fs.ErrNotExist) {
@@ -235,6 +238,9 @@ func isLive(file string) bool {
 	var said connection
 	if err != nil || json.Unmarshal(content, &said) != nil || said.PID == nil {
 		return true // reading it again tells what is wrong, if anything
+	}
+	if here, err := os.Hostname(); err == nil && said.Host != nil && *said.Host != here {
+		return true
 	}
 	process, err := os.FindProcess(*said.PID)
 	if err != nil {

@@ -82,6 +82,28 @@ func TestAConnectionFileOfAProcessThatIsGoneIsPassedOver(t *testing.T) {
 	}
 }
 
+// Nodes of a job share the file's directory: a process's number says nothing on the others (R125).
+func TestAConnectionFileOfAnotherMachineIsBelieved(t *testing.T) {
+	nowhereElse(t)
+	gone := exec.Command(os.Args[0], "-test.run=^$")
+	if err := gone.Run(); err != nil {
+		t.Fatal(err)
+	}
+	here, err := os.Hostname()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for host, expected := range map[string]string{"another-node": "localhost:1", here: "127.0.0.1:7702"} {
+		content := fmt.Sprintf(
+			`{"pid": %d, "host": %q, "token": null, "addresses": {"driver": "localhost:1"}}`, gone.Process.Pid, host,
+		)
+		t.Setenv("PENSTOCK_CONNECTION", write(t, content, 0o600))
+		if found, _ := resolved(t); found.addresses.Driver != expected {
+			t.Errorf("of %s, found was %v", host, found)
+		}
+	}
+}
+
 // A token stays where it belongs, and what is invalid is refused with advice (R1, R3, R9).
 func TestWhatDoesNotHoldIsRefusedBeforeAnythingIsSent(t *testing.T) {
 	nowhereElse(t)

@@ -8,9 +8,17 @@ import (
 	"syscall"
 )
 
-// isOursAlone tells whether nobody but us, and root, can read or change a file.
+// isOursAlone tells whether nobody but us, root, and those whom root lets read it can read or change a file.
 func isOursAlone(info fs.FileInfo) bool {
 	owned, ok := info.Sys().(*syscall.Stat_t)
-	ours := ok && (int(owned.Uid) == os.Getuid() || owned.Uid == 0)
-	return ours && info.Mode().Perm()&0o077 == 0
+	return ok && isClosed(int(owned.Uid), os.Getuid(), info.Mode().Perm())
+}
+
+// isClosed tells the same by a file's owner and mode, for a user. Kubernetes mounts a Secret as a file of root that one
+// group may read.
+func isClosed(owner, user int, mode fs.FileMode) bool {
+	if owner == user {
+		return mode&0o077 == 0
+	}
+	return owner == 0 && mode&0o037 == 0
 }

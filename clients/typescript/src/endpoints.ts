@@ -8,7 +8,7 @@
 
 import { readFileSync, statSync } from "node:fs";
 import { isIP } from "node:net";
-import { homedir } from "node:os";
+import { homedir, hostname } from "node:os";
 import { dirname, resolve as resolvePath } from "node:path";
 import { env, getuid, kill } from "node:process";
 import { ConfigurationError } from "./errors.js";
@@ -192,7 +192,7 @@ function readConnection(file: string, found: FoundToken | undefined, tls: Tls | 
   let content: { addresses: Record<string, string>; token: string | null; ca?: string; discover?: boolean };
   try {
     const info = statSync(file);
-    if ((info.uid !== getuid?.() && info.uid !== 0) || (info.mode & 0o077) !== 0) {
+    if (!isClosed(info, getuid?.())) {
       throw configuration(`${file} has a token, so only you may read it: chmod 600 ${file}`, "CONNECTION_FILE_OPEN");
     }
     content = JSON.parse(readFileSync(file, "utf-8"));
@@ -215,16 +215,28 @@ function readConnection(file: string, found: FoundToken | undefined, tls: Tls | 
   return { ...endpoints, discover: endpoints.discover && content.discover !== false };
 }
 
-/** Whether the file is there and the stack that wrote it still runs: one that was killed leaves its file behind. */
+/**
+ * Whether nobody but a user, root, and those whom root lets read it can read or change a file. Kubernetes mounts a Secret as a file of
+ * root that one group may read.
+ */
+export function isClosed({ uid, mode }: { readonly uid: number; readonly mode: number }, user: number | undefined): boolean {
+  return uid === user ? (mode & 0o077) === 0 : uid === 0 && (mode & 0o037) === 0;
+}
+
+/**
+ * Whether the file is there and the stack that wrote it still runs: one that was killed leaves its file behind. A stack of another
+ * machine, with which this one shares the directory, counts as running: its process is not seen from here.
+ */
 function isLive(file: string): boolean {
   let pid: unknown;
+  let host: unknown;
   try {
-    pid = JSON.parse(readFileSync(file, "utf-8")).pid;
+    ({ pid, host } = JSON.parse(readFileSync(file, "utf-8")));
   } catch (error) {
     return (error as NodeJS.ErrnoException).code !== "ENOENT"; // reading it again tells the person what is wrong
   }
-  if (typeof pid !== "number") {
-    return true;
+  if (typeof pid !== "number" || (host ?? hostname()) !== hostname()) {
+    return true; // files of earlier versions name no host
   }
   try {
     kill(pid, 0);

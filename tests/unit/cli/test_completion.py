@@ -7,7 +7,7 @@ import pytest
 from tests.support.terminal.commands import invoke
 
 from penstock.cli.connections import completion
-from penstock.client import Penstock
+from penstock.client import Penstock, Unavailable
 
 HOSTILE = [
     r"runs\$(touch pwned)", "runs$(id)", "runs`id`", 'runs"x', "runs'x", "runs;x", "runs|x", "runs&x", "runs>x",
@@ -32,6 +32,21 @@ def test_file_name_is_never_code_for_the_completing_shell(shell: str, tmp_path: 
     code, out, err = invoke(environment=asked, cwd=tmp_path)
     offered = "_arguments '*: :((\"runs.jsonl\"))'" if shell == "zsh" else "runs.jsonl"
     assert (code, out.strip()) == (0, offered), err
+
+
+@pytest.mark.parametrize("error", [TimeoutError(), Unavailable("the driver is away")])
+def test_what_was_found_before_an_error_is_offered(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A service with many rollouts may need more time than a completion has; the newest come first."""
+
+    async def names(_: Penstock) -> AsyncGenerator[str, None]:
+        yield "runs-b"
+        yield "other"
+        yield "runs-a"
+        raise error
+
+    monkeypatch.setenv("PENSTOCK_DRIVER_ADDRESS", NOWHERE["PENSTOCK_DRIVER_ADDRESS"])
+    monkeypatch.setattr(completion, "_rollouts", names)
+    assert completion.rollout_ids("runs") == ["runs-b", "runs-a"]
 
 
 def test_service_name_is_never_code_for_the_completing_shell(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,7 +84,9 @@ def test_the_guides_trainer_is_a_client_that_policies_let_in() -> None:
     pod = yaml.safe_load(block.text)
     (peer,) = defaults()["networkPolicy"]["clients"]
     assert peer["podSelector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
-    assert pod["spec"]["volumes"][0]["secret"]["secretName"] == "penstock-connection"
+    secret = pod["spec"]["volumes"][0]["secret"]
+    assert secret["secretName"] == "penstock-connection"
+    assert secret["defaultMode"] & 0o077 == 0, "clients refuse a file that others may read, and the volume is read-only"
 
 
 def test_the_guides_pool_is_the_one_that_sandboxes_want() -> None:

@@ -29,6 +29,17 @@ def dockerfile(service: str) -> str:
     return (ROOT / f"services/{service}/Dockerfile").read_text(encoding="utf-8")
 
 
+def installed(folder: Path, service: str, extras: str) -> list[str]:
+    """The pins and the arguments with which its Dockerfile installs a service with these extras."""
+    (line,) = re.findall(rf"^RUN (.+ install .*\./services/{service}.*?) *\\?$", dockerfile(service), re.MULTILINE)
+    python = folder / "python"
+    python.write_text('#!/bin/sh\nprintf \'%s\\n\' "$PIP_CONSTRAINT" "$@"\n')
+    python.chmod(0o755)
+    environment = {**os.environ, "EXTRAS": extras, "PIP_CONSTRAINT": "pins"}
+    command = ["/bin/sh", "-euc", line.replace("/opt/penstock/bin/python", str(python))]
+    return subprocess.run(command, env=environment, check=True, capture_output=True).stdout.decode().split()
+
+
 @pytest.mark.parametrize("service", SETTINGS)
 def test_containers_environment_is_its_services_settings(service: str) -> None:
     """A setting that was renamed would be refused when the container starts."""
@@ -67,7 +78,9 @@ def test_the_secrets_are_the_files_that_the_command_makes(tmp_path: Path) -> Non
 def test_drivers_image_can_export() -> None:
     """Whoever builds it: Compose, docker for a chart's registry, or a machine that gathered wheels."""
     default = re.findall(r"^ARG EXTRAS=(\S+)$", dockerfile("driver"), re.MULTILINE)
-    assert SERVICES["driver"]["build"]["args"]["EXTRAS"] == f"${{PENSTOCK_EXPORT_EXTRAS:-{default[0]}}}"
+    assert SERVICES["driver"]["build"]["args"]["EXTRAS"] == f"${{PENSTOCK_EXPORT_EXTRAS-{default[0]}}}", (
+        "empty = without, as docs/guides/compose.md says"
+    )
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     assert re.findall(r"^DRIVER_EXTRAS \?= (\S+)$", makefile, re.MULTILINE) == default
     assert '"./services/driver[$(DRIVER_EXTRAS)]"' in makefile
@@ -125,17 +138,18 @@ def test_replicas_share_their_volume_and_are_found_by_name() -> None:
         assert listed == f"dns:{name}:{DEFAULT_PORTS[name]}"  # type: ignore[index]
 
 
+@pytest.mark.requirement("R124")
+@pytest.mark.parametrize(("extras", "wanted"), [("", "./services/driver"), ("export", "./services/driver[export]")])
+def test_a_drivers_image_may_be_built_without_exports(tmp_path: Path, extras: str, wanted: str) -> None:
+    """pip takes empty brackets for a part of the path."""
+    assert installed(tmp_path, "driver", extras) == ["pins", "-m", "pip", "install", wanted]
+
+
 @pytest.mark.parametrize(("extras", "wanted"), [("", "./services/inference"), ("vllm", "./services/inference[vllm]")])
 def test_the_engines_that_an_image_is_built_with_reach_pip(tmp_path: Path, extras: str, wanted: str) -> None:
     """Issue 5: vLLM is a build option, off unless it is asked for; it brings its own pins, and compose passes it on."""
-    (line,) = re.findall(r"^RUN (.+ install .*\./services/inference.*?) *\\?$", dockerfile("inference"), re.MULTILINE)
-    python = tmp_path / "python"
-    python.write_text('#!/bin/sh\nprintf \'%s\\n\' "$PIP_CONSTRAINT" "$@"\n')
-    python.chmod(0o755)
-    environment = {**os.environ, "EXTRAS": extras, "PIP_CONSTRAINT": "pins"}
-    command = ["/bin/sh", "-euc", line.replace("/opt/penstock/bin/python", str(python))]
-    said = subprocess.run(command, env=environment, check=True, capture_output=True).stdout.decode()
-    assert said.split() == ["/dev/null" if extras else "pins", "-m", "pip", "install", wanted]
+    pins = "/dev/null" if extras else "pins"
+    assert installed(tmp_path, "inference", extras) == [pins, "-m", "pip", "install", wanted]
     assert re.findall(r"^ARG EXTRAS=(.*)$", dockerfile("inference"), re.MULTILINE) == [""]
     assert SERVICES["inference"]["build"]["args"]["EXTRAS"] == "${PENSTOCK_ENGINE_EXTRAS:-}"
 

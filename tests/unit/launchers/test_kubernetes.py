@@ -164,6 +164,7 @@ def test_waiting_ends_at_once_only_where_it_is_useless(status: dict[str, Any], h
         ({"values": {"credentials": {}}}, "makes its own Secrets"),
         ({"values": {"driver": {"replicas": 2}}}, "driver: from outside"),
         ({"values": {"autoscaling": {"mode": "keda"}}}, "driver: from outside"),
+        ({"values": {"inference": {"replicas": 2}}}, "inference: from outside"),
         ({"values": {"inference": 1}}, "inference is not a mapping"),
         ({"values": "absent.yaml"}, "absent.yaml cannot be read"),
         ({"scratch": "/tmp"}, "scratch is not an option"),
@@ -182,6 +183,15 @@ def test_inside_the_cluster_there_may_be_several_drivers(monkeypatch: pytest.Mon
     monkeypatch.delenv("KUBECONFIG", raising=False)
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
     Stack(on="kubernetes", values={"driver": {"replicas": 2}, "autoscaling": {"mode": "keda"}})
+    Stack(on="kubernetes", values={"inference": {"replicas": 2}})
+
+
+def test_outside_the_cluster_sandbox_services_may_be_scaled() -> None:
+    """Drivers place rollouts on all of them; what is called from outside is one of a kind."""
+    fixed = {"enabled": False}
+    scaling = {"mode": "keda", "driver": fixed, "interception": fixed}
+    made = values({**CLAIM, "autoscaling": scaling, "sandbox": {"replicas": 4}}, outside=True)
+    assert [made[service]["replicas"] for service in ("driver", "interception", "inference")] == [1, 1, 1]
 
 
 @pytest.mark.parametrize(("there", "reason"), [("kubectl", "HELM_MISSING"), ("helm", "KUBECTL_MISSING")])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,13 @@ import pytest
 from penstock.client.errors import ConfigurationError
 from penstock.client.transport.endpoints import SERVICES, ServiceName
 from penstock.client.types.sandboxes import NodeStatus
-from penstock.launchers import Stack
+from penstock.launchers import Stack, on_ray
 from penstock.launchers.cluster import ClusterStack
 from penstock.launchers.growth import wanted
 from penstock.launchers.on_ray import RayStack
 from penstock.launchers.orders import Order, member_settings
 from penstock.launchers.slurm_nodes import service_names
+from penstock.local.processes import StackFailed
 
 
 def order() -> Order:
@@ -124,6 +125,70 @@ def test_a_service_finds_the_kinds_that_the_stack_has(tmp_path: Path) -> None:
         "inference_members": f"file:{tmp_path}/engines.json"
     }
     assert member_settings("interception", tmp_path, {"driver": {}}) == {}
+
+
+class Reporting(Placing):
+    """All its services are elsewhere, and report as soon as they are placed: sandbox services but `failing`."""
+
+    failing: Collection[str] = ()
+
+    @property
+    def services(self) -> Sequence[ServiceName]:
+        return ()
+
+    async def place(self, services: Mapping[str, ServiceName]) -> None:
+        for name, kind in services.items():
+            self.joined(name, kind, f"{name}:7000")
+
+    async def place_nodes(self) -> None:
+        for name in ("n0", "n1"):
+            if name in self.failing:
+                self.gave_up(name, "sandbox", "no user namespaces")
+            else:
+                self.joined(name, "sandbox", f"{name}:7000")
+
+
+@pytest.mark.requirement("R125")
+async def test_a_machine_that_comes_later_and_is_broken_ends_no_stack(tmp_path: Path) -> None:
+    """An autoscaler brings machines at any time: those that are there go on, down to the last one."""
+    block = Reporting(nodes=2, state_dir=tmp_path / "stack", scratch=tmp_path)
+    with pytest.raises(StackFailed, match=r"sandbox service n0 failed: its disk is full") as failed:
+        async with block as stack:
+            stack.gave_up("n2", "sandbox", "no user namespaces")
+            stack.gave_up("n1", "sandbox", "its disk is full")
+            assert stack._failure is None and stack.members["sandbox"] == {"n0": "n0:7000"}
+            stack.gave_up("n0", "sandbox", "its disk is full")
+            await stack.wait()
+    assert failed.value.reason == "SERVICE_DIED"
+
+
+async def test_a_machine_that_is_broken_at_the_start_ends_it_with_the_reason(tmp_path: Path) -> None:
+    stack = Reporting(nodes=2, state_dir=tmp_path / "stack", scratch=tmp_path)
+    stack.failing = ("n1",)
+    with pytest.raises(StackFailed, match=r"sandbox service n1 failed: no user namespaces"):
+        async with stack:
+            pass
+
+
+class RayReporting(Reporting, RayStack):
+    """A stack on Ray without Ray."""
+
+    async def _removed(self, slot: on_ray._Slot, *, graceful: bool = True) -> None: ...
+
+
+@pytest.mark.requirement("R125")
+async def test_a_machine_that_gets_the_name_of_one_that_left_is_judged_for_itself(tmp_path: Path) -> None:
+    stack = RayReporting(state_dir=tmp_path / "stack", scratch=tmp_path)
+    async with stack:
+        slot = on_ray._Slot("n1", "sandbox", 1, None, "10.0.0.1")
+        stack._slots.append(slot)
+        stack.gave_up("n1", "sandbox", "its disk is full")
+        assert stack.members["sandbox"].keys() == {"n0"}
+        await stack._retire(slot)
+        stack.joined("n1", "sandbox", "n1:7001")
+        assert stack.was_ready("n1", "sandbox")
+        stack.gave_up("n1", "sandbox", "its disk is full")
+        assert stack._failure is None and stack.members["sandbox"].keys() == {"n0"}
 
 
 async def test_slurm_outside_an_allocation_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

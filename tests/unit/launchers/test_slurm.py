@@ -84,6 +84,23 @@ async def test_a_service_whose_node_is_lost_starts_again_on_one_that_is_left(
         assert stack.members["interception"].keys() == {"g0", "g1"}
 
 
+async def test_a_lost_service_starts_again_where_it_was_if_there_is_no_other_node(
+    tmp_path: Path, steps: Callable[[], list[list[str]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shell of `salloc` on a login node is on no node of the job, so that there is no last resort beside them."""
+    monkeypatch.delenv("SLURMD_NODENAME")
+    monkeypatch.setattr(supervision, "FIRST_PAUSE_S", 0.0)
+    stack = _Placed(drivers=1, gates=2, state_dir=tmp_path / "stack", scratch=tmp_path)
+    async with stack:
+        assert [(name, node) for name, node, _ in steps()] == [("g0", "a"), ("g1", "b"), ("d0", "c")]
+        for node in "bcd":
+            (tmp_path / "states" / node).write_text("ALLOCATED+DRAIN")
+        os.kill(_processes(steps(), "g0")[-1], signal.SIGKILL)
+        await eventually(partial(_has_started, steps, "g0", 2), "g0 starts again")
+        assert steps()[-1][:2] == ["g0", "a"]
+        await eventually(lambda: stack.members["interception"].get("g0") == "a:7000", "g0 is back")
+
+
 async def test_a_service_that_ends_wherever_it_starts_is_given_up_and_the_stack_goes_on(
     tmp_path: Path, steps: Callable[[], list[list[str]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

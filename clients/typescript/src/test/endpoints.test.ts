@@ -2,11 +2,11 @@
 
 import assert from "node:assert/strict";
 import { chmodSync, mkdtempSync, rmSync, writeFileSync } from "node:fs";
-import { tmpdir } from "node:os";
+import { hostname, tmpdir } from "node:os";
 import { join } from "node:path";
 import { env, pid } from "node:process";
 import { afterEach, beforeEach, describe, it } from "node:test";
-import { type ConnectOptions, resolve, tokenAdvice } from "../endpoints.js";
+import { type ConnectOptions, isClosed, resolve, tokenAdvice } from "../endpoints.js";
 import { ConfigurationError } from "../errors.js";
 
 const KEYS = ["TOKEN", "TOKEN_FILE", "CA_FILE", "CONNECTION", "DRIVER_ADDRESS", "DISCOVER"].map((name) => `PENSTOCK_${name}`);
@@ -67,6 +67,14 @@ describe("where the services are", () => {
     assert.deepEqual([resolve().addresses.driver, resolve().token], ["127.0.0.1:7702", undefined]);
   });
 
+  it("is what a stack of another machine said, whose process is not seen from here", () => {
+    const content = { pid: 2 ** 22 + 1, addresses: { driver: "127.0.0.1:3" }, token: "filed" };
+    env["PENSTOCK_CONNECTION"] = file({ ...content, host: "another-node" });
+    assert.deepEqual([resolve().addresses.driver, resolve().token], ["127.0.0.1:3", "filed"]);
+    env["PENSTOCK_CONNECTION"] = file({ ...content, host: hostname() });
+    assert.deepEqual([resolve().addresses.driver, resolve().token], ["127.0.0.1:7702", undefined]);
+  });
+
   it("names a certificate beside the file that names it", () => {
     const path = file({ pid: null, addresses: { driver: "far.example:1" }, token: "t", ca: "ca.pem" });
     assert.deepEqual(resolve({ connectionFile: path }).tls, { caFile: join(folder, "ca.pem") });
@@ -77,6 +85,24 @@ describe("where the services are", () => {
     assert.equal(refused({ connectionFile: file("{") }), "CONNECTION_FILE");
     assert.equal(refused({ connectionFile: file("[]") }), "CONNECTION_FILE");
     assert.equal(refused({ connectionFile: join(folder, "none") }), "CONNECTION_FILE");
+  });
+
+  it("takes a file of root that a group may read, as Kubernetes mounts a Secret", () => {
+    const files: readonly (readonly [number, number, number, boolean])[] = [
+      [0, 1000, 0o400, true],
+      [0, 1000, 0o440, true],
+      [0, 1000, 0o640, true],
+      [0, 1000, 0o460, false],
+      [0, 1000, 0o444, false],
+      [0, 0, 0o400, true],
+      [0, 0, 0o440, false],
+      [1000, 1000, 0o600, true],
+      [1000, 1000, 0o440, false],
+      [1001, 1000, 0o400, false],
+    ];
+    for (const [uid, user, mode, taken] of files) {
+      assert.equal(isClosed({ uid, mode: 0o100000 + mode }, user), taken, `of ${uid} for ${user}, mode ${mode.toString(8)}`);
+    }
   });
 
   it("refuses addresses that are none, and two answers to one question", () => {

@@ -1,13 +1,21 @@
 """Where the services are found, and whom a token is sent to."""
 
 import os
+import stat
 from dataclasses import replace
 from pathlib import Path
 
+import orjson
 import pytest
 
 from penstock.client import ConfigurationError, Endpoints, Penstock, Tls, connect
-from penstock.client.transport.endpoints import connection_file, read_connection, resolve, write_connection
+from penstock.client.transport.endpoints import (
+    connection_file,
+    of_state_dir,
+    read_connection,
+    resolve,
+    write_connection,
+)
 
 
 @pytest.mark.requirement("R9")
@@ -56,6 +64,24 @@ def test_the_file_of_a_stack_that_is_gone_is_not_believed() -> None:
     assert resolve().token is None
 
 
+@pytest.mark.requirement("R125")
+def test_a_connection_file_of_another_machine_is_believed() -> None:
+    """Nodes of a job share the file's directory: a process's number says nothing on the others."""
+    gone = 2**22 + 1
+    write_connection(connection_file(), Endpoints(token="file"), pid=gone)
+    content = orjson.loads(connection_file().read_bytes())
+    assert content["host"] == os.uname().nodename
+    connection_file().write_bytes(orjson.dumps({**content, "host": "another-node"}))
+    assert resolve().token == "file"
+    found = of_state_dir(connection_file().parent)
+    assert found is not None and found.token == "file"
+    del content["host"]  # as earlier versions wrote it
+    connection_file().write_bytes(orjson.dumps(content))
+    assert resolve().token is None and of_state_dir(connection_file().parent) is None
+    write_connection(connection_file(), Endpoints(token="file"), pid=None)
+    assert "host" not in orjson.loads(connection_file().read_bytes())
+
+
 @pytest.mark.requirement("R1")
 def test_the_connection_file_is_readable_by_its_owner_only_and_refused_otherwise() -> None:
     """No secret where others can read it."""
@@ -65,6 +91,41 @@ def test_the_connection_file_is_readable_by_its_owner_only_and_refused_otherwise
     file.chmod(0o644)
     with pytest.raises(ConfigurationError, match="chmod 600"):
         resolve()
+
+
+@pytest.mark.requirement("R1")
+@pytest.mark.parametrize(
+    ("owner", "user", "mode", "taken"),
+    [
+        (0, 1000, 0o400, True),
+        (0, 1000, 0o440, True),
+        (0, 1000, 0o640, True),
+        (0, 1000, 0o460, False),
+        (0, 1000, 0o444, False),
+        (0, 0, 0o400, True),
+        (0, 0, 0o440, False),
+        (1000, 1000, 0o600, True),
+        (1000, 1000, 0o440, False),
+        (1001, 1000, 0o400, False),
+    ],
+)
+def test_a_file_of_root_may_be_readable_by_a_group(
+    owner: int, user: int, mode: int, monkeypatch: pytest.MonkeyPatch, *, taken: bool
+) -> None:
+    """So Kubernetes mounts a Secret for a pod with `fsGroup`, on a volume where nobody can change it."""
+    file = connection_file()
+    write_connection(file, Endpoints(token="secret"), pid=None)
+    file.chmod(mode)
+    found = list(file.stat())
+    found[stat.ST_UID] = owner
+    monkeypatch.setattr(Path, "stat", lambda _: os.stat_result(found))
+    monkeypatch.setattr(os, "getuid", lambda: user)
+    if taken:
+        assert read_connection(file).token == "secret"
+    else:
+        with pytest.raises(ConfigurationError) as refused:
+            read_connection(file)
+        assert refused.value.reason == "CONNECTION_FILE_OPEN"
 
 
 @pytest.mark.requirement("R8", "R9")

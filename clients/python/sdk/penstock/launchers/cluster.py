@@ -137,6 +137,8 @@ class ClusterStack(LocalStack):
         self._made: Authority | None = None
         self._given_up: set[tuple[ServiceName, str]] = set()
         self._were_ready: set[tuple[ServiceName, str]] = set()
+        self._started = False
+        """Whether all was ready once that the block waits for."""
         self._changes = 0
         """How often `members` has changed."""
         self._changed = asyncio.Event()
@@ -269,19 +271,26 @@ class ClusterStack(LocalStack):
         if self.members[service].pop(name, None) is not None and not self._stopping:
             self._members_changed(service)
 
+    def forget(self, name: str, service: ServiceName) -> None:
+        """Forgets a service that does not come back: another one may get its name, and is judged for itself."""
+        self.left(name, service)
+        self._given_up.discard((service, name))
+        self._were_ready.discard((service, name))
+
     def gave_up(self, name: str, service: ServiceName, text: str) -> None:
         """Handles that a service of another machine has failed for good; see `lost_for_good`."""
         why = f"The {service} service {name} failed: {text}"
         self.lost_for_good(name, service, StackFailed(why, reason="SERVICE_DIED"))
 
     def lost_for_good(self, name: str, service: ServiceName, failure: StackFailed) -> None:
-        """Handles that a service of another machine has failed for good: the stack ends, unless it was ready and is not
-        the last of its kind.
+        """Handles that a service of another machine has failed for good.
+
+        The stack ends if no other of its kind is left, or if it has not started yet and waits for this one.
         """
         if (service, name) in self._given_up or self._stopping or self._failure is not None:
             return
         self._given_up.add((service, name))
-        if (service, name) in self._were_ready and self.members[service].keys() - {name}:
+        if (self._started or (service, name) in self._were_ready) and self.members[service].keys() - {name}:
             _log.error("%s", failure)
             self.left(name, service)
         else:
@@ -368,6 +377,7 @@ class ClusterStack(LocalStack):
             raise StackFailed(
                 f"After {self._start_timeout:.0f} s {what} were ready.{self.hint()}", reason="SERVICE_SLOW"
             ) from None
+        self._started = True
 
     async def _start_each(self) -> None:
         if self.placed:

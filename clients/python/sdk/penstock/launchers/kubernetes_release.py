@@ -113,7 +113,7 @@ def chart_values(
         nodes: sandbox services; None = as given.
         gpus: of the inference service; 0 = as given.
         settings: by service; those that may be secret are left out (`settings_tables` has them).
-        outside: whether the stack is used from outside the cluster, where one driver and one gate are reached.
+        outside: whether the stack is used from outside the cluster, where one service of each kind is reached.
 
     Raises:
         ConfigurationError: values and options do not go together; the message names them.
@@ -125,7 +125,7 @@ def chart_values(
         "driver": {"replicas": 1, "drainSeconds": _DRAIN_S},
         "interception": {"replicas": 1, "drainSeconds": _DRAIN_S},
         "sandbox": {"drainSeconds": _DRAIN_S},
-        "inference": {"enabled": bool(claim), "drainSeconds": _DRAIN_S},
+        "inference": {"enabled": bool(claim), "replicas": 1, "drainSeconds": _DRAIN_S},
     }
     values = _merged(values, given)
     if gpus:
@@ -140,8 +140,10 @@ def chart_values(
         open_ones = {name: value for name, value in table.items() if not may_be_secret(name)}
         values = _merged(values, {service: {"settings": open_ones}})
     scaling = _part(values, "autoscaling")
-    for service in ("driver", "interception") if outside else ():
-        scaled = scaling.get("mode", "none") != "none" and _part(scaling, service).get("enabled", True)
+    for service in ("driver", "interception", "inference") if outside else ():
+        # The chart scales drivers and gates unless it is told not to, and no inference services.
+        may_scale = service != "inference" and scaling.get("mode", "none") != "none"
+        scaled = may_scale and _part(scaling, service).get("enabled", True)
         if values[service]["replicas"] != 1 or scaled:
             raise _wrong(
                 f"values: {service}: from outside the cluster one is reached, so that there may be one only; leave "

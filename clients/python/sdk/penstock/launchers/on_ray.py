@@ -279,7 +279,7 @@ class RayStack(ClusterStack):
         if slot.task is not None:
             slot.task.cancel()
         await self._removed(slot, graceful=False)
-        self.left(slot.name, slot.service)
+        self.forget(slot.name, slot.service)
 
     async def _removed(self, slot: _Slot, *, graceful: bool = True) -> None:
         import ray

@@ -227,14 +227,17 @@ class SlurmStack(ClusterStack):
         return True
 
     async def _node_for(self, lost: _Step) -> str:
-        """Returns the node in use with the fewest steps, this one only where there is no other."""
+        """Returns the node in use with the fewest steps, this one only where there is no other.
+
+        A shell on a login node is on no node of the job: for it the lost node is the last resort.
+        """
         listed: Sequence[SlurmNode] = ()
         with suppress(ConfigurationError):  # then `srun` says so of the next step
             listed = await nodes_of_job()
         here = os.environ.get(NODE_VARIABLE, "")
         taken = [step.node for step in self._steps]
         usable = [node.name for node in listed if node.usable and node.name not in (here, lost.node)]
-        return min(usable, key=taken.count, default=here)
+        return min(usable, key=taken.count, default=here or lost.node)
 
     async def _tell(self, step: _Step) -> None:
         if step.kind == "sandbox" or step.process.stdin is None:

@@ -63,6 +63,8 @@ class _Process:
     """Offset in bytes of this run's part of the log."""
     ready: asyncio.Future[dict[str, Any]]
     reader: asyncio.Task[None] | None = None
+    ending: bool = False
+    """Whether it was asked to end: then its end is no death."""
 
 
 class ServiceProcesses(ABC):
@@ -267,6 +269,8 @@ class ServiceProcesses(ABC):
         code = await item.process.wait()
         if self._stopping or self._failure is not None or item not in self._processes:
             return
+        if item.ending or item.ready.cancelled():  # it was not ready in time, which `_start` has reported
+            return
         failure = _failure(item, code)
         if not item.ready.done():
             item.ready.set_exception(failure)
@@ -343,6 +347,7 @@ class ServiceProcesses(ABC):
 
 async def _end(item: _Process, timeout: float) -> None:
     """Asks a service to stop, and kills it if it does not."""
+    item.ending = True
     if item.process.returncode is None:
         with suppress(ProcessLookupError):
             # SIGTERM would leave the driver's rollouts to its next process, and here nobody starts one.

@@ -8,7 +8,7 @@ any other than harmless characters is left out, never escaped.
 import asyncio
 import re
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Final
 
@@ -49,20 +49,20 @@ def recordings(incomplete: str) -> list[str]:
 
 
 def _asked(source: Callable[[Penstock], AsyncGenerator[str, None]], incomplete: str) -> list[str]:
-    async def ask() -> list[str]:
-        found: list[str] = []
+    found: list[str] = []
+
+    async def ask() -> None:
         async with asyncio.timeout(_PATIENCE_S), connect() as ps, aclosing(source(ps)) as names:
             async for name in names:
                 if name.startswith(incomplete) and _HARMLESS.fullmatch(name):
                     found.append(name)
                 if len(found) == _MOST:
                     break
-        return found
 
-    try:
-        return asyncio.run(ask())
-    except (PenstockError, TimeoutError, OSError):
-        return []  # a completion must not print errors
+    # A completion must not print errors: it offers what came before one.
+    with suppress(PenstockError, TimeoutError, OSError):
+        asyncio.run(ask())
+    return found
 
 
 async def _agents(ps: Penstock) -> AsyncGenerator[str, None]:

@@ -10,7 +10,6 @@ only, and none goes in clear beyond this machine.
 import ipaddress
 import os
 import re
-import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -217,7 +216,7 @@ def write_connection(file: Path, endpoints: Endpoints, *, pid: int | None) -> No
     Args:
         file: its path; its directory is created.
         endpoints: its content. A CA's relative path is relative to the file; a client's certificate is not written.
-        pid: of the process whose end makes the file void; None = it is valid until removed.
+        pid: of the process of this machine whose end makes the file void; None = it is valid until removed.
     """
     content: dict[str, object] = {
         "version": 1,
@@ -225,6 +224,8 @@ def write_connection(file: Path, endpoints: Endpoints, *, pid: int | None) -> No
         "addresses": {service: endpoints.address(service) for service in SERVICES},
         "token": endpoints.token,
     }
+    if pid is not None:
+        content["host"] = os.uname().nodename
     if not endpoints.discover:
         content["discover"] = False
     if endpoints.dashboard:
@@ -254,8 +255,7 @@ def read_connection(
         ConfigurationError: it cannot be read, is not ours alone, or is malformed.
     """
     try:
-        info = file.stat()
-        if info.st_uid not in (os.getuid(), 0) or stat.S_IMODE(info.st_mode) & 0o077:
+        if not _is_closed(file.stat()):
             raise ConfigurationError(
                 f"{file} has a token, so only you may read it: chmod 600 {file}", reason="CONNECTION_FILE_OPEN"
             )
@@ -275,6 +275,16 @@ def read_connection(
         raise ConfigurationError(
             f"{file} is not a connection file: remove it, or start `penstock up` again", reason="CONNECTION_FILE"
         ) from None
+
+
+def _is_closed(info: os.stat_result) -> bool:
+    """Whether nobody but us, root, and those whom root lets read it can read or change a file.
+
+    Cluster managers mount a secret as a file of root that one group may read.
+    """
+    if info.st_uid == os.getuid():
+        return not info.st_mode & 0o077
+    return info.st_uid == 0 and not info.st_mode & 0o037
 
 
 def _addresses(target: str | Mapping[str, str]) -> dict[ServiceName, str]:
@@ -361,14 +371,20 @@ def _check_token(token: str, origin: str) -> None:
 
 
 def _is_live(file: Path) -> bool:
-    """Whether the file exists and the stack that wrote it still runs: a killed one leaves its file behind."""
+    """Whether the file exists and the stack that wrote it still runs: a killed one leaves its file behind.
+
+    A stack of another machine, with which this one shares the directory, counts as running: its process is not seen
+    from here. Files of earlier versions do not name the machine.
+    """
     try:
         content = orjson.loads(file.read_bytes())
-        pid = content["pid"]
+        pid, host = content["pid"], content.get("host")
     except FileNotFoundError:
         return False
     except (OSError, orjson.JSONDecodeError, KeyError, TypeError):
         return True  # reading it again gives the user the error
+    if host not in (None, os.uname().nodename):
+        return True
     try:
         os.kill(int(pid), 0)
     except ProcessLookupError:
