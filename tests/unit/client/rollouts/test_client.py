@@ -1,7 +1,7 @@
 """Rollouts and groups against a driver that follows a script."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
@@ -31,6 +31,8 @@ from penstock.client import (
     PolicyConstraint,
     ResourceExhausted,
     RewardFrom,
+    Rollout,
+    RolloutHandle,
     RunBudgets,
     Sampling,
     SandboxChoice,
@@ -319,6 +321,33 @@ async def test_lists_are_followed_to_their_last_page(fakes: Fakes, ps: Penstock,
     found = await gathered(ps.rollouts.list(run_id="run", ended=False))
     assert [item.rollout_id for item in found] == ["r1", "r2"]
     assert fakes.requests["ListRollouts"][0].filter.HasField("ended")
+
+
+@pytest.mark.requirement("R140")
+async def test_what_the_drivers_that_are_there_have_is_graded_before_one_that_is_away_is_an_error(
+    fakes: Fakes, ps: Penstock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each grade comes out, also those under way when the list ends."""
+    listed = [handle.info for handle in [await _attached(fakes, ps, name) for name in ("r1", "r2", "r3")]]
+
+    async def without_one(**_: Any) -> AsyncGenerator[Rollout, None]:
+        for rollout in listed:
+            yield rollout
+        raise Unavailable("Cannot reach d1", reason="TRANSPORT_UNAVAILABLE")
+
+    monkeypatch.setattr(ps.rollouts, "list", without_one)
+    fakes.queue("RegradeRollout", *[pb.RegradeRolloutResponse()] * 3)
+    graded: list[str] = []
+    with pytest.raises(Unavailable, match="d1"):
+        async for one in ps.rollouts.regrade_all(run_id="run", concurrency=2):
+            assert one.error is None
+            graded.append(one.rollout.rollout_id)
+    assert sorted(graded) == ["r1", "r2", "r3"]
+
+
+async def _attached(fakes: Fakes, ps: Penstock, rollout_id: str) -> RolloutHandle:
+    fakes.queue("GetRollout", pb.GetRolloutResponse(rollout=rollout(rollout_id=rollout_id)))
+    return await ps.rollouts.attach(rollout_id)
 
 
 async def test_exported_fragments_are_put_together_by_rollout(fakes: Fakes, ps: Penstock, gathered: Gathered) -> None:
