@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing, suppress
 from typing import Any, Final, Literal, TypeVar
 
-from penstock.client.errors import PenstockError, ResourceExhausted, Unavailable, is_broken
+from penstock.client.errors import NotFound, PenstockError, ResourceExhausted, Unavailable, is_broken
 from penstock.client.intercept.calls import ModelCall
 from penstock.client.intercept.session import Selector
 from penstock.client.rollouts.driver_rpc import Driver
@@ -391,13 +391,19 @@ def branch_request(
     return request
 
 
-async def abandon(handle: RolloutHandle | GroupHandle, reason: str) -> None:
-    """Cancels a rollout or a group even if the caller is cancelled meanwhile; errors are suppressed."""
+async def abandon(handle: RolloutHandle | GroupHandle, reason: str) -> bool:
+    """Cancels a rollout or a group even if the caller is cancelled meanwhile; errors are suppressed.
+
+    Returns whether nothing of it runs any more, as far as its driver knows.
+    """
     # In a task of its own: the caller's task may be cancelled again while it waits.
     work = asyncio.ensure_future(handle.cancel(reason))
     with suppress(Exception, asyncio.CancelledError):
-        await asyncio.wait_for(asyncio.shield(work), CANCEL_S)
+        with suppress(NotFound):  # its driver came back without it
+            await asyncio.wait_for(asyncio.shield(work), CANCEL_S)
+        return True
     work.cancel()
+    return False
 
 
 async def created_with_room(create: Callable[[], Coroutine[Any, Any, H]], reason: str) -> H:
