@@ -309,6 +309,9 @@ class RolloutsClient:
             name: as in `regrade`.
             concurrency: how many at once, at least 1; each has a sandbox meanwhile.
             run_id, group_id, labels, task_id, agent: as in `list`.
+
+        Raises:
+            Unavailable: a driver is away, as in `list`. It is raised after the grades of all other drivers' rollouts.
         """
     def list(
         self,
