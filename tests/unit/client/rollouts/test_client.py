@@ -203,7 +203,8 @@ async def test_events_go_on_after_a_break_where_they_were(
     fakes: Fakes, ps: Penstock, gathered: Gathered, broken: Refusal
 ) -> None:
     """Events are streamed live; a broken stream loses none and repeats none."""
-    fakes.queue("GetRollout", pb.GetRolloutResponse(rollout=rollout()))
+    over = rollout(rollout_pb2.PHASE_ENDED, outcome=graded(0.5), last_sequence=3)
+    fakes.queue("GetRollout", pb.GetRolloutResponse(rollout=rollout()), pb.GetRolloutResponse(rollout=over))
     running = rollout_pb2.PhaseChanged(phase=rollout_pb2.PHASE_RUNNING)
     said = rollout_pb2.AgentEvent(kind=agent_pb2.AGENT_EVENT_KIND_TOOL_CALL, raw_line=b"{}")
     said.data.update({"name": "bash", "turn": 1})
@@ -221,6 +222,18 @@ async def test_events_go_on_after_a_break_where_they_were(
     assert events[1].payload == AgentEvent("tool_call", {"name": "bash", "turn": 1}, b"{}")
     assert isinstance(events[2].payload, Ended) and events[2].payload.outcome.reward is not None
     assert [item.after_sequence for item in fakes.requests["WatchRollout"]] == [0, 1, 2]
+
+
+@pytest.mark.requirement("R71")
+async def test_an_ended_rollout_has_no_events_after_its_last_one(
+    fakes: Fakes, ps: Penstock, gathered: Gathered
+) -> None:
+    """Whoever watched it to its end, and goes on later from there, need not wait for an error."""
+    over = rollout(rollout_pb2.PHASE_ENDED, outcome=graded(0.5), last_sequence=3)
+    fakes.queue("GetRollout", *[pb.GetRolloutResponse(rollout=over)] * 2)
+    fakes.queue("WatchRollout", [])
+    handle = await ps.rollouts.attach("r1")
+    assert await gathered(handle.events(after=3)) == []
 
 
 @pytest.mark.requirement("R74")

@@ -55,7 +55,8 @@ class RolloutHandle:
         return self.info
 
     async def events(self, *, after: int = 0) -> AsyncGenerator[results.RolloutEvent, None]:
-        """Yields its events with a sequence number greater than `after`, the past ones first; ends after `Ended`.
+        """Yields its events with a sequence number greater than `after`, the past ones first; ends after `Ended`, or at
+        once where an ended rollout has none.
 
         A broken stream is resumed. Raises NotFound `HOME_LOST` if the driver came back without its state.
         """
@@ -76,6 +77,9 @@ class RolloutHandle:
                             yield event
                         if message.event.HasField("ended"):
                             return
+                # The driver itself ended the stream: it sends nothing more where `Ended` is not after `position`.
+                if (await self.refresh()).outcome is not None and position >= self.info.last_sequence:
+                    return
             except PenstockError as broken:
                 if not is_broken(broken):
                     raise patience.explained(broken) from broken
