@@ -8,7 +8,9 @@ from collections.abc import AsyncGenerator, Iterator
 
 import pytest
 from tests.support.waiting import GUARD_S, eventually
+from tests.unit.client.conftest import TOKEN, Fakes, Gate
 
+from penstock.client import sync
 from penstock.client.transport.blocking import Loop, Standin
 
 
@@ -84,3 +86,29 @@ def test_a_closed_connection_ends_the_waits_of_all_threads(method: str) -> None:
     assert live.cleaned_up == (method == "calls")
     with pytest.raises(RuntimeError, match="closed"):
         Standin(live, loop).result()
+
+
+@pytest.mark.requirement("R32")
+async def test_a_closed_connection_ends_a_loop_over_calls(fakes: Fakes, address: str) -> None:
+    """Of a trainer's thread, whose session ends with it."""
+    entered = asyncio.Event()
+
+    async def gate(stream: Gate) -> None:
+        await stream.hello()
+        entered.set()
+        assert await stream.read() is None
+
+    fakes.converse(gate)
+    target = dict.fromkeys(("sandbox", "driver", "interception", "inference"), address)
+    ps = sync.connect(target, TOKEN)
+
+    def trainer() -> None:
+        with ps.intercept() as session:
+            for _ in session.calls():
+                raise AssertionError("there is no call")
+
+    training = asyncio.create_task(asyncio.to_thread(trainer))
+    await entered.wait()
+    await asyncio.to_thread(ps.close)
+    with pytest.raises(RuntimeError, match="closed"):
+        await training
