@@ -2,8 +2,10 @@ package penstock
 
 import (
 	"context"
+	"time"
 
 	"google.golang.org/protobuf/proto"
+	"google.golang.org/protobuf/types/known/durationpb"
 
 	interceptionv1 "penstock.example/penstock/gen/interception/v1"
 )
@@ -13,8 +15,12 @@ import (
 //
 // The gate answers in the order in which it was asked, and says once more that calls flow when a pause runs out. So an
 // answer belongs to the oldest question if it is of its kind, and what is wanted ends only when nothing is asked any more.
+//
+// A gate that restarts forgets a pause, even of a session that it resumes. So each new stream says it again, for what is left
+// of it.
 type pauses struct {
 	wanted *interceptionv1.PauseCalls
+	until  time.Time // when the pause that is wanted ends
 	asked  []asked
 	// unconfirmed: the session is paused and this gate does not know it yet. Calls that it leases are put back.
 	unconfirmed bool
@@ -28,7 +34,7 @@ type asked struct {
 // ask gives what will be the answer, and whether the gate is to be asked. It joins whoever asked the same last: only the
 // newest question says what holds in the end.
 func (p *pauses) ask(pause *interceptionv1.PauseCalls) (*promise, bool) {
-	p.wanted = pause
+	p.want(pause)
 	if last := len(p.asked) - 1; last >= 0 && proto.Equal(p.asked[last].pause, pause) {
 		return p.asked[last].answer, false
 	}
@@ -37,14 +43,30 @@ func (p *pauses) ask(pause *interceptionv1.PauseCalls) (*promise, bool) {
 	return answer, true
 }
 
-// forgotten is the pause in force that a gate has to learn again which forgot the session; nil where there is none, or
-// where a question that is open decides.
-func (p *pauses) forgotten() *interceptionv1.PauseCalls {
-	if len(p.asked) > 0 {
+// want takes the session's pause, which lasts from now on; nil = that calls flow.
+func (p *pauses) want(pause *interceptionv1.PauseCalls) {
+	most := longestPause
+	if pause.GetMaxDuration() != nil {
+		most = pause.GetMaxDuration().AsDuration()
+	}
+	p.wanted, p.until = pause, time.Now().Add(most)
+}
+
+// again is the pause in force for what is left of it, which a new stream says again: the gate may have forgotten it. It is nil
+// where there is none, or where a question that is open decides.
+func (p *pauses) again() *interceptionv1.PauseCalls {
+	if len(p.asked) > 0 || p.wanted == nil {
 		return nil
 	}
-	p.unconfirmed = p.wanted != nil
-	return p.wanted
+	left := time.Until(p.until)
+	p.unconfirmed = left > 0
+	if !p.unconfirmed {
+		p.wanted = nil
+		return nil
+	}
+	pause := proto.Clone(p.wanted).(*interceptionv1.PauseCalls)
+	pause.MaxDuration = durationpb.New(left)
+	return pause
 }
 
 // beganWithoutIt: the session's pause has begun, and did not wait for this gate, which could not be reached.

@@ -565,7 +565,7 @@ func (s *Session) add(one member, late bool) *place {
 	if left := time.Until(s.until); s.paused != nil && left > 0 {
 		pause := proto.Clone(s.paused).(*interceptionv1.PauseCalls)
 		pause.MaxDuration = durationpb.New(max(left, time.Second))
-		at.pauses.wanted = pause
+		at.pauses.want(pause)
 	}
 	p := &place{member: one, stream: at, unreachable: make(chan struct{})}
 	if one.lost {

@@ -385,6 +385,50 @@ func TestAPauseIsNotAnsweredByAnOlderOne(t *testing.T) {
 	}
 }
 
+// A gate that was killed resumes the session from its journal, which has no pause: it is told again, for what is left, and what
+// it leases before it has read that is put back (R22, R26).
+func TestAPauseIsAskedForAgainOfAGateThatResumesTheSession(t *testing.T) {
+	gate, session, talk := opened(t)
+	pausing := make(chan error, 1)
+	go func() {
+		_, err := session.Pause(bounded(t), "weights", time.Minute)
+		pausing <- err
+	}()
+	first := talk.next().GetPause().GetMaxDuration().AsDuration()
+	holds := &interceptionv1.InterceptResponse{Frame: &interceptionv1.InterceptResponse_Paused{
+		Paused: &interceptionv1.CallsPaused{},
+	}}
+	talk.say(holds)
+	if err := <-pausing; err != nil {
+		t.Fatal(err)
+	}
+	talk.finished <- status.Error(codes.Unavailable, "gone")
+	again := gate.session(t)
+	again.welcome(&interceptionv1.Welcome{SessionId: "first", Resumed: true})
+	again.lease("a")
+	pause := again.next().GetPause()
+	if left := pause.GetMaxDuration().AsDuration(); pause.GetReason() != "weights" || left <= 0 || left >= first {
+		t.Fatalf("it said %v", pause)
+	}
+	if results := again.next().GetResults().GetResults(); len(results) != 1 || results[0].GetRelease() == nil {
+		t.Fatalf("what was leased in the pause is not put back: %v", results)
+	}
+	again.say(holds)
+}
+
+// A pause of which nothing is left is not asked for again, also where the gate could not say that it has ended.
+func TestAPauseThatIsOverIsNotAskedForAgain(t *testing.T) {
+	asked := pauses{}
+	asked.want(&interceptionv1.PauseCalls{MaxDuration: durationpb.New(time.Minute)})
+	if asked.again() == nil || !asked.unconfirmed {
+		t.Fatal("a pause in force was not asked for again")
+	}
+	asked.until = time.Now()
+	if pause := asked.again(); pause != nil || asked.unconfirmed {
+		t.Fatalf("it asked for %v", pause)
+	}
+}
+
 // A context that is over ends a wait with the context's own error; the answer stays under way.
 func TestAContextThatIsOverEndsTheWaitOnly(t *testing.T) {
 	_, session, talk := opened(t)

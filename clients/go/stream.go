@@ -420,10 +420,8 @@ func (s *stream) takeUp(welcome *interceptionv1.Welcome) {
 	s.book.takenUp(welcome.GetResumed(), welcome.GetHeldCallIds())
 	s.tools.takenUp(welcome.GetResumed())
 	s.prompts.clear()
-	if !welcome.GetResumed() || s.pauses.unconfirmed {
-		if pause := s.pauses.forgotten(); pause != nil {
-			s.send(flowFrame(pause))
-		}
+	if pause := s.pauses.again(); pause != nil {
+		s.send(flowFrame(pause))
 	}
 	s.unregistered = s.unregistered || !welcome.GetResumed()
 }

@@ -3,11 +3,17 @@
  *
  * The gate answers in the order in which it was asked, and says once more that calls flow when a pause runs out. So an answer
  * belongs to the oldest question if it is of its kind, and what is wanted ends only when nothing is asked any more.
+ *
+ * A gate that restarts forgets a pause, even of a session that it resumes. So each new stream asks for it again, for what is left
+ * of it.
  */
 
 import type { Frame } from "./conversations.js";
 import type { PenstockError } from "./errors.js";
 import { duration } from "./wire.js";
+
+/** Milliseconds of a pause without a duration. */
+export const PAUSE_MS = 600_000;
 
 interface Wish {
   readonly reason: string;
@@ -24,7 +30,8 @@ interface Asked {
 /** Pauses and resumes of one session. */
 export class Pauses {
   readonly #send: (frame: Frame) => void;
-  #wanted: Wish | undefined;
+  /** With when it ends, on the clock of `performance`. */
+  #wanted: { readonly reason: string; readonly until: number } | undefined;
   readonly #asked: Asked[] = [];
   /** Whether the session is paused and this gate does not know it yet: calls that it leases are put back. */
   isUnconfirmed = false;
@@ -36,11 +43,13 @@ export class Pauses {
 
   /** Fulfilled with the calls that were open when the gate began to hold the others. */
   async pause(reason: string, maxDurationMs: number | undefined): Promise<number> {
+    this.adopt(reason, maxDurationMs ?? PAUSE_MS);
     return this.#ask({ reason, maxDurationMs });
   }
 
   /** Fulfilled when calls flow. */
   async resume(): Promise<void> {
+    this.#wanted = undefined;
     await this.#ask(undefined);
   }
 
@@ -49,16 +58,22 @@ export class Pauses {
     return this.#asked.map(({ wish }) => frameOf(wish));
   }
 
-  /** A pause of the session that this gate gets with its first stream. */
-  adopt(reason: string, maxDurationMs: number): void {
-    this.#wanted = { reason, maxDurationMs };
+  /** A pause of the session, of which so much is left, that this gate gets with its next stream. */
+  adopt(reason: string, leftMs: number): void {
+    this.#wanted = { reason, until: performance.now() + leftMs };
   }
 
-  /** Asks again for the pause in force, of a gate that forgot the session; a question that is open decides instead. */
-  forgotten(): void {
-    if (this.#asked.length === 0 && this.#wanted !== undefined) {
-      this.isUnconfirmed = true;
-      this.#send(frameOf(this.#wanted));
+  /** Asks a new stream for what is left of the pause: the gate may have forgotten it. A question that is open decides instead. */
+  beganStream(): void {
+    if (this.#asked.length > 0 || this.#wanted === undefined) {
+      return;
+    }
+    const left = this.#wanted.until - performance.now();
+    this.isUnconfirmed = left > 0;
+    if (this.isUnconfirmed) {
+      this.#send(frameOf({ reason: this.#wanted.reason, maxDurationMs: Math.ceil(left) }));
+    } else {
+      this.#wanted = undefined;
     }
   }
 
@@ -99,7 +114,6 @@ export class Pauses {
 
   /** Joins whoever asked the same last: only the newest question says what holds in the end. */
   #ask(wish: Wish | undefined): Promise<number> {
-    this.#wanted = wish;
     const newest = this.#asked.at(-1);
     if (newest !== undefined && same(newest.wish, wish)) {
       return newest.answer.promise;

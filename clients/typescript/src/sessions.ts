@@ -25,10 +25,10 @@ import { type HostTool, HostTools } from "./gate/tools.js";
 import type { HostToolCall as HostToolCallMessage } from "./gen/penstock/interception/v1/intercept_service_pb.js";
 import type { Abortable } from "./handles.js";
 import { Inbox } from "./leases.js";
+import { PAUSE_MS } from "./pauses.js";
 import type { Service } from "./rpc.js";
 
 const MAX_CREDITS = 2 ** 31 - 1;
-const PAUSE_MS = 600_000;
 
 /** Times of a session; tests shorten them. */
 export const TIMES = {

@@ -299,9 +299,7 @@ export class GateStream {
     this.#leases.takenUp(resumed ? new Set(heldCallIds) : undefined);
     this.#tools.takenUp(resumed);
     this.#prompts.clear();
-    if (!resumed || this.pauses.isUnconfirmed) {
-      this.pauses.forgotten();
-    }
+    this.pauses.beganStream();
     this.#hasUnregistered ||= !resumed;
     while (this.#hasUnregistered) {
       await this.#register(); // more may be adopted meanwhile

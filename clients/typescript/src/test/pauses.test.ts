@@ -1,7 +1,7 @@
 /** What is asked of the flow of calls, and whose answer an answer of the gate is (R26). */
 
 import assert from "node:assert/strict";
-import { beforeEach, describe, it } from "node:test";
+import { beforeEach, describe, it, mock } from "node:test";
 import type { Frame } from "../conversations.js";
 import { SessionLost } from "../errors.js";
 import { Pauses } from "../pauses.js";
@@ -17,9 +17,9 @@ describe("pauses of a session", () => {
 
   const unanswered = () => pauses.unanswered.map((frame) => frame.case);
 
-  function forgotten(): (string | undefined)[] {
+  function askedAnew(): (string | undefined)[] {
     sent = [];
-    pauses.forgotten();
+    pauses.beganStream();
     return sent;
   }
 
@@ -45,10 +45,10 @@ describe("pauses of a session", () => {
     const asked = [pauses.pause("", undefined), pauses.resume(), pauses.pause("", undefined)];
     pauses.paused(1);
     pauses.resumed();
-    assert.deepEqual([unanswered(), forgotten()], [["pause"], []]);
+    assert.deepEqual([unanswered(), askedAnew()], [["pause"], []]);
     pauses.paused(2);
     await Promise.all(asked);
-    assert.deepEqual([unanswered(), forgotten()], [[], ["pause"]]);
+    assert.deepEqual([unanswered(), askedAnew()], [[], ["pause"]]);
   });
 
   it("that ran out, or were ended, are not wanted any more", async () => {
@@ -56,7 +56,30 @@ describe("pauses of a session", () => {
     pauses.paused(0);
     await pausing;
     pauses.resumed();
-    assert.deepEqual(forgotten(), []);
+    assert.deepEqual(askedAnew(), []);
+  });
+
+  it("are told again for what is left of them, and not once nothing is left", async () => {
+    let now = 1000;
+    mock.method(performance, "now", () => now);
+    try {
+      const left: number[] = [];
+      pauses = new Pauses((frame: Frame) => {
+        assert.equal(frame.case, "pause");
+        left.push(Number(frame.value.maxDuration?.seconds));
+      });
+      const asked = pauses.pause("weights", 90_000);
+      pauses.paused(0);
+      await asked;
+      now += 60_000;
+      pauses.beganStream();
+      assert.equal(pauses.isUnconfirmed, true);
+      now += 30_000;
+      pauses.beganStream();
+      assert.deepEqual([left, pauses.isUnconfirmed], [[90, 30], false]);
+    } finally {
+      mock.restoreAll();
+    }
   });
 
   it("reject when the session ends", async () => {

@@ -17,7 +17,7 @@ import {
   type InterceptResponseSchema,
   InterceptService,
 } from "../gen/penstock/interception/v1/intercept_service_pb.js";
-import { bytesOf, duration, tokenIds } from "../wire.js";
+import { bytesOf, duration, milliseconds, tokenIds } from "../wire.js";
 
 type Said = NonNullable<MessageInitShape<typeof InterceptResponseSchema>["frame"]>;
 
@@ -28,6 +28,12 @@ const RESTARTS = new ConnectError("the gate restarts", Code.Unavailable);
 
 function welcome(sessionId: string, milliseconds = 10_000, resumed = false): Said {
   return { case: "welcome", value: { sessionId, resumed, heartbeatInterval: duration(milliseconds) } };
+}
+
+/** For how many milliseconds a frame asks for a pause. */
+function pauseOf(frame: InterceptRequest["frame"]): number | undefined {
+  assert(frame.case === "pause");
+  return milliseconds(frame.value.maxDuration);
 }
 
 describe("a session", () => {
@@ -161,6 +167,38 @@ describe("a session", () => {
     await paused;
     await session.close();
     assert.deepEqual(seen, ["policy", "credits", "pause"]);
+  });
+
+  it("asks again for its pause, of which it says what is left, of a gate that resumes the session", async () => {
+    const broken = Promise.withResolvers<void>();
+    const left: (number | undefined)[] = [];
+    scripts = [
+      async function* (next) {
+        await next();
+        yield welcome("first");
+        left.push(pauseOf(await next()));
+        yield { case: "paused", value: {} };
+        await broken.promise;
+        throw RESTARTS;
+      },
+      async function* (next) {
+        await next();
+        yield welcome("first", 10_000, true); // it was killed: its journal has the session and no pause
+        yield { case: "calls", value: { calls: [{ callId: "early", leaseId: "l", rolloutId: "r" }] } };
+        left.push(pauseOf(await next()));
+        const frame = await next();
+        assert(frame.case === "results" && frame.value.results[0]?.result.case === "release");
+        yield { case: "paused", value: {} };
+        yield { case: "calls", value: { calls: [{ callId: "late", leaseId: "l", rolloutId: "r" }] } };
+        await next();
+      },
+    ];
+    const session = await ps.intercept();
+    await session.pause("weights", 90_000);
+    broken.resolve();
+    assert.equal((await session.nextCall())?.callId, "late");
+    await session.close();
+    assert(left[0] === 90_000 && left[1] !== undefined && left[1] > 0 && left[1] <= 90_000);
   });
 
   it("does not wait to connect again when it is closed", async () => {

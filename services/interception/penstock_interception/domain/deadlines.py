@@ -62,6 +62,11 @@ class Deadlines(Generic[Key]):
             if self._on_earlier is not None:
                 self._on_earlier()
 
+    def at(self, key: Key) -> float | None:
+        """Returns a key's deadline, or None."""
+        known = self._at.get(key)
+        return None if known is None else known[0]
+
     def drop(self, key: Key) -> None:
         """Removes a key's deadline, if any."""
         self._at.pop(key, None)

@@ -45,7 +45,6 @@ from penstock_interception.store.reading import StoredLease
 
 QUEUE_LINGER_S = 60.0
 RELEASE_PAUSE_S = 1.0
-PAUSE_AFTER_RESUME_S = 600.0
 MAX_POLICIES = MOST
 """The most policies that trainers of one selector announce versions of."""
 
@@ -461,8 +460,8 @@ class Leasing:
             if call.id in unsent or (has is not None and call.id not in has and not call.claimed):
                 session.send(call)
         old.taken_over = True
-        if old.id in old.queue.paused_by:
-            self.pause(session, PAUSE_AFTER_RESUME_S)
+        if (paused_until := self._deadlines.at((DeadlineKind.PAUSE, old.id))) is not None:
+            self.pause(session, paused_until - self._clock.steady())
         to_source = self._forget(old)
         for call in unwanted:
             self.requeue(call)

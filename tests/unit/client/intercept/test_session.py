@@ -316,6 +316,45 @@ async def test_a_pause_is_asked_for_again_when_the_gate_forgot_the_session(fakes
         await session.resume()
 
 
+@pytest.mark.requirement("R22", "R26")
+async def test_a_pause_is_asked_for_again_of_a_gate_that_resumes_the_session(fakes: Fakes, ps: Penstock) -> None:
+    """A gate that was killed knows the session from its journal, and not its pause: what it leases before it has read
+    the pause is put back.
+    """
+    broken, put_back = asyncio.Event(), asyncio.Event()
+
+    async def breaks(stream: Gate) -> None:
+        await stream.hello()
+        await stream.read()
+        await stream.send(paused=icpt.CallsPaused())
+        await broken.wait()
+        await stream.fail(Refusal(grpc.StatusCode.UNAVAILABLE))
+
+    async def resumes(stream: Gate) -> None:
+        await stream.hello(resumed=True)
+        await stream.calls("leased in the pause")
+        frame = await stream.read()
+        assert frame is not None and frame.HasField("pause"), frame
+        assert frame.pause.reason == "weights" and 0 < frame.pause.max_duration.ToMilliseconds() <= 90_000
+        assert (await stream.results())["leased in the pause"].HasField("release")
+        await stream.send(paused=icpt.CallsPaused())
+        put_back.set()
+        frame = await stream.read()
+        assert frame is not None and frame.HasField("resume"), frame
+        await stream.send(resumed=icpt.CallsResumed())
+        await stream.calls("c1")
+        await stream.goodbye()
+
+    fakes.converse(breaks, resumes)
+    async with ps.intercept() as session:
+        assert await session.pause("weights", max_duration=90.0) == 0
+        broken.set()
+        await put_back.wait()
+        await session.resume()
+        (call,) = await take(session, 1)
+        assert call.call_id == "c1"
+
+
 @pytest.mark.requirement("R26")
 async def test_pause_after_an_unawaited_resume_is_requested_itself(fakes: Fakes, ps: Penstock) -> None:
     """Who is told that calls are held may rely on it: an older pause's answer is not the newest one's."""

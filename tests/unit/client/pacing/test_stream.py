@@ -10,6 +10,7 @@ from itertools import count
 from typing import Any, cast
 
 import pytest
+from tests.support.waiting import eventually
 from tests.unit.analysis.trajectory_cases import failed, sample, trajectory
 from tests.unit.client.conftest import TOKEN, Fakes
 
@@ -25,6 +26,7 @@ from penstock.client import (
     RolloutStream,
     StreamBatch,
     Task,
+    Unavailable,
     sync,
 )
 from penstock.client.pacing.policies import DropStale, InOrder, Policy
@@ -40,6 +42,7 @@ class FakeGroup:
         self.group_id = task.task_id
         self.task, self.size = task, size
         self.cancelled = ""
+        self.refusals: list[Exception] = []
         self._ends: asyncio.Queue[RolloutResult | Exception] = asyncio.Queue()
         self._index = 0
 
@@ -67,6 +70,9 @@ class FakeGroup:
             yield item
 
     async def cancel(self, reason: str) -> None:
+        """Raises the first of `refusals`, if any."""
+        if self.refusals:
+            raise self.refusals.pop(0)
         self.cancelled = reason
 
 
@@ -277,6 +283,42 @@ async def test_a_group_that_its_driver_lost_comes_with_what_ended_and_the_error(
             assert (len(group.results), group.baseline) == (2, 1.0), "a broken sandbox is no reward of zero"
     assert (stream.bias().started, stream.bias().trained, stream.bias().running) == (4, 2, 0)
     assert started(stream.bias()) == {"4-7": 0.5, "unknown": 0.5}
+
+
+@pytest.mark.requirement("R32")
+@pytest.mark.parametrize("refusals", [0, 1])
+async def test_a_group_that_cannot_be_followed_is_cancelled(world: World, refusals: int) -> None:
+    """Its rollouts would run on, and nobody would count them. Where its driver cannot be reached, the stream's end
+    tries again.
+    """
+    away = Unavailable("the driver is away", reason="STREAM_ENDED")
+    async with world.stream(InOrder(batch=1, most=1), some(2), size=2) as stream:
+        group = await world.wait_created(0)
+        group.refusals = [away] * refusals
+        group.end(0.25)
+        group.lose(away)
+        async with aclosing(stream.batches()) as batches:
+            (lost,) = (await anext(batches)).groups
+            assert lost.error is away and len(lost.results) == 1
+        assert bool(group.cancelled) == (not refusals)
+    assert group.cancelled and not group.refusals
+
+
+@pytest.mark.requirement("R136")
+async def test_groups_start_again_where_the_policy_dropped_all_of_them(world: World) -> None:
+    """None of them runs any more, so that no end of one would start others."""
+    async with (
+        world.stream(DropStale(batch=2, most=4, max_staleness=1)) as stream,
+        aclosing(stream.batches()) as batches,
+    ):
+        for number in range(4):
+            (await world.wait_created(number)).end(1.0)
+        await eventually(lambda: stream.bias().running == 0, "all groups have ended")
+        stream.announce(100)
+        waiting = asyncio.ensure_future(anext(batches))
+        for number in (4, 5):
+            (await world.wait_created(number)).end(1.0)
+        assert numbers(await waiting) == [4, 5]
 
 
 async def test_leaving_the_loop_early_leaves_nothing_running(world: World) -> None:

@@ -1,7 +1,7 @@
 """Rollouts and groups against a driver that follows a script."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
@@ -31,6 +31,8 @@ from penstock.client import (
     PolicyConstraint,
     ResourceExhausted,
     RewardFrom,
+    Rollout,
+    RolloutHandle,
     RunBudgets,
     Sampling,
     SandboxChoice,
@@ -201,7 +203,8 @@ async def test_events_go_on_after_a_break_where_they_were(
     fakes: Fakes, ps: Penstock, gathered: Gathered, broken: Refusal
 ) -> None:
     """Events are streamed live; a broken stream loses none and repeats none."""
-    fakes.queue("GetRollout", pb.GetRolloutResponse(rollout=rollout()))
+    over = rollout(rollout_pb2.PHASE_ENDED, outcome=graded(0.5), last_sequence=3)
+    fakes.queue("GetRollout", pb.GetRolloutResponse(rollout=rollout()), pb.GetRolloutResponse(rollout=over))
     running = rollout_pb2.PhaseChanged(phase=rollout_pb2.PHASE_RUNNING)
     said = rollout_pb2.AgentEvent(kind=agent_pb2.AGENT_EVENT_KIND_TOOL_CALL, raw_line=b"{}")
     said.data.update({"name": "bash", "turn": 1})
@@ -219,6 +222,18 @@ async def test_events_go_on_after_a_break_where_they_were(
     assert events[1].payload == AgentEvent("tool_call", {"name": "bash", "turn": 1}, b"{}")
     assert isinstance(events[2].payload, Ended) and events[2].payload.outcome.reward is not None
     assert [item.after_sequence for item in fakes.requests["WatchRollout"]] == [0, 1, 2]
+
+
+@pytest.mark.requirement("R71")
+async def test_an_ended_rollout_has_no_events_after_its_last_one(
+    fakes: Fakes, ps: Penstock, gathered: Gathered
+) -> None:
+    """Whoever watched it to its end, and goes on later from there, need not wait for an error."""
+    over = rollout(rollout_pb2.PHASE_ENDED, outcome=graded(0.5), last_sequence=3)
+    fakes.queue("GetRollout", *[pb.GetRolloutResponse(rollout=over)] * 2)
+    fakes.queue("WatchRollout", [])
+    handle = await ps.rollouts.attach("r1")
+    assert await gathered(handle.events(after=3)) == []
 
 
 @pytest.mark.requirement("R74")
@@ -319,6 +334,33 @@ async def test_lists_are_followed_to_their_last_page(fakes: Fakes, ps: Penstock,
     found = await gathered(ps.rollouts.list(run_id="run", ended=False))
     assert [item.rollout_id for item in found] == ["r1", "r2"]
     assert fakes.requests["ListRollouts"][0].filter.HasField("ended")
+
+
+@pytest.mark.requirement("R140")
+async def test_what_the_drivers_that_are_there_have_is_graded_before_one_that_is_away_is_an_error(
+    fakes: Fakes, ps: Penstock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each grade comes out, also those under way when the list ends."""
+    listed = [handle.info for handle in [await _attached(fakes, ps, name) for name in ("r1", "r2", "r3")]]
+
+    async def without_one(**_: Any) -> AsyncGenerator[Rollout, None]:
+        for rollout in listed:
+            yield rollout
+        raise Unavailable("Cannot reach d1", reason="TRANSPORT_UNAVAILABLE")
+
+    monkeypatch.setattr(ps.rollouts, "list", without_one)
+    fakes.queue("RegradeRollout", *[pb.RegradeRolloutResponse()] * 3)
+    graded: list[str] = []
+    with pytest.raises(Unavailable, match="d1"):
+        async for one in ps.rollouts.regrade_all(run_id="run", concurrency=2):
+            assert one.error is None
+            graded.append(one.rollout.rollout_id)
+    assert sorted(graded) == ["r1", "r2", "r3"]
+
+
+async def _attached(fakes: Fakes, ps: Penstock, rollout_id: str) -> RolloutHandle:
+    fakes.queue("GetRollout", pb.GetRolloutResponse(rollout=rollout(rollout_id=rollout_id)))
+    return await ps.rollouts.attach(rollout_id)
 
 
 async def test_exported_fragments_are_put_together_by_rollout(fakes: Fakes, ps: Penstock, gathered: Gathered) -> None:

@@ -138,6 +138,21 @@ def test_a_token_is_never_sent_in_clear_beyond_this_machine(target: str) -> None
     assert resolve(target).token is None
 
 
+@pytest.mark.requirement("R8", "R9")
+def test_the_callers_token_and_certificates_replace_those_of_endpoints() -> None:
+    """They are the caller's arguments, whatever the target is; the token still travels in clear on loopback only."""
+    near, far = Endpoints(token="own", token_origin="a file"), Endpoints(driver="10.0.0.1:9")
+    found = resolve(near, "given")
+    assert (found.token, found.token_origin) == ("given", Endpoints().token_origin)
+    assert resolve(near) == near
+    tls = Tls(Path("ca.pem"))
+    found = resolve(far, "given", tls)
+    assert (found.token, found.tls, found.driver) == ("given", tls, far.driver)
+    assert resolve(Endpoints(tls=tls)).tls == tls
+    with pytest.raises(ConfigurationError, match="in clear"):
+        resolve(far, "given")
+
+
 @pytest.mark.requirement("R3")
 @pytest.mark.parametrize("token", ["", " ", "x ", "a\nb", "é"])
 def test_a_blank_or_broken_token_is_refused(token: str, monkeypatch: pytest.MonkeyPatch) -> None:

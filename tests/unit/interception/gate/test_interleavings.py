@@ -389,6 +389,21 @@ async def test_a_prompt_with_images_is_made_in_a_thread(tmp_path: Path, monkeypa
     assert made == [False, True]
 
 
+@pytest.mark.requirement("R22", "R146")
+async def test_a_session_that_resumes_keeps_the_end_of_its_pause(tmp_path: Path) -> None:
+    """A trainer that does not ask again would find its calls held for longer than it asked."""
+    async with inner_gate(tmp_path) as gate:
+        rollout = await gate.open()
+        old = gate.join()
+        gate.interceptor.sessions.pause(old, 50.0)
+        await gate.passes(20.0)
+        new = gate.join(resume=old.id)
+        await gate.passes(29.0)
+        assert rollout.paused_by == {new.id}
+        await gate.passes(1.0)
+        assert not rollout.paused_by
+
+
 @pytest.mark.requirement("R31", "R146")
 async def test_a_replaced_session_begins_no_pause(tmp_path: Path) -> None:
     """Its stream may still be read for a while; nothing would end such a pause."""

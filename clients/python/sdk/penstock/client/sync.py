@@ -87,7 +87,7 @@ class Penstock(Standin):
         self.close()
 
     def close(self) -> None:
-        """Closes the connection and ends its thread. Idempotent."""
+        """Closes the connection and ends its thread; what other threads wait for raises RuntimeError. Idempotent."""
         if not self._is_open:
             return
         self._is_open = False

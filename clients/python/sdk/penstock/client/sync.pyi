@@ -309,6 +309,9 @@ class RolloutsClient:
             name: as in `regrade`.
             concurrency: how many at once, at least 1; each has a sandbox meanwhile.
             run_id, group_id, labels, task_id, agent: as in `list`.
+
+        Raises:
+            Unavailable: a driver is away, as in `list`. It is raised after the grades of all other drivers' rollouts.
         """
     def list(
         self,
@@ -1269,7 +1272,8 @@ class RolloutHandle:
     def refresh(self) -> Rollout:
         """Fetches the rollout's current state."""
     def events(self, *, after: int = 0) -> Generator[RolloutEvent]:
-        """Yields its events with a sequence number greater than `after`, the past ones first; ends after `Ended`.
+        """Yields its events with a sequence number greater than `after`, the past ones first; ends after `Ended`, or at
+        once where an ended rollout has none.
 
         A broken stream is resumed. Raises NotFound `HOME_LOST` if the driver came back without its state.
         """

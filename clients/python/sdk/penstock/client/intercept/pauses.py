@@ -2,16 +2,30 @@
 
 The gate answers requests in order, and also reports resumed flow when a pause expires. So an answer belongs to the
 oldest request if it is of its kind, and the wanted state ends only when no request is open.
+
+A gate that restarts forgets a pause, even of a session that it resumes. So each new stream requests it again, for what
+is left of it.
 """
 
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Final
 
 from penstock.client.errors import PenstockError
 from penstock.client.wire.chat import duration
 from penstock.interception.v1 import intercept_service_pb2 as pb
+
+PAUSE_S: Final = 600.0
+"""Seconds of a pause without a duration."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Pause:
+    reason: str
+    until: float
+    """When it ends, on the loop's clock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,16 +40,16 @@ class Pauses:
 
     def __init__(self, send: Callable[[pb.InterceptRequest], None]) -> None:
         self._send = send
-        self._wanted: pb.InterceptRequest | None = None
+        self._wanted: _Pause | None = None
         self._asked: deque[_Asked] = deque()
         self.is_unconfirmed = False
         """Whether the session is paused and this gate does not know it yet: calls that it leases are put back."""
 
     def pause(self, reason: str, max_duration: float | None) -> asyncio.Future[int]:
         """Requests a pause; the result is the number of open calls when the gate began to hold the others."""
-        pause = pb.PauseCalls(reason=reason, max_duration=duration(max_duration))
-        self._wanted = pb.InterceptRequest(pause=pause)
-        return self._answer(self._wanted)
+        frame = _frame(reason, max_duration)
+        self.adopt(reason, PAUSE_S if max_duration is None else max_duration)
+        return self._answer(frame)
 
     def resume(self) -> asyncio.Future[int]:
         """Requests that calls flow; the future is done when they do."""
@@ -46,15 +60,22 @@ class Pauses:
         """Yields the open requests: each new stream sends them again."""
         yield from (asked.frame for asked in self._asked)
 
-    def adopt(self, pause: pb.PauseCalls) -> None:
-        """A pause of the session that this gate gets with its first stream."""
-        self._wanted = pb.InterceptRequest(pause=pause)
+    def adopt(self, reason: str, left: float) -> None:
+        """A pause of the session, with `left` seconds left of it, that this gate gets with its next stream."""
+        self._wanted = _Pause(reason, asyncio.get_running_loop().time() + left)
 
-    def forgotten(self) -> None:
-        """The gate forgot the session: requests the current pause again, unless an open request decides."""
-        if not self._asked and self._wanted is not None:
-            self.is_unconfirmed = True
-            self._send(self._wanted)
+    def began_stream(self) -> None:
+        """Requests the current pause again for what is left of it, unless an open request decides: the gate may have
+        forgotten it.
+        """
+        if self._asked or self._wanted is None:
+            return
+        left = self._wanted.until - asyncio.get_running_loop().time()
+        self.is_unconfirmed = left > 0
+        if self.is_unconfirmed:
+            self._send(_frame(self._wanted.reason, left))
+        else:
+            self._wanted = None
 
     def began_without_it(self) -> None:
         """The session's pause has begun, and did not wait for this gate, which could not be reached."""
@@ -88,3 +109,7 @@ class Pauses:
     def _answered(self, kind: str, open_calls: int) -> None:
         if self._asked and self._asked[0].frame.WhichOneof("frame") == kind:
             self._asked.popleft().answer.set_result(open_calls)
+
+
+def _frame(reason: str, max_duration: float | None) -> pb.InterceptRequest:
+    return pb.InterceptRequest(pause=pb.PauseCalls(reason=reason, max_duration=duration(max_duration)))

@@ -27,6 +27,7 @@ from penstock.client.intercept.calls import ModelCall
 from penstock.client.intercept.host_tools import HostTool, Serving
 from penstock.client.intercept.leases import Inbox
 from penstock.client.intercept.metric_log import MetricLog
+from penstock.client.intercept.pauses import PAUSE_S
 from penstock.client.intercept.stream import GateStream, SessionOptions
 from penstock.client.transport import tracing
 from penstock.client.transport.cluster import FRESH_S, NOT_ASKED, Cluster, Member
@@ -42,7 +43,6 @@ GONE_S: Final = 30.0
 """How long calls wait for a gate of which the driver, too, says that it is lost: one that restarts keeps its calls."""
 LOOK_AGAIN_S: Final = 1.0
 """How often the driver is asked for the gates while one is away. Else as often as its answer is not fresh any more."""
-_PAUSE_S: Final = 600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,7 +255,7 @@ class InterceptSession:
             The number of calls leased or dispatched now; answers to them are still accepted.
         """
         self._raise_if_over()
-        until = asyncio.get_running_loop().time() + (_PAUSE_S if max_duration is None else max_duration)
+        until = asyncio.get_running_loop().time() + (PAUSE_S if max_duration is None else max_duration)
         self._pause = pb.PauseCalls(reason=reason, max_duration=duration(max_duration)), until
         return sum(
             await self._everywhere(
@@ -368,7 +368,7 @@ class InterceptSession:
         if self._pause is not None:
             pause, until = self._pause
             if (left := until - asyncio.get_running_loop().time()) > 0:
-                stream.pauses.adopt(pb.PauseCalls(reason=pause.reason, max_duration=duration(max(left, 1.0))))
+                stream.pauses.adopt(pause.reason, max(left, 1.0))
         gate = _Gate(member, stream)
         if member.is_lost:
             gate.unreachable.set()

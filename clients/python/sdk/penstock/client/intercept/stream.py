@@ -343,8 +343,7 @@ class GateStream:
         self._leases.taken_up(set(welcome.held_call_ids) if welcome.resumed else None)
         self.tools.taken_up(resumed=welcome.resumed)
         self._prompts.clear()
-        if not welcome.resumed or self.pauses.is_unconfirmed:
-            self.pauses.forgotten()
+        self.pauses.began_stream()
         self._wake.set()
 
     async def _read(self, stream: Any) -> pb.InterceptResponse | None:

@@ -114,6 +114,8 @@ class RolloutStream:
         self._version, self._is_taken, self._is_announced = policy_version, False, False
         self._groups: list[_Started] = []
         self._live: set[_Started] = set()
+        # Groups that could not be cancelled, and may run on.
+        self._uncancelled: list[GroupHandle] = []
         self._number = self._ready = self._left_out = 0
         self._late: list[RolloutResult] = []
         self._late_sum, self._late_count = 0.0, 0
@@ -145,6 +147,8 @@ class RolloutStream:
         for task in work:
             task.cancel()
         await asyncio.gather(*work, return_exceptions=True)
+        again, self._uncancelled = self._uncancelled, []
+        await asyncio.gather(*(abandon(handle, _REASON) for handle in again))
 
     def announce(self, policy_version: int) -> None:
         """Sets the trainer's newest policy version, from which staleness is counted.
@@ -172,6 +176,7 @@ class RolloutStream:
             Exception: what the iterator of tasks raises.
         """
         while self._is_open:
+            self._changed.clear()  # before the look: what it changes is looked at again
             if not self._groups:  # of a bound of 0 the next batch is of this version, or there is none
                 self._is_taken = False
             self._fill()
@@ -185,7 +190,6 @@ class RolloutStream:
                 raise self._failure
             if self._is_last and not self._groups:
                 return
-            self._changed.clear()
             await self._changed.wait()
 
     # Starts.
@@ -224,7 +228,7 @@ class RolloutStream:
             group.work.add_done_callback(partial(self._over, group))
 
     async def _run(self, group: _Started) -> None:
-        """Creates a group and collects its rollouts; cancels it if cancelled."""
+        """Creates a group and collects its rollouts; cancels those that it does not see the end of."""
         try:
             group.handle = await created_with_room(partial(self._create, group.task), _REASON)
             try:
@@ -233,12 +237,18 @@ class RolloutStream:
                         self._ended(group, result)
             except PenstockError as error:
                 group.error = error
+                await self._abandon(group)  # before `_over`: until then they count as running
         except asyncio.CancelledError:
-            if group.handle is not None and group.running:
-                await abandon(group.handle, _REASON)
+            await self._abandon(group)
             raise
         except Exception as error:  # noqa: BLE001 - `batches` raises it
             self._fail(error)
+            await self._abandon(group)
+
+    async def _abandon(self, group: _Started) -> None:
+        """Cancels what still runs of a group; what cannot be cancelled now is tried again by `close`."""
+        if group.handle is not None and group.running and not await abandon(group.handle, _REASON):
+            self._uncancelled.append(group.handle)
 
     # Ends.
 
@@ -293,6 +303,8 @@ class RolloutStream:
             group.is_out = True
             if group.work is not None and group in self._live:
                 group.work.cancel()
+        if dropped:
+            self._notify()  # there is room for others, and nothing that runs may be left to say so
         if not chosen:
             return None
         groups = tuple(map(self._streamed, chosen))

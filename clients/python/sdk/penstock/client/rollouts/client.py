@@ -330,6 +330,9 @@ class RolloutsClient:
             name: as in `regrade`.
             concurrency: how many at once, at least 1; each has a sandbox meanwhile.
             run_id, group_id, labels, task_id, agent: as in `list`.
+
+        Raises:
+            Unavailable: a driver is away, as in `list`. It is raised after the grades of all other drivers' rollouts.
         """
         if concurrency < 1:
             raise ValueError(f"concurrency: at least 1, not {concurrency}")
@@ -341,22 +344,28 @@ class RolloutsClient:
                 return results.Regraded(rollout, None, error)
 
         running: set[asyncio.Task[results.Regraded]] = set()
+        away: PenstockError | None = None
         found = self.list(run_id=run_id, group_id=group_id, labels=labels, ended=True, task_id=task_id, agent=agent)
         try:
-            async with aclosing(found):
-                async for rollout in found:
-                    if isinstance(verifier, Mapping) and rollout.task_id not in verifier:
-                        continue
-                    given = verifier[rollout.task_id] if isinstance(verifier, Mapping) else verifier
-                    running.add(asyncio.ensure_future(one(rollout, given)))
-                    if len(running) >= concurrency:
-                        done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-                        for task in done:
-                            yield task.result()
+            try:
+                async with aclosing(found):
+                    async for rollout in found:
+                        if isinstance(verifier, Mapping) and rollout.task_id not in verifier:
+                            continue
+                        given = verifier[rollout.task_id] if isinstance(verifier, Mapping) else verifier
+                        running.add(asyncio.ensure_future(one(rollout, given)))
+                        if len(running) >= concurrency:
+                            done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                            for task in done:
+                                yield task.result()
+            except PenstockError as error:
+                away = error  # what the others have is graded first
             while running:
                 done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     yield task.result()
+            if away is not None:
+                raise away
         finally:
             for task in running:
                 task.cancel()

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing, suppress
 from typing import Any, Final, Literal, TypeVar
 
-from penstock.client.errors import PenstockError, ResourceExhausted, Unavailable, is_broken
+from penstock.client.errors import NotFound, PenstockError, ResourceExhausted, Unavailable, is_broken
 from penstock.client.intercept.calls import ModelCall
 from penstock.client.intercept.session import Selector
 from penstock.client.rollouts.driver_rpc import Driver
@@ -55,7 +55,8 @@ class RolloutHandle:
         return self.info
 
     async def events(self, *, after: int = 0) -> AsyncGenerator[results.RolloutEvent, None]:
-        """Yields its events with a sequence number greater than `after`, the past ones first; ends after `Ended`.
+        """Yields its events with a sequence number greater than `after`, the past ones first; ends after `Ended`, or at
+        once where an ended rollout has none.
 
         A broken stream is resumed. Raises NotFound `HOME_LOST` if the driver came back without its state.
         """
@@ -76,6 +77,9 @@ class RolloutHandle:
                             yield event
                         if message.event.HasField("ended"):
                             return
+                # The driver itself ended the stream: it sends nothing more where `Ended` is not after `position`.
+                if (await self.refresh()).outcome is not None and position >= self.info.last_sequence:
+                    return
             except PenstockError as broken:
                 if not is_broken(broken):
                     raise patience.explained(broken) from broken
@@ -391,13 +395,19 @@ def branch_request(
     return request
 
 
-async def abandon(handle: RolloutHandle | GroupHandle, reason: str) -> None:
-    """Cancels a rollout or a group even if the caller is cancelled meanwhile; errors are suppressed."""
+async def abandon(handle: RolloutHandle | GroupHandle, reason: str) -> bool:
+    """Cancels a rollout or a group even if the caller is cancelled meanwhile; errors are suppressed.
+
+    Returns whether nothing of it runs any more, as far as its driver knows.
+    """
     # In a task of its own: the caller's task may be cancelled again while it waits.
     work = asyncio.ensure_future(handle.cancel(reason))
     with suppress(Exception, asyncio.CancelledError):
-        await asyncio.wait_for(asyncio.shield(work), CANCEL_S)
+        with suppress(NotFound):  # its driver came back without it
+            await asyncio.wait_for(asyncio.shield(work), CANCEL_S)
+        return True
     work.cancel()
+    return False
 
 
 async def created_with_room(create: Callable[[], Coroutine[Any, Any, H]], reason: str) -> H:

@@ -5,10 +5,13 @@ import inspect
 import threading
 from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from types import TracebackType
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Final, Self, TypeVar
 
 T = TypeVar("T")
+
+_CLOSED: Final = "This connection is closed"
 
 
 class Loop:
@@ -16,36 +19,86 @@ class Loop:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="penstock-sync", daemon=True)
+        # Nothing is begun after the loop was told to end: nobody would say that it never came to run.
+        # Reentrant: a signal's handler may close the loop.
+        self._lock = threading.RLock()
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._serve, name="penstock-sync", daemon=True)
         self._thread.start()
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Starts a coroutine; wait for its result in another thread than the loop's."""
+        """Starts a coroutine; wait for its result in another thread than the loop's. `close` cancels it.
+
+        Raises:
+            RuntimeError: the loop is closed, or this is its own thread.
+        """
+        with self._beginning(coroutine):
+            return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """Waits for a coroutine and returns its result; an interrupt of the waiting thread cancels it, and is raised
+        once it has ended.
+
+        Raises:
+            RuntimeError: the loop is closed, also meanwhile, or this is its own thread.
+        """
+        tasks: list[asyncio.Task[Any]] = []
+        ended = threading.Event()
+
+        def start() -> None:
+            tasks.append(self._loop.create_task(coroutine))
+            tasks[0].add_done_callback(lambda _: ended.set())
+
+        with self._beginning(coroutine):
+            self._loop.call_soon_threadsafe(start)
+        try:
+            ended.wait()
+        except BaseException:
+            with suppress(RuntimeError):  # the loop has ended, and the coroutine with it
+                self._loop.call_soon_threadsafe(lambda: tasks[0].cancel())  # `start` came before
+            ended.wait()  # who cleans up next finds nothing that still runs
+            raise
+        if tasks[0].cancelled():
+            raise RuntimeError(_CLOSED)
+        return tasks[0].result()
+
+    def close(self) -> None:
+        """Cancels what runs, which raises in the threads that wait for it, and ends the thread. Idempotent."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+    def _serve(self) -> None:
+        """Runs the loop, and ends it as `asyncio.run` does."""
+        try:
+            self._loop.run_forever()
+            self._loop.run_until_complete(_cancel_all())
+            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+        finally:
+            self._loop.close()
+
+    @contextmanager
+    def _beginning(self, coroutine: Coroutine[Any, Any, Any]) -> Iterator[None]:
+        """A block that may give the coroutine to the loop. Raises as `submit`."""
         if threading.current_thread() is self._thread:
             coroutine.close()
             raise RuntimeError("penstock.client.sync cannot be used from its own event loop")
-        if self._loop.is_closed():
-            coroutine.close()
-            raise RuntimeError("This connection is closed")
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        with self._lock:
+            if self._is_closed:
+                coroutine.close()
+                raise RuntimeError(_CLOSED)
+            yield
 
-    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """Waits for a coroutine and returns its result; an interrupt of the waiting thread cancels it."""
-        future = self.submit(coroutine)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
 
-    def close(self) -> None:
-        """Stops the thread. Idempotent."""
-        if self._loop.is_closed():
-            return
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.run_until_complete(self._loop.shutdown_asyncgens())
-        self._loop.close()
+async def _cancel_all() -> None:
+    """Cancels all other tasks of the loop and waits for them."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
 
 
 class Standin:

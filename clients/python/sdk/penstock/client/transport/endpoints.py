@@ -136,13 +136,19 @@ def resolve(
     Raises:
         ConfigurationError: an address, a token, the namespace or the connection file is invalid; the message names it.
     """
-    found = target if isinstance(target, Endpoints) else _found(target, token, tls)
+    found = _with(target, token, tls) if isinstance(target, Endpoints) else _found(target, token, tls)
     if namespace is None:
         namespace = found.namespace or os.environ.get("PENSTOCK_NAMESPACE", "")
     discover = found.discover and _environment_discover()
     if (namespace, discover) == (found.namespace, found.discover):
         return found
     return replace(found, namespace=namespace, discover=discover)
+
+
+def _with(endpoints: Endpoints, token: str | None, tls: Tls | None) -> Endpoints:
+    """Returns endpoints with the token and the certificates that the caller gives."""
+    sent, token_origin = (token, _GIVEN) if token else (endpoints.token, endpoints.token_origin)
+    return replace(endpoints, token=sent, token_origin=token_origin, tls=tls or endpoints.tls)
 
 
 def _found(target: str | Path | Mapping[str, str] | None, token: str | None, tls: Tls | None) -> Endpoints:

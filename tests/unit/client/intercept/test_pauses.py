@@ -1,0 +1,66 @@
+"""What a session requests of the flow of its calls when a stream begins anew."""
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from penstock.client.intercept.pauses import PAUSE_S, Pauses
+from penstock.interception.v1 import intercept_service_pb2 as pb
+
+
+@pytest.fixture
+def sent() -> list[pb.InterceptRequest]:
+    """The frames for the gate."""
+    return []
+
+
+@pytest.fixture
+async def pass_time(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Sets the loop's clock so many seconds forward. It stands still otherwise."""
+    loop = asyncio.get_running_loop()
+    clock = [loop.time()]
+    monkeypatch.setattr(loop, "time", lambda: clock[0])
+
+    def pass_time(seconds: float) -> None:
+        clock[0] += seconds
+
+    return pass_time
+
+
+async def _held(pauses: Pauses, max_duration: float | None) -> None:
+    answer = pauses.pause("weights", max_duration)
+    pauses.paused(0)
+    await answer
+
+
+@pytest.mark.requirement("R26")
+@pytest.mark.parametrize("asked", [90.0, None])
+async def test_a_pause_is_requested_again_for_what_is_left_of_it(
+    sent: list[pb.InterceptRequest], pass_time: Callable[[float], None], asked: float | None
+) -> None:
+    """Else a gate that breaks at the end of a pause would hold the calls as long again."""
+    pauses = Pauses(sent.append)
+    await _held(pauses, asked)
+    pass_time(60.0)
+    sent.clear()
+    pauses.began_stream()
+    (frame,) = sent
+    assert frame.pause.reason == "weights" and pauses.is_unconfirmed
+    assert frame.pause.max_duration.ToSeconds() == (PAUSE_S if asked is None else asked) - 60
+
+
+@pytest.mark.requirement("R26")
+async def test_a_pause_of_which_nothing_is_left_is_not_requested_again(
+    sent: list[pb.InterceptRequest], pass_time: Callable[[float], None]
+) -> None:
+    """Also where the gate could not say that it has ended."""
+    pauses = Pauses(sent.append)
+    await _held(pauses, 90.0)
+    pass_time(60.0)
+    pauses.began_stream()
+    assert pauses.is_unconfirmed
+    pass_time(30.0)
+    sent.clear()
+    pauses.began_stream()
+    assert not sent and not pauses.is_unconfirmed
