@@ -141,7 +141,7 @@ def chart_values(
         values = _merged(values, {service: {"settings": open_ones}})
     scaling = _part(values, "autoscaling")
     for service in ("driver", "interception", "inference") if outside else ():
-        # The chart scales drivers and gates unless it is told not to, and no inference services.
+        # The chart scales drivers and gates unless its values say otherwise, and no inference services.
         may_scale = service != "inference" and scaling.get("mode", "none") != "none"
         scaled = may_scale and _part(scaling, service).get("enabled", True)
         if values[service]["replicas"] != 1 or scaled:

@@ -19,7 +19,7 @@ class Loop:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
-        # Nothing is begun after the loop was told to end: nobody would say that it never came to run.
+        # Nothing is begun once the loop is asked to end: nobody would report that it never came to run.
         # Reentrant: a signal's handler may close the loop.
         self._lock = threading.RLock()
         self._is_closed = False
