@@ -18,6 +18,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import platform
@@ -36,6 +37,7 @@ import structlog
 from penstock_chassis.aio.retry import Pause
 from penstock_chassis.aio.single_flight import SingleFlight
 from penstock_chassis.aio.tasks import TaskOwner
+from penstock_chassis.disk import REFUSED as DISK_REFUSED
 from penstock_chassis.errors import DeadlineExceeded, PenstockError, ResourceExhausted
 from penstock_sandbox.backends.images import errors, reference, unpack
 from penstock_sandbox.backends.images.reference import Reference
@@ -54,6 +56,9 @@ ENTRY_BYTES = 4096
 _NAME_DIGITS = 40
 _MACHINES = {"x86_64": "amd64", "aarch64": "arm64", "arm64": "arm64"}
 _VERSION = 1
+_DISK_RETRY_S = 5.0
+_SCARCE: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN})
+"""This machine has too few open files, memory or processes at the moment."""
 # A sandbox of a pulled image is made sooner than this.
 _GRACE_S = 60.0
 
@@ -287,9 +292,8 @@ class ImageStore:
                 metadata={"image": name},
             ) from error
         except OSError as error:
-            raise ResourceExhausted(
-                f"the image {name} could not be stored: {error.strerror or error}", reason="DISK_LOW", retry_after_s=5.0
-            ) from error
+            _log.warning("an image could not be stored", image=name, error=repr(error))
+            raise _not_stored(name, error) from error
         _log.info("an image is here", image=name, id=image.id)
         return image.id
 
@@ -489,6 +493,18 @@ def _remove(path: Path) -> None:
     except OSError as error:
         # Space that the next start reclaims; no reason to refuse service.
         _log.error("what is left of an image was not removed", path=str(path), error=repr(error))
+
+
+def _not_stored(name: str, error: OSError) -> PenstockError:
+    # Without the error's own text, which may have a path: callers need neither the service's nor an image's names.
+    why = os.strerror(error.errno) if error.errno is not None else "an input or output error"
+    if error.errno in DISK_REFUSED:
+        return ResourceExhausted(
+            f"the image {name} could not be stored: {why}", reason="DISK_LOW", retry_after_s=_DISK_RETRY_S
+        )
+    if error.errno in _SCARCE:
+        return errors.pull_failed(name, why)
+    return errors.unusable(name, f"it cannot be stored here: {why}")
 
 
 def machine() -> str:
