@@ -24,6 +24,7 @@ from pathlib import Path
 
 from penstock.values.locks import NpmLock
 from penstock_chassis.aio.retry import Delays, Pause, retry
+from penstock_chassis.aio.tasks import TaskOwner
 from penstock_chassis.errors import FailedPrecondition, Unavailable
 from penstock_sandbox.domain.model import PythonTarget
 from penstock_sandbox.toolboxes import npm_settings, pip_settings, python_packages, runtimes
@@ -249,7 +250,8 @@ class Installer:
                 await asyncio.to_thread(process.wait)
             if code == 0:
                 await asyncio.to_thread(take_over, prefix)
-                await asyncio.to_thread(shutil.move, prefix / work.folder, target)
+                # To its end also where this is cancelled: the caller then removes the target.
+                await TaskOwner().finish(asyncio.to_thread(shutil.move, prefix / work.folder, target))
             return code, lines
 
 

@@ -11,7 +11,8 @@ Invariants
   a ``kill -9`` leaves nothing that is half there. A layer that is there is never replaced: sandboxes may be on it.
 - Both digests of a layer are checked: of what the registry sends, and of what it unpacks to.
 - An image in use is never evicted, nor a layer of it. The others together take at most ``most_bytes``: the least
-  recently used are evicted first.
+  recently used are evicted first. They also give way to a pull for which too little of the disk is free; one that
+  leaves less than the minimum is refused, or stopped, with nothing left of it.
 - One pull of an image and one of a layer at a time, shared by all callers; a cancelled caller does not stop it.
 """
 
@@ -42,6 +43,7 @@ from penstock_chassis.errors import DeadlineExceeded, PenstockError, ResourceExh
 from penstock_sandbox.backends.images import errors, reference, unpack
 from penstock_sandbox.backends.images.reference import Reference
 from penstock_sandbox.backends.images.registry import Blob, Manifest, Registry, RegistryOptions
+from penstock_sandbox.domain.free_space import Watermark
 from penstock_sandbox.guest.common import walk
 
 MOST_ENTRIES: Final = 1_000_000
@@ -57,6 +59,8 @@ _NAME_DIGITS = 40
 _MACHINES = {"x86_64": "amd64", "aarch64": "arm64", "arm64": "arm64"}
 _VERSION = 1
 _DISK_RETRY_S = 5.0
+_UNPACKED = 4
+"""What a packed layer may take: itself, and about three times as much unpacked."""
 _SCARCE: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN})
 """This machine has too few open files, memory or processes at the moment."""
 # A sandbox of a pulled image is made sooner than this.
@@ -152,9 +156,16 @@ class ImageStore:
     """The images under ``root``."""
 
     def __init__(
-        self, root: Path, options: ImageOptions, *, clock: Callable[[], float] = time.time, pause: Pause = asyncio.sleep
+        self,
+        root: Path,
+        options: ImageOptions,
+        *,
+        space: Watermark | None = None,
+        clock: Callable[[], float] = time.time,
+        pause: Pause = asyncio.sleep,
     ) -> None:
         self._root = root
+        self._space = space or Watermark(root)
         self._options = options
         self._clock = clock
         self._registry = Registry(options.registry, pause=pause)
@@ -311,7 +322,11 @@ class ImageStore:
         names = [_name(one) for one in diff_ids]
         self._pulled.update(names)
         try:
-            layers = await self._all_layers(wanted, list(zip(diff_ids, blobs, strict=True)))
+            parts = list(zip(diff_ids, blobs, strict=True))
+            lacking = {diff_id: blob.size for diff_id, blob in parts if self._found(diff_id) is None}
+            await self._make_room(sum(lacking.values()))
+            async with self._space.kept():
+                layers = await self._all_layers(wanted, parts)
             size = sum(layer.size for layer in {layer.name: layer for layer in layers}.values())
             if size > most:
                 raise errors.too_large(str(wanted), f"it unpacks to {size} bytes; local_max_image_bytes is {most}")
@@ -326,6 +341,20 @@ class ImageStore:
             self._remove_unused(names)
         self._trim()
         return image
+
+    async def _make_room(self, packed: int) -> None:
+        """Evicts images as long as layers of so many bytes may not fit. Raises ResourceExhausted (DISK_LOW)."""
+        if not packed:
+            return
+        before = self._clock() - _GRACE_S
+        for kept in self._by_use():
+            if self._space.allows(_UNPACKED * packed) or kept.used_at > before:
+                break
+            # Looked up each time: images are taken and evicted while others are removed.
+            if self._held[kept.image.id] <= 0 and self._images.get(kept.image.id) is kept:
+                self._evict(kept)
+                await self._removals.wait()
+        self._space.check(packed)
 
     async def _all_layers(self, wanted: Reference, parts: Sequence[tuple[str, Blob]]) -> list[Layer]:
         tasks: list[asyncio.Task[Layer]] = []
@@ -454,12 +483,16 @@ class ImageStore:
     def _trim(self) -> None:
         """Evicts the least recently used images until the rest fits."""
         left, before = self.bytes, self._clock() - _GRACE_S
-        for kept in sorted(self._images.values(), key=lambda one: one.used_at):
+        for kept in self._by_use():
             if left <= self._options.most_bytes or kept.used_at > before:
                 return
             if self._held[kept.image.id] <= 0:
                 self._evict(kept)
                 left = self.bytes
+
+    def _by_use(self) -> list[_Kept]:
+        """Returns all images, the least recently used first."""
+        return sorted(self._images.values(), key=lambda one: one.used_at)
 
     def _evict(self, kept: _Kept) -> None:
         _log.info("an image is evicted", id=kept.image.id, names=sorted(kept.names))
@@ -468,6 +501,8 @@ class ImageStore:
         del self._images[kept.image.id]
         for name in kept.names:
             self._by_name.pop(name, None)
+        # Those that a pull needs stay.
+        self._complete |= {layer.name: layer for layer in kept.image.layers if self._pulled[layer.name]}
         self.on_evicted(kept.image)
         self._remove_unused([layer.name for layer in kept.image.layers])
 
