@@ -10,6 +10,7 @@ Invariants
   Install scripts never run. When the service is root the installer is not.
 - A toolbox in use is not removed. Above ``max_bytes``, and while the disk is low, the least recently used of the others
   are. While the disk is low nothing is installed: an installation that makes it so is stopped, and nothing of it stays.
+- Few installations run at once; the others wait, in the order in which they came.
 """
 
 from __future__ import annotations
@@ -50,6 +51,8 @@ _PLATFORM = re.compile(r"(manylinux|musllinux)_[0-9]{1,3}_[0-9]{1,3}_[a-z0-9_]{1
 _LAST_USED = 16
 """Toolboxes that are never evicted: a sandbox that is about to be created may name them."""
 _META = "toolbox.json"
+_AT_ONCE = 4
+"""Installations: each is a process of pip or npm, of hundreds of megabytes, for up to an hour."""
 
 _log = structlog.get_logger(__name__)
 
@@ -94,6 +97,7 @@ class Toolboxes:
         self._debian = debian or DebianPackages((), 0)
         self._max_bytes = max_bytes
         self._space = space or Watermark(folder)
+        self._turns = asyncio.Semaphore(_AT_ONCE)
         self._working: dict[str, SharedWork[str, Toolbox]] = {}
         self._known: dict[str, _Installed] = {}
         self._users: Counter[tuple[str, str]] = Counter()
@@ -240,18 +244,22 @@ class Toolboxes:
     async def _add_packages(
         self, spec: ToolboxSpec, found: Sequence[runtimes.FoundRuntime], content: Path, report: Callable[[str], None]
     ) -> None:
-        async with self._space.kept():
-            if spec.npm_packages:
-                await self._installer.npm(spec.npm_packages, content, report)
-            if spec.npm_lock:
-                lock = await asyncio.to_thread(npm_lock, spec.npm_lock)
-                await self._installer.npm_locked(lock, content, report)
-            if spec.python_packages and spec.python_target is not None:
-                await self._installer.python_for(spec.python_packages, spec.python_target, content, report)
-            elif spec.python_packages:
-                await self._installer.python(spec.python_packages, _python_of(spec, found), content, report)
-            if spec.debian_lock:
-                await self._debian.install(debian_lock(spec.debian_lock), content, report)
+        if self._turns.locked():
+            report(f"{_AT_ONCE} other toolboxes are being installed: this one waits for its turn")
+        async with self._turns:
+            self._space.check()
+            async with self._space.kept():
+                if spec.npm_packages:
+                    await self._installer.npm(spec.npm_packages, content, report)
+                if spec.npm_lock:
+                    lock = await asyncio.to_thread(npm_lock, spec.npm_lock)
+                    await self._installer.npm_locked(lock, content, report)
+                if spec.python_packages and spec.python_target is not None:
+                    await self._installer.python_for(spec.python_packages, spec.python_target, content, report)
+                elif spec.python_packages:
+                    await self._installer.python(spec.python_packages, _python_of(spec, found), content, report)
+                if spec.debian_lock:
+                    await self._debian.install(debian_lock(spec.debian_lock), content, report)
 
     def mounted(
         self, toolbox_id: str, namespace: str = DEFAULT_NAMESPACE, *, host_programs: bool = True

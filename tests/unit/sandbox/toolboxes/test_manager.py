@@ -354,6 +354,40 @@ class Held(Installer):
         (target / "node_modules").mkdir()
 
 
+@pytest.mark.requirement("R26", "R57")
+async def test_few_installations_run_at_once_and_the_others_say_that_they_wait(tmp_path: Path) -> None:
+    """In the order in which they came; a toolbox without packages does not wait."""
+    installer = Held()
+    toolboxes = Toolboxes(tmp_path / "toolboxes", installer)
+    toolboxes.open()
+    specs = [ToolboxSpec(f"box{number}", npm_packages=(f"tool@{number}.0.0",)) for number in range(6)]
+    making = [asyncio.create_task(install(toolboxes, spec)) for spec in specs]
+    await eventually(lambda: len(installer.began) == 4, "the first have begun")
+    await install(toolboxes, ToolboxSpec("files", files=(ToolboxFile("a", b"x"),)))
+    assert len(installer.began) == 4
+    for begun in (5, 6):
+        installer.go_on.release()
+        await eventually(lambda begun=begun: len(installer.began) == begun, "the next has begun")  # type: ignore[misc]
+    for _ in range(4):
+        installer.go_on.release()
+    waited = ["4 other toolboxes are being installed: this one waits for its turn", "begun"]
+    assert [lines for lines, _ in await asyncio.gather(*making)] == [["begun"]] * 4 + [waited] * 2
+
+
+@pytest.mark.requirement("R26")
+async def test_a_turn_comes_free_with_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock_sandbox.toolboxes.manager._AT_ONCE", 1)
+    installer = Held()
+    toolboxes = Toolboxes(tmp_path / "toolboxes", installer)
+    toolboxes.open()
+    for _ in range(2):
+        installer.go_on.release()
+        with pytest.raises(Unavailable):
+            await install(toolboxes, ToolboxSpec("agent", npm_packages=("bad@1.0.0",)))
+    installer.go_on.release()
+    await install(toolboxes, PACKAGES)
+
+
 @pytest.mark.requirement("R95")
 async def test_an_installation_is_refused_or_stopped_when_the_disk_is_low(tmp_path: Path) -> None:
     """Nothing of it is left; otherwise others' sandboxes would be ended for the space that it takes."""
