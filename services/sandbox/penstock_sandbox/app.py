@@ -159,6 +159,7 @@ def local_backend(settings: SandboxSettings) -> Backend:
                 most_image_bytes=settings.local_max_image_bytes,
                 pull_timeout_s=settings.image_pull_timeout_s,
                 prefetch=settings.image_prefetch,
+                registries=settings.local_registries,
                 # Neither a sandbox's user nor the toolboxes' installer.
                 unpack_as=settings.first_uid + settings.uid_count + 1 if os.geteuid() == 0 else None,
             ),

@@ -13,13 +13,16 @@ Invariants
 - An image in use is never evicted, nor a layer of it. The others together take at most ``most_bytes``: the least
   recently used are evicted first. They also give way to a pull for which too little of the disk is free; one that
   leaves less than the minimum is refused, or stopped, with nothing left of it.
+- Callers' names lead to no host but the operator's registries.
 - One pull of an image and one of a layer at a time, shared by all callers; a cancelled caller does not stop it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
+import fnmatch
 import json
 import os
 import platform
@@ -27,7 +30,7 @@ import secrets
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -71,13 +74,21 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ImageOptions:
-    """The operator's choices. ``unpack_as``: the host user that layers belong to; None = this process's own."""
+    """The operator's choices.
+
+    Args:
+        registries: patterns of the registries that are asked for what callers name, beside those of ``registry``.
+        own: images that are pulled whatever their registry, as those of ``prefetch`` are.
+        unpack_as: the host user that layers belong to; None = this process's own.
+    """
 
     registry: RegistryOptions = field(default_factory=RegistryOptions)
     most_bytes: int = 40 * 1024**3
     most_image_bytes: int = 20 * 1024**3
     pull_timeout_s: float = 600.0
     prefetch: tuple[str, ...] = ()
+    registries: tuple[str, ...] = ("*",)
+    own: tuple[str, ...] = ()
     unpack_as: int | None = None
 
 
@@ -169,6 +180,7 @@ class ImageStore:
         self._options = options
         self._clock = clock
         self._registry = Registry(options.registry, pause=pause)
+        self._own = frozenset(_whole_names((*options.prefetch, *options.own)))
         self._images: dict[str, _Kept] = {}
         self._by_name: dict[str, str] = {}
         self._held: Counter[str] = Counter()
@@ -262,10 +274,24 @@ class ImageStore:
         wanted = reference.parse(name)
         key = str(wanted)
         while (found := self._images.get(self._by_name.get(key, ""))) is None:
+            self._refuse_unlisted(wanted)
             await self._pulls.get(key, lambda: self._pull(wanted))
         self._held[found.image.id] += 1
         found.used_at = self._clock()
         return found.image
+
+    def _refuse_unlisted(self, wanted: Reference) -> None:
+        """Raises FailedPrecondition (IMAGE_NOT_ALLOWED) for an image whose registry the operator names nowhere.
+
+        A registry is asked from this machine's network, and may send this service to any address of it for a login.
+        """
+        known, registry = self._options.registry, wanted.registry
+        if registry in known.mirrors or registry in known.credentials or registry in known.plain_http:
+            return
+        if any(fnmatch.fnmatchcase(registry, pattern) for pattern in self._options.registries):
+            return
+        if str(wanted) not in self._own:
+            raise errors.registry_not_listed(str(wanted), registry)
 
     def release(self, image: Image) -> None:
         """Drops a reference to an image."""
@@ -528,6 +554,13 @@ def _remove(path: Path) -> None:
     except OSError as error:
         # Space that the next start reclaims; no reason to refuse service.
         _log.error("what is left of an image was not removed", path=str(path), error=repr(error))
+
+
+def _whole_names(names: Iterable[str]) -> Iterator[str]:
+    for name in names:
+        # One that names no image is reported where it is used.
+        with contextlib.suppress(PenstockError):
+            yield str(reference.parse(name))
 
 
 def _not_stored(name: str, error: OSError) -> PenstockError:

@@ -115,7 +115,8 @@ class LocalBackend(Backend):
         self._live: dict[str, LocalSandbox] = {}
         self._disk = Disk(self._root, options.min_free)
         space = Watermark(self._root, options.min_free.bytes, options.min_free.inodes)
-        self._images = ImageStore(self._root / "images", options.images, space=space)
+        own = () if options.image == HOST else (options.image,)
+        self._images = ImageStore(self._root / "images", replace(options.images, own=own), space=space)
         self._bases = Bases(
             self._root / "bases",
             self._images,

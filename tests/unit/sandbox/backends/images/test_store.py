@@ -9,7 +9,7 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -74,6 +74,8 @@ async def opened(
     *hosts: str,
     space: Watermark | None = None,
     clock: Callable[[], float] = time.time,
+    mirrors: Mapping[str, str] | None = None,
+    credentials: Mapping[str, str] | None = None,
     **more: Any,
 ) -> AsyncIterator[ImageStore]:
     """A store that asks these hosts, and tries again at once."""
@@ -81,7 +83,7 @@ async def opened(
     async def pause(_: float) -> None:
         pass
 
-    options = ImageOptions(RegistryOptions(plain_http=frozenset(hosts)), **more)
+    options = ImageOptions(RegistryOptions(mirrors or {}, credentials or {}, frozenset(hosts)), **more)
     store = ImageStore(folder / "images", options, space=space, clock=clock, pause=pause)
     await store.open()
     try:
@@ -193,3 +195,33 @@ async def test_a_pull_stops_when_the_disk_gets_low_and_leaves_nothing(tmp_path: 
         refused = await refusal(store.get(name))
         assert refused.reason == "DISK_LOW" and "999999 bytes left" in refused.message
     assert not any(any((tmp_path / "images" / kind).iterdir()) for kind in ("layers", "images", "drafts"))
+
+
+@pytest.mark.requirement("R54", "R142")
+async def test_a_registry_that_the_operator_names_anywhere_is_asked(tmp_path: Path) -> None:
+    """In the list, for a mirror, for a login, as one without TLS, or in an image of the settings."""
+    async with wire() as registry:
+        host, name = registry.host, registry.add("task", layer([entry("x", b"")]))
+        async with opened(tmp_path / "plain", host, registries=()) as store:
+            assert (await store.get(name)).layers
+        mirrors = {"a.example": f"http://{host}"}
+        async with opened(tmp_path / "mirror", registries=("other.example",), mirrors=mirrors) as store:
+            assert (await store.get("a.example/task:1")).layers
+        # These are asked by TLS, which the registry does not speak.
+        named: list[dict[str, Any]] = [{"registries": ("127.0.0.*",)}, {"credentials": {host: "user:password"}}]
+        named += [{"prefetch": (name, "No Image")}, {"own": (name,)}]
+        for number, more in enumerate(named):
+            async with opened(tmp_path / str(number), **{"registries": (), **more}) as store:
+                assert (await refusal(store.get(name))).reason == "IMAGE_PULL_FAILED"
+                if {"prefetch", "own"} & more.keys():
+                    assert (await refusal(store.get(f"{host}/other"))).reason == "IMAGE_NOT_ALLOWED"
+
+
+@pytest.mark.requirement("R54", "R142")
+async def test_an_image_that_is_here_needs_no_registry(tmp_path: Path) -> None:
+    async with wire() as registry:
+        name = registry.add("task", layer([entry("x", b"")]))
+        async with opened(tmp_path, registry.host) as store:
+            await store.get(name)
+        async with opened(tmp_path, registries=()) as store:
+            assert (await store.get(name)).layers
