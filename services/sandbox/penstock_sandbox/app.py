@@ -30,6 +30,7 @@ from penstock_sandbox.backends.images.store import ImageOptions
 from penstock_sandbox.backends.local.backend import LocalBackend, LocalOptions
 from penstock_sandbox.backends.local.disk.usage import Use
 from penstock_sandbox.domain.backend import ENTRY_POINTS, Backend
+from penstock_sandbox.domain.free_space import Watermark
 from penstock_sandbox.egress.service import Egress, EgressOptions
 from penstock_sandbox.rpc.file_service import FileServicer
 from penstock_sandbox.rpc.process_service import ProcessServicer
@@ -158,6 +159,7 @@ def local_backend(settings: SandboxSettings) -> Backend:
                 most_image_bytes=settings.local_max_image_bytes,
                 pull_timeout_s=settings.image_pull_timeout_s,
                 prefetch=settings.image_prefetch,
+                registries=settings.local_registries,
                 # Neither a sandbox's user nor the toolboxes' installer.
                 unpack_as=settings.first_uid + settings.uid_count + 1 if os.geteuid() == 0 else None,
             ),
@@ -199,6 +201,7 @@ async def open_app(settings: SandboxSettings) -> AsyncIterator[App]:
             Installer(installs_as),
             settings.toolbox_cache_bytes,
             DebianPackages(settings.debian_mirrors, settings.debian_max_bytes, installs_as),
+            Watermark(settings.state_dir, settings.min_free_bytes, settings.min_free_inodes),
         )
         await asyncio.to_thread(toolboxes.open)
         stack.push_async_callback(toolboxes.aclose)

@@ -313,6 +313,12 @@ class SandboxSettings(ServiceSettings):
     local_allowed_images: tuple[str, ...] = Field(
         ("*",), description="patterns (with * and ?) of the images that a spec may name on the backend local"
     )
+    local_registries: tuple[str, ...] = Field(
+        _PUBLIC_REGISTRIES,
+        description="patterns (with * and ?) of registries (host or host:port) from which the backend local may pull "
+        "images that a spec names, beside those in image_mirrors, image_credentials and image_plain_http; it asks "
+        "them, and whoever they name for a login, from its own network",
+    )
     local_image_bytes: int = Field(
         40 * 1024**3,
         ge=0,

@@ -117,6 +117,7 @@ async def opened(
     max_lifetime_s: float | None = None,
     now: float = 1000.0,
     egress_hosts: tuple[str, ...] = (),
+    min_free_bytes: int = 0,
 ) -> AsyncIterator[Domain]:
     """A domain on the state in ``folder``; it is killed at the end."""
     async with await Journal.open(folder / "journal.sqlite", MIGRATIONS) as journal:
@@ -146,6 +147,7 @@ async def opened(
                 max_queued=queued,
                 queue_timeout_s=queue_timeout_s,
                 egress_hosts=egress_hosts,
+                min_free_bytes=min_free_bytes,
             ),
             clock=lambda: domain.now,
             pause=pause,

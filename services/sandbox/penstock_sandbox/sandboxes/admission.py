@@ -1,4 +1,4 @@
-"""Admission: limits of existing sandboxes, in total and per owner, of concurrent creates, and of the disk's free space.
+"""Admission: limits of existing sandboxes, in total and per owner, and of concurrent creates.
 
 Purpose: when all slots are taken a create waits, for a limited time, instead of failing or overloading the machine
 (R51). Owners do not block each other: see `FairQueue`.
@@ -6,16 +6,13 @@ Purpose: when all slots are taken a create waits, for a limited time, instead of
 
 from __future__ import annotations
 
-import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 from penstock_chassis.aio.fair_queue import FairQueue
 from penstock_chassis.errors import ResourceExhausted
 
 _RETRY_AFTER_S = 1.0
-_DISK_RETRY_AFTER_S = 5.0
 
 Owner = str | None
 """The owner that a sandbox counts towards, with its namespace; None is the service itself, which has no limit of its
@@ -89,35 +86,3 @@ class Admission:
             yield
         finally:
             turns.give_back(owner)
-
-
-class Watermark:
-    """Minimum free bytes and inodes for a create, so that the service's own writes have room (R95). 0 = no minimum.
-
-    ``folder`` is in the state directory, where the journal is: for every backend that filesystem is checked.
-    """
-
-    def __init__(self, folder: Path, least_bytes: int, least_inodes: int) -> None:
-        self._folder = folder
-        self._least_bytes = least_bytes
-        self._least_inodes = least_inodes
-
-    def check(self) -> None:
-        """Raises ResourceExhausted (DISK_LOW) below the minimum."""
-        there = os.statvfs(self._folder)
-        # Blocks reserved for root are not counted, whatever user this service runs as.
-        free = there.f_bavail * there.f_frsize
-        if free < self._least_bytes:
-            raise self._low("bytes", free, self._least_bytes)
-        # Some filesystems have no fixed number of inodes and report 0 of 0.
-        if there.f_files and there.f_favail < self._least_inodes:
-            raise self._low("inodes", there.f_favail, self._least_inodes)
-
-    def _low(self, what: str, free: int, least: int) -> ResourceExhausted:
-        return ResourceExhausted(
-            f"the disk of the sandbox service has {free} {what} left, but needs {least} to make a sandbox "
-            f"(min_free_{what}): delete sandboxes or snapshots, or free space",
-            reason="DISK_LOW",
-            retry_after_s=_DISK_RETRY_AFTER_S,
-            metadata={"free": str(free), "least": str(least), "of": what},
-        )

@@ -32,7 +32,6 @@ from penstock_chassis.errors import (
     Aborted,
     FailedPrecondition,
     PenstockError,
-    ResourceExhausted,
     Unavailable,
 )
 from penstock_chassis.homes import Home
@@ -41,6 +40,7 @@ from penstock_chassis.times import even_time
 from penstock_chassis.validation import invalid, invalid_field
 from penstock_sandbox import metrics
 from penstock_sandbox.domain.backend import Backend, MountedToolbox, SealedLayer
+from penstock_sandbox.domain.free_space import Watermark
 from penstock_sandbox.domain.model import (
     BackendInfo,
     ForkKind,
@@ -52,7 +52,7 @@ from penstock_sandbox.domain.model import (
     State,
 )
 from penstock_sandbox.processes.manager import Processes
-from penstock_sandbox.sandboxes.admission import Admission, Owner, Watermark
+from penstock_sandbox.sandboxes.admission import Admission, Owner
 from penstock_sandbox.sandboxes.joining import Joins
 from penstock_sandbox.sandboxes.layer_refs import LayerRefs, unknown
 from penstock_sandbox.sandboxes.leases import Leases
@@ -191,11 +191,7 @@ class Sandboxes:
     @property
     def room(self) -> int:
         """How many more sandboxes are admitted now, of all owners; 0 while the disk is low."""
-        try:
-            self._watermark.check()
-        except ResourceExhausted:
-            return 0
-        return self._admission.free
+        return self._admission.free if self._watermark.allows() else 0
 
     @property
     def waiting(self) -> int:
@@ -324,6 +320,8 @@ class Sandboxes:
                 await self._quiet(spec.joins)
             else:
                 holds.callback(await self._admission.slot(owner, wait_s))
+            # An image takes space, too, and below half of the minimum others' sandboxes are ended.
+            self._watermark.check()
             await backend.fetch(spec)
             async with self._admission.turn(backend.name, backend.creates_at_once, owner):
                 self._watermark.check()

@@ -1,9 +1,9 @@
 """Runs npm and pip for toolboxes: in their own directory, without this service's privileges, with retries.
 
 Invariants: an installer gets the settings that it has for the service's user (npm_settings.py, pip_settings.py) and
-none of the service's own variables; no package's code runs; under root the installer runs as an ordinary user that
-owns only its own directory, and root owns the result afterwards. Each failure is reported; a transient one is retried
-with a growing pause, a permanent one is not (R56).
+none of the service's own variables; no package's code runs, and npm starts no other program; under root the installer
+runs as an ordinary user that owns only its own directory, and root owns the result afterwards. Each failure is
+reported; a transient one is retried with a growing pause, a permanent one is not (R56).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from pathlib import Path
 
 from penstock.values.locks import NpmLock
 from penstock_chassis.aio.retry import Delays, Pause, retry
+from penstock_chassis.aio.tasks import TaskOwner
 from penstock_chassis.errors import FailedPrecondition, Unavailable
 from penstock_sandbox.domain.model import PythonTarget
 from penstock_sandbox.toolboxes import npm_settings, pip_settings, python_packages, runtimes
@@ -37,6 +38,7 @@ _TAIL_LINES = 20
 _CERTIFICATE = "make npm trust the registry's certificate (`npm config set cafile`, or NODE_EXTRA_CA_CERTS)"
 _ABSENT = "check the package, its version and `npm config get registry`"
 _RIGHTS = "log in to the registry, or check the credentials in npm's settings"
+_SOURCE = "toolboxes have packages of npm's registry alone: choose a version that needs nothing else"
 _PERMANENT = {
     "SELF_SIGNED_CERT_IN_CHAIN": _CERTIFICATE,
     "DEPTH_ZERO_SELF_SIGNED_CERT": _CERTIFICATE,
@@ -55,6 +57,7 @@ _PERMANENT = {
     "E401": _RIGHTS,
     "E403": _RIGHTS,
     "ENEEDAUTH": _RIGHTS,
+    **dict.fromkeys(("EALLOWGIT", "EALLOWREMOTE", "EALLOWFILE", "EALLOWDIRECTORY"), _SOURCE),
     "EINTEGRITY": "the file is not the one that the lock has",
     "EUSAGE": "the lock does not hold together: make it again with `npm install --package-lock-only`",
     "EBADENGINE": "install a Node.js that the package supports",
@@ -69,6 +72,11 @@ _ASIDE = re.compile(r"(code|errno|syscall|path|dest|cwd) |A complete log of this
 _RETRIES = ("--fetch-retry-mintimeout=1000", "--fetch-retry-maxtimeout=4000")
 _NPM_OPTIONS = (
     "--ignore-scripts",
+    # For a clear error: an npm older than 11.9 knows none of these, and `npm_settings.NO_PROGRAMS` is for all.
+    # Not --allow-remote=none: with it npm refuses the archives of registries that have them at another address.
+    "--allow-git=none",
+    "--allow-file=none",
+    "--allow-directory=none",
     "--no-audit",
     "--no-fund",
     "--no-update-notifier",
@@ -242,7 +250,8 @@ class Installer:
                 await asyncio.to_thread(process.wait)
             if code == 0:
                 await asyncio.to_thread(take_over, prefix)
-                await asyncio.to_thread(shutil.move, prefix / work.folder, target)
+                # To its end also where this is cancelled: the caller then removes the target.
+                await TaskOwner().finish(asyncio.to_thread(shutil.move, prefix / work.folder, target))
             return code, lines
 
 
@@ -301,6 +310,9 @@ def _npm_verdict(lines: Sequence[str]) -> Verdict:
         relevant[0] if relevant else next((line for line in reversed(lines) if line.strip()), "npm printed nothing")
     )
     code = codes[-1] if codes else ""
+    if code.startswith("EALLOW"):
+        # The second names the package.
+        reason = ": ".join(relevant[:2])
     return Verdict(code, reason, _PERMANENT.get(code, _PASSING), code in _PERMANENT)
 
 

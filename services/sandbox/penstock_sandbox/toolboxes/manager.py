@@ -8,7 +8,9 @@ Invariants
 - Concurrent callers for one toolbox share the work; a caller's cancellation does not stop it.
 - A transient failure is reported and retried, whatever the installer printed; a permanent one is not retried (R56).
   Install scripts never run. When the service is root the installer is not.
-- A toolbox in use is not removed. Above ``max_bytes`` the least recently used of the others are.
+- A toolbox in use is not removed. Above ``max_bytes``, and while the disk is low, the least recently used of the others
+  are. While the disk is low nothing is installed: an installation that makes it so is stopped, and nothing of it stays.
+- Few installations run at once; the others wait, in the order in which they came.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from penstock_chassis.validation import invalid
 from penstock_sandbox.backends.host import layers
 from penstock_sandbox.domain import paths
 from penstock_sandbox.domain.backend import MountedToolbox
+from penstock_sandbox.domain.free_space import Watermark
 from penstock_sandbox.domain.model import PythonTarget, Runtime, RuntimeKind, Toolbox, ToolboxSpec
 from penstock_sandbox.toolboxes import debian_packages, own_files, python_packages, runtimes
 from penstock_sandbox.toolboxes.debian_packages import DebianPackages
@@ -48,6 +51,8 @@ _PLATFORM = re.compile(r"(manylinux|musllinux)_[0-9]{1,3}_[0-9]{1,3}_[a-z0-9_]{1
 _LAST_USED = 16
 """Toolboxes that are never evicted: a sandbox that is about to be created may name them."""
 _META = "toolbox.json"
+_AT_ONCE = 4
+"""Installations: each is a process of pip or npm, of hundreds of megabytes, for up to an hour."""
 
 _log = structlog.get_logger(__name__)
 
@@ -72,7 +77,12 @@ class _Installed:
 
 
 class Toolboxes:
-    """All toolboxes under ``folder``; ``max_bytes`` (None = no bound) is how much of them is kept when unused."""
+    """All toolboxes under ``folder``.
+
+    Args:
+        max_bytes: how much of them is kept when unused; None = no bound.
+        space: the free space that installations leave; None = any.
+    """
 
     def __init__(
         self,
@@ -80,11 +90,14 @@ class Toolboxes:
         installer: Installer,
         max_bytes: int | None = None,
         debian: DebianPackages | None = None,
+        space: Watermark | None = None,
     ) -> None:
         self._folder = folder
         self._installer = installer
         self._debian = debian or DebianPackages((), 0)
         self._max_bytes = max_bytes
+        self._space = space or Watermark(folder)
+        self._turns = asyncio.Semaphore(_AT_ONCE)
         self._working: dict[str, SharedWork[str, Toolbox]] = {}
         self._known: dict[str, _Installed] = {}
         self._users: Counter[tuple[str, str]] = Counter()
@@ -116,7 +129,8 @@ class Toolboxes:
     async def prepare(self, spec: ToolboxSpec, namespace: str = DEFAULT_NAMESPACE) -> AsyncIterator[str | Toolbox]:
         """Installs, joins or finds a toolbox for a namespace: yields lines of progress, then the toolbox.
 
-        Raises InvalidArgument, FailedPrecondition (RUNTIME_MISSING), Unavailable (INSTALL_FAILED).
+        Raises InvalidArgument, FailedPrecondition (RUNTIME_MISSING), Unavailable (INSTALL_FAILED), ResourceExhausted
+        (DISK_LOW).
         """
         _check(spec)
         # Python packages fit one minor version: with another one here it is another toolbox.
@@ -153,13 +167,11 @@ class Toolboxes:
         self._uses[toolbox_id] = None
 
     async def _evict(self) -> None:
-        """Removes unused toolboxes above the bound, but not those that were just prepared for a sandbox to come."""
-        if self._max_bytes is None:
-            return
+        """Removes unused toolboxes above the bound and while the disk is low, but not those prepared last."""
         size = sum(known.toolbox.size for known in self._known.values())
         for toolbox_id in list(self._uses)[:-_LAST_USED]:
             known = self._known.get(toolbox_id)
-            if size <= self._max_bytes:
+            if (self._max_bytes is None or size <= self._max_bytes) and self._space.allows():
                 return
             # Looked up each time: sandboxes are created while a directory is removed.
             if known is not None and not any(self._users[toolbox_id, one] > 0 for one in known.namespaces):
@@ -184,23 +196,16 @@ class Toolboxes:
         found = _runtimes(spec, python)
         for runtime, one in zip(spec.runtimes, found, strict=True):
             report(f"{runtime.kind.value} {one.version}")
+        await self._evict()
+        self._space.check()
         partial = self._folder / f"partial-{secrets.token_hex(8)}"
         content = partial / "content"
         try:
             content.mkdir(parents=True)
             for folder in (partial, content):
                 folder.chmod(0o755)
-            if spec.npm_packages:
-                await self._installer.npm(spec.npm_packages, content, report)
-            if spec.npm_lock:
-                lock = await asyncio.to_thread(npm_lock, spec.npm_lock)
-                await self._installer.npm_locked(lock, content, report)
-            if spec.python_packages and spec.python_target is not None:
-                await self._installer.python_for(spec.python_packages, spec.python_target, content, report)
-            elif spec.python_packages:
-                await self._installer.python(spec.python_packages, _python_of(spec, found), content, report)
-            if spec.debian_lock:
-                await self._debian.install(debian_lock(spec.debian_lock), content, report)
+            if spec.npm_packages or spec.npm_lock or spec.python_packages or spec.debian_lock:
+                await self._add_packages(spec, found, content, report)
             own_files.put(content, spec.files)
             size = layers.size(content)
             created_at = time.time()
@@ -235,6 +240,26 @@ class Toolboxes:
             toolbox, kept, of_host, frozenset({namespace}), bool(spec.npm_lock), bool(spec.debian_lock)
         )
         return toolbox
+
+    async def _add_packages(
+        self, spec: ToolboxSpec, found: Sequence[runtimes.FoundRuntime], content: Path, report: Callable[[str], None]
+    ) -> None:
+        if self._turns.locked():
+            report(f"{_AT_ONCE} other toolboxes are being installed: this one waits for its turn")
+        async with self._turns:
+            self._space.check()
+            async with self._space.kept():
+                if spec.npm_packages:
+                    await self._installer.npm(spec.npm_packages, content, report)
+                if spec.npm_lock:
+                    lock = await asyncio.to_thread(npm_lock, spec.npm_lock)
+                    await self._installer.npm_locked(lock, content, report)
+                if spec.python_packages and spec.python_target is not None:
+                    await self._installer.python_for(spec.python_packages, spec.python_target, content, report)
+                elif spec.python_packages:
+                    await self._installer.python(spec.python_packages, _python_of(spec, found), content, report)
+                if spec.debian_lock:
+                    await self._debian.install(debian_lock(spec.debian_lock), content, report)
 
     def mounted(
         self, toolbox_id: str, namespace: str = DEFAULT_NAMESPACE, *, host_programs: bool = True

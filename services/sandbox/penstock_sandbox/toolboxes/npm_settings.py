@@ -6,6 +6,7 @@ and another user each change them.
 
 Invariants: only npm's settings, proxies and certificates are passed, and the variables that settings reference as
 `${NAME}`, never the service's own; copies are readable by the installer's user alone; no value is returned or logged.
+npm starts no other program: neither git, nor another npm, which would read the settings that a package's author wrote.
 """
 
 from __future__ import annotations
@@ -18,7 +19,20 @@ import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Final
 
+NO_PROGRAMS: Final = """\
+// Loaded before npm: it starts no other program.
+const programs = require("node:child_process");
+for (const name of ["exec", "execFile", "execFileSync", "execSync", "fork", "spawn", "spawnSync"]) {
+    programs[name] = () => {
+        const what = "npm may start no other program here, which a dependency from git needs";
+        throw Object.assign(new Error(what), { code: "EALLOWGIT" });
+    };
+}
+"""
+"""npm prepares a git dependency by git and by another npm in the clone, although it runs no scripts. The clone's .npmrc
+may name the program that is git, and options of Node.js, and may send what ${NAME} stands for to any registry."""
 _TIMEOUT_S = 30.0
 _PASSED = ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "ALL_PROXY", "NODE_EXTRA_CA_CERTS", "SSL_CERT_FILE", "SSL_CERT_DIR")
 # Settings that the installer sets itself, or that would change where it installs.
@@ -54,9 +68,11 @@ async def environment(command: Sequence[str], home: Path) -> dict[str, str]:
             copy = home / f"{variable}.pem"
             _write(copy, certificates)
             passed[variable] = str(copy)
+    _write(home / "no_programs.cjs", NO_PROGRAMS.encode())
     return {
         **named,
         **passed,
+        "NODE_OPTIONS": f'--require "{home}/no_programs.cjs"',
         "HOME": str(home),
         "PATH": os.environ.get("PATH", "/usr/local/bin:/usr/bin:/bin"),
         "npm_config_cache": str(home / "cache"),

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from penstock_sandbox.backends.local.disk.guard import DiskGuard, Free
+from penstock_sandbox.backends.local.disk.guard import DiskGuard
 from penstock_sandbox.backends.local.disk.usage import Limit, Use
+from penstock_sandbox.domain.free_space import Free
 
 MIB = 1 << 20
 

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.waiting import GUARD_S
 
-from penstock_chassis.errors import InvalidArgument, ResourceExhausted
+from penstock_chassis.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
+from penstock_sandbox.app import local_backend
 from penstock_sandbox.backends.host import cgroups, layers
 from penstock_sandbox.backends.local import rootfs
 from penstock_sandbox.backends.local.backend import LocalBackend, LocalOptions
@@ -22,10 +23,18 @@ from penstock_sandbox.backends.local.disk.usage import AT_ONCE, DiskUse, Use, me
 from penstock_sandbox.backends.local.host_users import UserPool
 from penstock_sandbox.backends.local.sandbox import LocalSandbox
 from penstock_sandbox.backends.local.stage import Stage
-from penstock_sandbox.domain.model import NetworkKind, NetworkPolicy, Resources, Runtime, RuntimeKind
+from penstock_sandbox.domain.model import (
+    NetworkKind,
+    NetworkPolicy,
+    Resources,
+    Runtime,
+    RuntimeKind,
+    SandboxSpec,
+)
 from penstock_sandbox.guest.common import walk
 from penstock_sandbox.rpc.convert import page
 from penstock_sandbox.sandboxes.policy import network_problems
+from penstock_sandbox.settings import SandboxSettings
 from penstock_sandbox.toolboxes import runtimes
 
 
@@ -283,3 +292,24 @@ def test_unremovable_leftovers_do_not_stop_a_start(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(layers, "remove", refuse)
     LocalBackend(LocalOptions(tmp_path))._clean()
     assert [child.name for child in (tmp_path / "trash").iterdir()] == ["a"]
+
+
+@pytest.mark.requirement("R54", "R142")
+@pytest.mark.parametrize(
+    "host", ["127.0.0.1:{port}", "localhost:{port}", "169.254.169.254", "[::1]:{port}", "a.example", "ghcr.io:{port}"]
+)
+async def test_no_host_but_the_operators_registries_is_asked_for_an_image(tmp_path: Path, host: str) -> None:
+    """One that callers name could lead the service to any address of its network, and get what that answers."""
+    asked = 0
+
+    async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal asked
+        asked += 1
+        writer.close()
+
+    backend = local_backend(SandboxSettings(state_dir=tmp_path, anonymous=True))
+    async with await asyncio.start_server(answer, "localhost", 0) as server:
+        name = f"{host.format(port=server.sockets[0].getsockname()[1])}/x"
+        with pytest.raises(FailedPrecondition, match="local_registries does not name") as refused:
+            await backend.fetch(SandboxSpec(image=name))
+    assert refused.value.reason == "IMAGE_NOT_ALLOWED" and asked == 0

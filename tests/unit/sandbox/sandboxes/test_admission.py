@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.waiting import eventually
+from tests.unit.sandbox.scripted_backend import ScriptedBackend
 from tests.unit.sandbox.scripted_domain import NoToolboxes, opened, pass_turns
 
 from penstock_chassis.errors import Aborted, PenstockError, ResourceExhausted, Unavailable
@@ -49,6 +50,20 @@ async def test_debian_packages_need_a_backend_that_has_them(tmp_path: Path, monk
         assert not domain.sandboxes.table.matching({})
         domain.backend.capabilities = replace(can, debian_packages=True)
         await domain.sandboxes.create("", SandboxSpec(toolbox_ids=("box",)))
+
+
+@pytest.mark.requirement("R95")
+async def test_no_image_is_fetched_while_the_disk_is_low(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would take the space that other sandboxes are ended for."""
+    fetched: list[SandboxSpec] = []
+
+    async def fetch(_: ScriptedBackend, spec: SandboxSpec) -> None:
+        fetched.append(spec)
+
+    monkeypatch.setattr(ScriptedBackend, "fetch", fetch)
+    async with opened(tmp_path, min_free_bytes=1 << 60) as domain:
+        assert (await refusal(domain.create())).reason == "DISK_LOW" and domain.sandboxes.room == 0
+    assert not fetched
 
 
 @pytest.mark.requirement("R26")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,8 @@ from penstock_sandbox.toolboxes.manager import Toolboxes
 TARGET = PythonTarget(f"3.{sys.version_info.minor}", "manylinux_2_36_x86_64")
 TOOL = wheel("tool", {"tool.py": "def main():\n    print('ran tool')\n"}, {"run-tool": "tool:main"})
 OLD_TOOL = wheel("old", {"old.py": "def main():\n    print('ran old')\n"}, {"run-old": "old:main"})
+INSTALLER = 61235
+"""The user of the installer, where the tests run as root."""
 SCRIPTED = {"name": "scripted", "version": "1.0.0", "bin": {"scripted": "cli.js"}, "main": "cli.js"}
 SCRIPTED["scripts"] = {"preinstall": "touch {mark}", "install": "touch {mark}", "postinstall": "touch {mark}"}
 
@@ -66,7 +69,7 @@ def mark(reachable: Path) -> Path:
 
 @pytest.fixture
 def toolboxes(tmp_path: Path) -> Toolboxes:
-    made = Toolboxes(tmp_path / "toolboxes", Installer(61235 if os.geteuid() == 0 else None, _no_pause))
+    made = Toolboxes(tmp_path / "toolboxes", Installer(INSTALLER if os.geteuid() == 0 else None, _no_pause))
     made.open()
     return made
 
@@ -173,6 +176,66 @@ async def test_an_npm_lock_is_installed_from_the_services_registry_without_scrip
     assert node is not None
     done = subprocess.run([node, program], capture_output=True, text=True, check=True)
     assert done.stdout == "ran scripted\n"
+
+
+def git_repository(folder: Path, manifest: Mapping[str, object], files: Mapping[str, str]) -> str:
+    """A repository that the installer's user can clone, as npm names it in dependencies."""
+    folder.mkdir()
+    for name, text in {"package.json": json.dumps(manifest), **files}.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    git = ("git", "-c", "user.name=author", "-c", "user.email=author@example.com")
+    for command in (("init", "--quiet"), ("add", "--all"), ("commit", "--quiet", "--message=x")):
+        subprocess.run((*git, *command), cwd=folder, check=True)
+    if os.geteuid() == 0:
+        # git takes a repository from its owner alone.
+        for path in (folder, *folder.rglob("*")):
+            os.chown(path, INSTALLER, INSTALLER)
+    return f"git+file://{folder}"
+
+
+# Stands in for an npm that does not know the options: the real one without them.
+OLD_NPM = """#!/bin/sh
+for word; do shift; case "$word" in --allow-*) ;; *) set -- "$@" "$word" ;; esac; done
+exec {npm} "$@"
+"""
+
+
+@pytest.mark.requirement("R56", "R151")
+@pytest.mark.parametrize("kind", ["dependencies", "optionalDependencies"])
+@pytest.mark.parametrize("npm", ["new", "old"])
+async def test_a_git_dependency_of_an_npm_package_is_not_cloned_and_nothing_of_it_runs(
+    served: Index,
+    toolboxes: Toolboxes,
+    mark: Path,
+    reachable: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    npm: str,
+    kind: str,
+) -> None:
+    """npm would prepare it by another npm, which takes the program that is git from the clone's own settings."""
+    if npm == "old":
+        (reachable / "npm").write_text(OLD_NPM.format(npm=shutil.which("npm")))
+        (reachable / "npm").chmod(0o755)
+        monkeypatch.setenv("PATH", f"{reachable}:{os.environ['PATH']}")
+    inner = git_repository(reachable / "inner", {"name": "inner", "version": "1.0.0"}, {})
+    program = f"#!/bin/sh\ntouch {mark}\n"
+    manifest = {"name": "x", "version": "1.0.0", "scripts": {"prepare": "true"}, "dependencies": {"inner": inner}}
+    x = git_repository(reachable / "x", manifest, {".npmrc": "git=./program.sh\n", "program.sh": program})
+    evil = {"name": "evil", "version": "1.0.0", kind: {"x": x}}
+    served.add_npm("evil", "1.0.0", npm_package(evil, {}), evil)
+    spec = ToolboxSpec("task", npm_packages=("evil@1.0.0",))
+    if kind == "dependencies":
+        with pytest.raises(Unavailable) as caught:
+            await prepared(toolboxes, spec)
+        assert (caught.value.metadata["npm_code"], caught.value.metadata["permanent"]) == ("EALLOWGIT", "true")
+        named = f'Refusing to fetch "x@{x}"' if npm == "new" else "a dependency from git"
+        assert named in caught.value.message and "registry alone" in caught.value.message
+    else:
+        box, _ = await prepared(toolboxes, spec)
+        modules = toolboxes.mounted(box.id).source / "node_modules"
+        assert (modules / "evil").is_dir() and not (modules / "x").exists()
+    assert not mark.exists()
 
 
 @pytest.mark.requirement("R151")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
+from tests.support.waiting import eventually
 
-from penstock_chassis.errors import FailedPrecondition, InvalidArgument, NotFound, Unavailable
+from penstock_chassis.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted, Unavailable
+from penstock_sandbox.domain.free_space import Free, Watermark
 from penstock_sandbox.domain.model import Runtime, RuntimeKind, Toolbox, ToolboxFile, ToolboxSpec
 from penstock_sandbox.toolboxes.installer import Installer
 from penstock_sandbox.toolboxes.manager import Toolboxes, toolbox_hash
@@ -333,3 +335,99 @@ async def test_toolbox_with_an_unreadable_record_is_made_anew(
     assert [box.id for box in again.all()] == [kept.id]
     _, made = await install(again, spec)
     assert made.id == broken.id
+
+
+class Held(Installer):
+    """An installer that waits: those that began, and what lets one end."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.began: list[str] = []
+        self.go_on = asyncio.Semaphore(0)
+
+    async def npm(self, packages: Sequence[str], target: Path, report: Callable[[str], None]) -> None:
+        self.began.append(packages[0])
+        report("begun")
+        await self.go_on.acquire()
+        if packages[0].startswith("bad"):
+            raise Unavailable("bad", reason="INSTALL_FAILED")
+        (target / "node_modules").mkdir()
+
+
+@pytest.mark.requirement("R26", "R57")
+async def test_few_installations_run_at_once_and_the_others_say_that_they_wait(tmp_path: Path) -> None:
+    """In the order in which they came; a toolbox without packages does not wait."""
+    installer = Held()
+    toolboxes = Toolboxes(tmp_path / "toolboxes", installer)
+    toolboxes.open()
+    specs = [ToolboxSpec(f"box{number}", npm_packages=(f"tool@{number}.0.0",)) for number in range(6)]
+    making = [asyncio.create_task(install(toolboxes, spec)) for spec in specs]
+    await eventually(lambda: len(installer.began) == 4, "the first have begun")
+    await install(toolboxes, ToolboxSpec("files", files=(ToolboxFile("a", b"x"),)))
+    assert len(installer.began) == 4
+    for begun in (5, 6):
+        installer.go_on.release()
+        await eventually(lambda begun=begun: len(installer.began) == begun, "the next has begun")  # type: ignore[misc]
+    for _ in range(4):
+        installer.go_on.release()
+    waited = ["4 other toolboxes are being installed: this one waits for its turn", "begun"]
+    assert [lines for lines, _ in await asyncio.gather(*making)] == [["begun"]] * 4 + [waited] * 2
+
+
+@pytest.mark.requirement("R26")
+async def test_a_turn_comes_free_with_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock_sandbox.toolboxes.manager._AT_ONCE", 1)
+    installer = Held()
+    toolboxes = Toolboxes(tmp_path / "toolboxes", installer)
+    toolboxes.open()
+    for _ in range(2):
+        installer.go_on.release()
+        with pytest.raises(Unavailable):
+            await install(toolboxes, ToolboxSpec("agent", npm_packages=("bad@1.0.0",)))
+    installer.go_on.release()
+    await install(toolboxes, PACKAGES)
+
+
+@pytest.mark.requirement("R95")
+async def test_an_installation_is_refused_or_stopped_when_the_disk_is_low(tmp_path: Path) -> None:
+    """Nothing of it is left; otherwise others' sandboxes would be ended for the space that it takes."""
+    free, looks = 99, asyncio.Event()
+
+    async def pause(_: float) -> None:
+        await looks.wait()
+
+    installer = Held()
+    space = Watermark(tmp_path, 100, free=lambda _: Free(free, None), pause=pause)
+    toolboxes = Toolboxes(tmp_path / "toolboxes", installer, space=space)
+    toolboxes.open()
+    with pytest.raises(ResourceExhausted, match="99 bytes left") as refused:
+        await install(toolboxes, PACKAGES)
+    assert refused.value.reason == "DISK_LOW" and not installer.began
+    free = 100
+    making = asyncio.create_task(install(toolboxes, PACKAGES))
+    await eventually(lambda: bool(installer.began), "it has begun")
+    free = 98
+    looks.set()
+    with pytest.raises(ResourceExhausted, match="98 bytes left"):
+        await making
+    assert not any((tmp_path / "toolboxes").iterdir())
+    free = 100
+    looks.clear()
+    installer.go_on.release()
+    await install(toolboxes, PACKAGES)
+
+
+@pytest.mark.requirement("R95", "R151")
+async def test_unused_toolboxes_give_way_when_the_disk_is_low(tmp_path: Path) -> None:
+    """But none that a sandbox has, and none of the last ones, which a sandbox may be about to get."""
+    folder = tmp_path / "toolboxes"
+    space = Watermark(tmp_path, 80, free=lambda _: Free(100 - len(list(folder.glob("*/toolbox.json"))), None))
+    toolboxes = Toolboxes(folder, Held(), space=space)
+    toolboxes.open()
+    specs = [ToolboxSpec(f"box{number}", files=(ToolboxFile("a", b"x"),)) for number in range(22)]
+    _, first = await install(toolboxes, specs[0])
+    toolboxes.hold([first.id])
+    for spec in specs[1:]:
+        await install(toolboxes, spec)
+    left = {box.name for box in toolboxes.all()}
+    assert "box0" in left and "box1" not in left and {f"box{number}" for number in range(6, 22)} <= left

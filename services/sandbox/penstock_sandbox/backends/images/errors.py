@@ -29,6 +29,16 @@ def unauthorized(image: str, registry: str, what: str) -> PenstockError:
     )
 
 
+def registry_not_listed(image: str, registry: str) -> PenstockError:
+    """The operator does not let the service ask its registry."""
+    return FailedPrecondition(
+        f"this machine has no image {image}, and the operator's local_registries does not name {registry}, from which "
+        "it would be pulled",
+        reason="IMAGE_NOT_ALLOWED",
+        metadata={"image": image},
+    )
+
+
 def rate_limited(image: str, registry: str, retry_after_s: float) -> PenstockError:
     """The registry limits how often it is asked."""
     return ResourceExhausted(

@@ -11,13 +11,18 @@ Invariants
   a ``kill -9`` leaves nothing that is half there. A layer that is there is never replaced: sandboxes may be on it.
 - Both digests of a layer are checked: of what the registry sends, and of what it unpacks to.
 - An image in use is never evicted, nor a layer of it. The others together take at most ``most_bytes``: the least
-  recently used are evicted first.
+  recently used are evicted first. They also give way to a pull for which too little of the disk is free; one that
+  leaves less than the minimum is refused, or stopped, with nothing left of it.
+- Callers' names lead to no host but the operator's registries.
 - One pull of an image and one of a layer at a time, shared by all callers; a cancelled caller does not stop it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
+import fnmatch
 import json
 import os
 import platform
@@ -25,7 +30,7 @@ import secrets
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -36,10 +41,12 @@ import structlog
 from penstock_chassis.aio.retry import Pause
 from penstock_chassis.aio.single_flight import SingleFlight
 from penstock_chassis.aio.tasks import TaskOwner
+from penstock_chassis.disk import REFUSED as DISK_REFUSED
 from penstock_chassis.errors import DeadlineExceeded, PenstockError, ResourceExhausted
 from penstock_sandbox.backends.images import errors, reference, unpack
 from penstock_sandbox.backends.images.reference import Reference
 from penstock_sandbox.backends.images.registry import Blob, Manifest, Registry, RegistryOptions
+from penstock_sandbox.domain.free_space import Watermark
 from penstock_sandbox.guest.common import walk
 
 MOST_ENTRIES: Final = 1_000_000
@@ -54,6 +61,11 @@ ENTRY_BYTES = 4096
 _NAME_DIGITS = 40
 _MACHINES = {"x86_64": "amd64", "aarch64": "arm64", "arm64": "arm64"}
 _VERSION = 1
+_DISK_RETRY_S = 5.0
+_UNPACKED = 4
+"""What a packed layer may take: itself, and about three times as much unpacked."""
+_SCARCE: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN})
+"""This machine has too few open files, memory or processes at the moment."""
 # A sandbox of a pulled image is made sooner than this.
 _GRACE_S = 60.0
 
@@ -62,13 +74,21 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ImageOptions:
-    """The operator's choices. ``unpack_as``: the host user that layers belong to; None = this process's own."""
+    """The operator's choices.
+
+    Args:
+        registries: patterns of the registries that are asked for what callers name, beside those of ``registry``.
+        own: images that are pulled whatever their registry, as those of ``prefetch`` are.
+        unpack_as: the host user that layers belong to; None = this process's own.
+    """
 
     registry: RegistryOptions = field(default_factory=RegistryOptions)
     most_bytes: int = 40 * 1024**3
     most_image_bytes: int = 20 * 1024**3
     pull_timeout_s: float = 600.0
     prefetch: tuple[str, ...] = ()
+    registries: tuple[str, ...] = ("*",)
+    own: tuple[str, ...] = ()
     unpack_as: int | None = None
 
 
@@ -147,12 +167,20 @@ class ImageStore:
     """The images under ``root``."""
 
     def __init__(
-        self, root: Path, options: ImageOptions, *, clock: Callable[[], float] = time.time, pause: Pause = asyncio.sleep
+        self,
+        root: Path,
+        options: ImageOptions,
+        *,
+        space: Watermark | None = None,
+        clock: Callable[[], float] = time.time,
+        pause: Pause = asyncio.sleep,
     ) -> None:
         self._root = root
+        self._space = space or Watermark(root)
         self._options = options
         self._clock = clock
         self._registry = Registry(options.registry, pause=pause)
+        self._own = frozenset(_whole_names((*options.prefetch, *options.own)))
         self._images: dict[str, _Kept] = {}
         self._by_name: dict[str, str] = {}
         self._held: Counter[str] = Counter()
@@ -246,10 +274,24 @@ class ImageStore:
         wanted = reference.parse(name)
         key = str(wanted)
         while (found := self._images.get(self._by_name.get(key, ""))) is None:
+            self._refuse_unlisted(wanted)
             await self._pulls.get(key, lambda: self._pull(wanted))
         self._held[found.image.id] += 1
         found.used_at = self._clock()
         return found.image
+
+    def _refuse_unlisted(self, wanted: Reference) -> None:
+        """Raises FailedPrecondition (IMAGE_NOT_ALLOWED) for an image whose registry the operator names nowhere.
+
+        A registry is asked from this machine's network, and may send this service to any address of it for a login.
+        """
+        known, registry = self._options.registry, wanted.registry
+        if registry in known.mirrors or registry in known.credentials or registry in known.plain_http:
+            return
+        if any(fnmatch.fnmatchcase(registry, pattern) for pattern in self._options.registries):
+            return
+        if str(wanted) not in self._own:
+            raise errors.registry_not_listed(str(wanted), registry)
 
     def release(self, image: Image) -> None:
         """Drops a reference to an image."""
@@ -287,9 +329,8 @@ class ImageStore:
                 metadata={"image": name},
             ) from error
         except OSError as error:
-            raise ResourceExhausted(
-                f"the image {name} could not be stored: {error.strerror or error}", reason="DISK_LOW", retry_after_s=5.0
-            ) from error
+            _log.warning("an image could not be stored", image=name, error=repr(error))
+            raise _not_stored(name, error) from error
         _log.info("an image is here", image=name, id=image.id)
         return image.id
 
@@ -307,7 +348,11 @@ class ImageStore:
         names = [_name(one) for one in diff_ids]
         self._pulled.update(names)
         try:
-            layers = await self._all_layers(wanted, list(zip(diff_ids, blobs, strict=True)))
+            parts = list(zip(diff_ids, blobs, strict=True))
+            lacking = {diff_id: blob.size for diff_id, blob in parts if self._found(diff_id) is None}
+            await self._make_room(sum(lacking.values()))
+            async with self._space.kept():
+                layers = await self._all_layers(wanted, parts)
             size = sum(layer.size for layer in {layer.name: layer for layer in layers}.values())
             if size > most:
                 raise errors.too_large(str(wanted), f"it unpacks to {size} bytes; local_max_image_bytes is {most}")
@@ -322,6 +367,20 @@ class ImageStore:
             self._remove_unused(names)
         self._trim()
         return image
+
+    async def _make_room(self, packed: int) -> None:
+        """Evicts images as long as layers of so many bytes may not fit. Raises ResourceExhausted (DISK_LOW)."""
+        if not packed:
+            return
+        before = self._clock() - _GRACE_S
+        for kept in self._by_use():
+            if self._space.allows(_UNPACKED * packed) or kept.used_at > before:
+                break
+            # Looked up each time: images are taken and evicted while others are removed.
+            if self._held[kept.image.id] <= 0 and self._images.get(kept.image.id) is kept:
+                self._evict(kept)
+                await self._removals.wait()
+        self._space.check(packed)
 
     async def _all_layers(self, wanted: Reference, parts: Sequence[tuple[str, Blob]]) -> list[Layer]:
         tasks: list[asyncio.Task[Layer]] = []
@@ -450,12 +509,16 @@ class ImageStore:
     def _trim(self) -> None:
         """Evicts the least recently used images until the rest fits."""
         left, before = self.bytes, self._clock() - _GRACE_S
-        for kept in sorted(self._images.values(), key=lambda one: one.used_at):
+        for kept in self._by_use():
             if left <= self._options.most_bytes or kept.used_at > before:
                 return
             if self._held[kept.image.id] <= 0:
                 self._evict(kept)
                 left = self.bytes
+
+    def _by_use(self) -> list[_Kept]:
+        """Returns all images, the least recently used first."""
+        return sorted(self._images.values(), key=lambda one: one.used_at)
 
     def _evict(self, kept: _Kept) -> None:
         _log.info("an image is evicted", id=kept.image.id, names=sorted(kept.names))
@@ -464,6 +527,8 @@ class ImageStore:
         del self._images[kept.image.id]
         for name in kept.names:
             self._by_name.pop(name, None)
+        # Those that a pull needs stay.
+        self._complete |= {layer.name: layer for layer in kept.image.layers if self._pulled[layer.name]}
         self.on_evicted(kept.image)
         self._remove_unused([layer.name for layer in kept.image.layers])
 
@@ -489,6 +554,25 @@ def _remove(path: Path) -> None:
     except OSError as error:
         # Space that the next start reclaims; no reason to refuse service.
         _log.error("what is left of an image was not removed", path=str(path), error=repr(error))
+
+
+def _whole_names(names: Iterable[str]) -> Iterator[str]:
+    for name in names:
+        # One that names no image is reported where it is used.
+        with contextlib.suppress(PenstockError):
+            yield str(reference.parse(name))
+
+
+def _not_stored(name: str, error: OSError) -> PenstockError:
+    # Without the error's own text, which may have a path: callers need neither the service's nor an image's names.
+    why = os.strerror(error.errno) if error.errno is not None else "an input or output error"
+    if error.errno in DISK_REFUSED:
+        return ResourceExhausted(
+            f"the image {name} could not be stored: {why}", reason="DISK_LOW", retry_after_s=_DISK_RETRY_S
+        )
+    if error.errno in _SCARCE:
+        return errors.pull_failed(name, why)
+    return errors.unusable(name, f"it cannot be stored here: {why}")
 
 
 def machine() -> str:

@@ -42,6 +42,7 @@ from penstock_sandbox.backends.local.stage import Stage
 from penstock_sandbox.domain import paths
 from penstock_sandbox.domain.backend import Backend, MountedToolbox, SandboxHandle, SealedLayer
 from penstock_sandbox.domain.errno import Refused
+from penstock_sandbox.domain.free_space import Watermark
 from penstock_sandbox.domain.model import (
     Capabilities,
     DiskLimit,
@@ -75,7 +76,7 @@ class LocalOptions:
     tmp_bytes: int = 1024 * 1024 * 1024
     tmp_inodes: int = 262_144
     min_free: Use = field(default_factory=Use)
-    """Minimum free space for a create; with less than half of that, sandboxes are ended."""
+    """Minimum free space for a create and a pull; with less than half of that, sandboxes are ended."""
     extra_read_only: tuple[Path, ...] = ()
     allow_open_network: bool = False
     allowlists: bool = False
@@ -113,7 +114,9 @@ class LocalBackend(Backend):
         self._starting = asyncio.Lock()
         self._live: dict[str, LocalSandbox] = {}
         self._disk = Disk(self._root, options.min_free)
-        self._images = ImageStore(self._root / "images", options.images)
+        space = Watermark(self._root, options.min_free.bytes, options.min_free.inodes)
+        own = () if options.image == HOST else (options.image,)
+        self._images = ImageStore(self._root / "images", replace(options.images, own=own), space=space)
         self._bases = Bases(
             self._root / "bases",
             self._images,

@@ -66,7 +66,7 @@ class ToolboxServiceServicer(object):
         """PrepareToolbox installs a toolbox, once. Concurrent calls for the same content share the work; later calls find it
         installed. It streams progress, then the toolbox. If one of several callers cancels, the others are unaffected.
         Transient failures are retried.
-        Errors: FAILED_PRECONDITION (RUNTIME_MISSING: what to install; CAPABILITY_MISSING), UNAVAILABLE (INSTALL_FAILED: the
+        Errors: FAILED_PRECONDITION (RUNTIME_MISSING: what to install; CAPABILITY_MISSING), RESOURCE_EXHAUSTED (DISK_LOW), UNAVAILABLE (INSTALL_FAILED: the
         registry is unreachable, or lacks the package or the one with that hash; each attempt's error is among the progress
         lines, and the metadata's `permanent` is "true" if no retry helps).
         """

@@ -13,16 +13,15 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
 
 import structlog
 
 from penstock_sandbox.backends.local.disk.usage import Limit, Use
+from penstock_sandbox.domain.free_space import Free, free_of
 from penstock_sandbox.domain.model import DISK_EXHAUSTED
 
 TICK_S: Final = 0.1
@@ -41,20 +40,6 @@ _UNMEASURED: Final = 3
 """Number of consecutive failed measurements that end a sandbox: it has too many entries, or hides them."""
 
 _log = structlog.get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Free:
-    """Free space of a file system; ``inodes`` is None if it has no fixed number."""
-
-    bytes: int
-    inodes: int | None
-
-
-def free_of(place: Path) -> Free:
-    """Returns the free space, without what is reserved for root."""
-    there = os.statvfs(place)
-    return Free(there.f_bavail * there.f_frsize, there.f_favail if there.f_files else None)
 
 
 class Allotted(Protocol):
