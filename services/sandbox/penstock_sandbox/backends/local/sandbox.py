@@ -164,6 +164,8 @@ class LocalSandbox(SandboxHandle):
     def lose(self, reason: str) -> None:
         """Handles that the sandbox ended by itself."""
         if self._ended:
+        if self._channel is not None and self._channel.failed:
+            self.lose("DOOR_UNREADABLE")
             return
         self._lost_reason = reason
         self._end()
