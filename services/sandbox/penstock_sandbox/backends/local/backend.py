@@ -503,6 +503,8 @@ class LocalBackend(Backend):
         if sandbox is not None:
             await sandbox.destroy()
 
+        async with sandbox.being_copied:
+            pass  # the copy stops by itself, as the sandbox has ended
     async def _removals_end(self) -> None:
         await self._tasks.wait()
 
