@@ -30,7 +30,7 @@ from penstock_sandbox.backends.images import reference
 from penstock_sandbox.backends.images.store import ImageOptions, ImageStore, machine
 from penstock_sandbox.backends.local import bubblewrap, rootfs
 from penstock_sandbox.backends.local.channel import ChannelClosed
-from penstock_sandbox.backends.local.disk.limits import Disk
+from penstock_sandbox.backends.local.disk.limits import Allotment, Disk
 from penstock_sandbox.backends.local.disk.usage import Use
 from penstock_sandbox.backends.local.host_users import UserPool
 from penstock_sandbox.backends.local.images import bases, first_process
@@ -398,6 +398,7 @@ class LocalBackend(Backend):
         else:
             uid = self._users.acquire()
         group: Group | None = None
+        disk: Allotment | None = None
         folder = self._root / "sandboxes" / sandbox_id
         try:
             folder.mkdir()
@@ -415,7 +416,11 @@ class LocalBackend(Backend):
                 group = self._cgroups.create(sandbox_id, spec.resources)
         except BaseException:
             self._users.release(uid)
-            layers.to_trash(folder, self._root / "trash")
+            trashed = layers.to_trash(folder, self._root / "trash")
+            if trashed is not None:
+                self._remove_later(trashed)
+            if disk is not None:
+                self._tasks.start(disk.release(), f"release the disk of {sandbox_id}")
             raise
         path = [folder_ for toolbox in toolboxes for folder_ in toolbox.path]
         sandbox = LocalSandbox(

@@ -178,3 +178,47 @@ async def test_a_live_forks_files_have_no_upload_that_is_under_way(backend: Loca
     await sandbox.destroy()
     await backend.remove_layer("layer")
     await nothing_left(backend, tmp_path)
+
+
+class Given:
+    """Quotas that note which projects they gave and got back."""
+
+    def __init__(self) -> None:
+        self.held: list[int] = []
+
+    def give(self, folder: Path, limit: Limit) -> int:
+        self.held.append(7)
+        return 7
+
+    def release(self, project: int) -> None:
+        self.held.remove(project)
+
+
+class NoGroups:
+    """Control groups of which none can be made."""
+
+    controllers = frozenset({"pids"})
+
+    def create(self, *_: object) -> Group:
+        raise OSError(errno.ENOSPC, "no control group")
+
+
+@pytest.mark.requirement("R50")
+async def test_a_create_that_fails_halfway_leaves_neither_files_nor_a_quota(
+    backend: LocalBackend, tmp_path: Path
+) -> None:
+    """The next start is not what removes them."""
+    backend._disk._quotas = cast(Quotas, quotas := Given())
+    backend._cgroups = cast(Cgroups, NoGroups())
+    with pytest.raises(OSError, match="no control group"):
+        backend._allot("one", SandboxSpec(), None, (), lambda _: None)
+    assert quotas.held == [7]
+    await nothing_left(backend, tmp_path)
+    assert quotas.held == []
+
+
+@pytest.mark.requirement("R50")
+async def test_a_create_that_asks_for_too_little_disk_leaves_no_files(backend: LocalBackend, tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument):
+        backend._allot("one", SandboxSpec(resources=Resources(disk_bytes=1)), None, (), lambda _: None)
+    await nothing_left(backend, tmp_path)
