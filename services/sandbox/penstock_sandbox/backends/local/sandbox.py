@@ -71,6 +71,8 @@ class LocalSandbox(SandboxHandle):
         self.uid = uid
         self.upper = upper
         self.layer_ids: tuple[str, ...] = ()
+        self.added: tuple[Path, ...] = ()
+        """What its toolboxes add to its root, each a layer."""
         self.base = base
         if base is not None:
             self.home, self.workdir, self.user = base.account.home, base.workdir, base.account.name

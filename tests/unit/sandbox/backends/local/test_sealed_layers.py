@@ -222,3 +222,23 @@ async def test_a_create_that_asks_for_too_little_disk_leaves_no_files(backend: L
     with pytest.raises(InvalidArgument):
         backend._allot("one", SandboxSpec(resources=Resources(disk_bytes=1)), None, (), lambda _: None)
     await nothing_left(backend, tmp_path)
+
+
+@pytest.mark.requirement("R49", "R52")
+async def test_no_sandbox_is_made_or_kept_whose_layers_the_kernel_would_cut(
+    backend: LocalBackend, tmp_path: Path
+) -> None:
+    """The kernel leaves out the lowest without an error, or refuses after the source was frozen and copied."""
+    stack = tuple(f"lf-{number:032x}" for number in range(100))
+    sandbox = backend._allot("one", SandboxSpec(), None, (), lambda _: None)
+    sandbox.layer_ids = stack
+    for seal in (backend.seal, backend.seal_live):
+        with pytest.raises(FailedPrecondition) as caught:
+            await seal(sandbox, "layer")
+        assert (caught.value.reason, caught.value.metadata) == ("TOO_MANY_LAYERS", {"layers": "102"})
+    assert sandbox._destroyed is None and not list((tmp_path / "trash").iterdir())
+    backend._sealed_layers._layers["top"] = sealed_layers._Layer(None, stack, Use(), None)
+    with pytest.raises(FailedPrecondition) as caught:
+        backend._allot("two", SandboxSpec(snapshot_id="top"), None, (), lambda _: None)
+    assert caught.value.reason == "TOO_MANY_LAYERS"
+    assert [child.name for child in (tmp_path / "sandboxes").iterdir()] == ["one"]
