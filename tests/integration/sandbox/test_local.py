@@ -8,6 +8,7 @@ import os
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from tests.support.services.processes import argv_of, children_of
 from tests.support.services.restarting import descendants
 
 from penstock.sandbox.v1 import sandbox_service_pb2 as ss
+from penstock_chassis.errors import FailedPrecondition
 from penstock_sandbox.backends.local.backend import LocalBackend, LocalOptions
 from penstock_sandbox.backends.local.sandbox import LocalSandbox
 from penstock_sandbox.domain.backend import ProcessHandle, SandboxHandle
@@ -114,6 +116,52 @@ async def test_start_that_meets_a_pause_is_answered_and_can_be_killed(
     assert all(sink.ended.done() for sink in sinks)
     await sandbox.resume()
     await _run_and_forget(sandbox)
+
+
+@pytest.mark.requirement("R49", "R52")
+async def test_the_longest_stack_of_layers_is_whole_and_a_longer_one_is_refused() -> None:
+    """The kernel cuts a longer one, by a byte or by its lowest layers, and may not say so."""
+    with tempfile.TemporaryDirectory(prefix="penstock-local-") as folder:
+        Path(folder).chmod(0o755)
+        backend = LocalBackend(LocalOptions(Path(folder) / "local"))
+        await backend.open()
+        assert backend.available, backend.unavailable_reason
+        try:
+            sandbox = await backend.create("one", SandboxSpec(), (), lambda _: None)
+            assert isinstance(sandbox, LocalSandbox)
+            async with sandbox.open_write(f"{sandbox.workdir}/lowest", 0o644) as writer:
+                await writer.write(b"content")
+                await writer.commit()
+            await backend.seal(sandbox, "lowest")
+            known = backend._sealed_layers._layers
+
+            def fits(*stack: str) -> bool:
+                try:
+                    backend._check_layers(None, stack, (), sandbox.upper)
+                except FailedPrecondition:
+                    return False
+                return True
+
+            def add(layer_id: str, *below: str) -> None:
+                Path(folder, "local/layers", layer_id).mkdir(mode=0o755)
+                known[layer_id] = replace(known["lowest"], below=below)
+
+            stack = ["lowest"]
+            while fits(*stack, f"{len(stack):040d}"):
+                stack.append(f"{len(stack):040d}")
+            while fits(*stack[:-1], f"{stack[-1]}x"):
+                stack[-1] += "x"
+            for number in range(1, len(stack)):
+                add(stack[number], *stack[:number])
+            made = await backend.create("two", SandboxSpec(snapshot_id=stack[-1]), (), lambda _: None)
+            assert (await made.stat(f"{made.workdir}/lowest")).size == len(b"content")
+            add(f"{stack[-1]}x", *stack[:-1])
+            with pytest.raises(FailedPrecondition) as caught:
+                await backend.create("six", SandboxSpec(snapshot_id=f"{stack[-1]}x"), (), lambda _: None)
+            assert caught.value.reason == "TOO_MANY_LAYERS"
+            assert caught.value.metadata == {"layers": str(len(stack) + 1)}
+        finally:
+            await backend.aclose()
 
 
 @pytest.mark.requirement("R47")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import resource
 import stat
 from pathlib import Path
 
@@ -85,7 +87,14 @@ def test_a_tree_deeper_than_any_path_can_say_is_copied_and_removed(tmp_path: Pat
         opened = below
     os.close(os.open("last", os.O_CREAT | os.O_WRONLY, dir_fd=opened))
     os.close(opened)
-    copy(source, tmp_path / "copy")
+    open_at_once: list[int] = []
+
+    def count() -> bool:
+        open_at_once.append(len(list(Path("/proc/self/fd").iterdir())))
+        return False
+
+    copy(source, tmp_path / "copy", count)
+    assert len(open_at_once) == 301 and max(open_at_once) == open_at_once[0]
     opened, depth = os.open(tmp_path / "copy", os.O_RDONLY), 0
     while (name := next(os.scandir(opened)).name) != "last":
         below = os.open(name, os.O_RDONLY, dir_fd=opened)
@@ -108,3 +117,45 @@ def test_failed_copy_leaves_no_descriptor_open(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         copy(tmp_path / "absent", tmp_path / "other")
     assert not [path for path in descriptors() if path.is_relative_to(tmp_path)]
+
+
+@pytest.mark.requirement("R49")
+def test_copy_without_enough_descriptors_fails_and_keeps_none(tmp_path: Path) -> None:
+    source = tmp_path / "upper"
+    (source / "a").mkdir(parents=True)
+    (source / "a/file").touch()
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(int(path.name) for path in Path("/proc/self/fd").iterdir())
+    failures = 0
+    try:
+        for limit in range(3, highest + 20):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, before[1]))
+            try:
+                copy(source, tmp_path / f"copy{limit}")
+            except OSError as error:
+                assert error.errno == errno.EMFILE
+                failures += 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert (tmp_path / f"copy{highest + 19}/a/file").exists() and failures > 3
+    assert not [path for path in descriptors() if path.is_relative_to(tmp_path)]
+
+
+@pytest.mark.requirement("R80")
+def test_hard_links_at_any_depth_are_kept_if_a_path_can_say_the_first(tmp_path: Path) -> None:
+    source = tmp_path / "upper"
+    source.mkdir()
+    (source / "first").write_bytes(b"content")
+    (tmp_path / "other").write_bytes(b"other")
+    opened = os.open(source, os.O_RDONLY)
+    for depth in range(60):
+        os.link(source / "first", "name", dst_dir_fd=opened)
+        if depth in (50, 55):
+            os.link(tmp_path / "other", "deep", dst_dir_fd=opened)
+        os.mkdir("d" * 100, dir_fd=opened)
+        below = os.open("d" * 100, os.O_RDONLY, dir_fd=opened)
+        os.close(opened)
+        opened = below
+    os.close(opened)
+    assert copy(source, tmp_path / "copy") == len(b"content") + 2 * len(b"other")
+    assert (tmp_path / "copy/first").stat().st_nlink == 61

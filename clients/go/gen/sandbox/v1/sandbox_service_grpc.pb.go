@@ -98,7 +98,8 @@ type SandboxServiceClient interface {
 	// are unaffected. Snapshots beyond the operator's `snapshot_cache_bytes` are evicted, least recently used first, except
 	// those in use or used in the last minute. Where the backend keeps snapshots elsewhere, a service knows those of its
 	// killed predecessor, and, if the operator chooses so, those of a stopped one. Prepare an evicted snapshot again.
-	// Errors: FAILED_PRECONDITION (SETUP_FAILED with the command in the last CommandFinished; SANDBOX_LOST; CAPABILITY_MISSING).
+	// Errors: FAILED_PRECONDITION (SETUP_FAILED with the command in the last CommandFinished; SANDBOX_LOST; CAPABILITY_MISSING;
+	// TOO_MANY_LAYERS).
 	PrepareSnapshot(ctx context.Context, in *PrepareSnapshotRequest, opts ...grpc.CallOption) (SandboxService_PrepareSnapshotClient, error)
 	// GetSnapshot returns a snapshot.
 	// Errors: NOT_FOUND (SNAPSHOT_UNKNOWN).
@@ -116,7 +117,8 @@ type SandboxServiceClient interface {
 	// nor its files in memory (/tmp, /dev/shm). The copy is removed with the last child. Backends with Capabilities.live_fork
 	// only.
 	// Errors: NOT_FOUND (SNAPSHOT_UNKNOWN, SANDBOX_UNKNOWN), FAILED_PRECONDITION (CAPABILITY_MISSING, SANDBOX_LOST,
-	// SANDBOX_NOT_READY), UNAVAILABLE (PAUSE_FAILED), ALREADY_EXISTS (REQUEST_ID_REUSED), INTERNAL (SEAL_FAILED).
+	// SANDBOX_NOT_READY, TOO_MANY_LAYERS), UNAVAILABLE (PAUSE_FAILED), ALREADY_EXISTS (REQUEST_ID_REUSED),
+	// INTERNAL (SEAL_FAILED).
 	// Of the sandbox that a child joins, each is the child's: NOT_FOUND (SANDBOX_UNKNOWN), FAILED_PRECONDITION
 	// (SANDBOX_LOST, SANDBOX_NOT_READY, SANDBOX_PAUSED), RESOURCE_EXHAUSTED (SANDBOX_JOINED).
 	ForkSandboxes(ctx context.Context, in *ForkSandboxesRequest, opts ...grpc.CallOption) (SandboxService_ForkSandboxesClient, error)
@@ -534,7 +536,8 @@ type SandboxServiceServer interface {
 	// are unaffected. Snapshots beyond the operator's `snapshot_cache_bytes` are evicted, least recently used first, except
 	// those in use or used in the last minute. Where the backend keeps snapshots elsewhere, a service knows those of its
 	// killed predecessor, and, if the operator chooses so, those of a stopped one. Prepare an evicted snapshot again.
-	// Errors: FAILED_PRECONDITION (SETUP_FAILED with the command in the last CommandFinished; SANDBOX_LOST; CAPABILITY_MISSING).
+	// Errors: FAILED_PRECONDITION (SETUP_FAILED with the command in the last CommandFinished; SANDBOX_LOST; CAPABILITY_MISSING;
+	// TOO_MANY_LAYERS).
 	PrepareSnapshot(*PrepareSnapshotRequest, SandboxService_PrepareSnapshotServer) error
 	// GetSnapshot returns a snapshot.
 	// Errors: NOT_FOUND (SNAPSHOT_UNKNOWN).
@@ -552,7 +555,8 @@ type SandboxServiceServer interface {
 	// nor its files in memory (/tmp, /dev/shm). The copy is removed with the last child. Backends with Capabilities.live_fork
 	// only.
 	// Errors: NOT_FOUND (SNAPSHOT_UNKNOWN, SANDBOX_UNKNOWN), FAILED_PRECONDITION (CAPABILITY_MISSING, SANDBOX_LOST,
-	// SANDBOX_NOT_READY), UNAVAILABLE (PAUSE_FAILED), ALREADY_EXISTS (REQUEST_ID_REUSED), INTERNAL (SEAL_FAILED).
+	// SANDBOX_NOT_READY, TOO_MANY_LAYERS), UNAVAILABLE (PAUSE_FAILED), ALREADY_EXISTS (REQUEST_ID_REUSED),
+	// INTERNAL (SEAL_FAILED).
 	// Of the sandbox that a child joins, each is the child's: NOT_FOUND (SANDBOX_UNKNOWN), FAILED_PRECONDITION
 	// (SANDBOX_LOST, SANDBOX_NOT_READY, SANDBOX_PAUSED), RESOURCE_EXHAUSTED (SANDBOX_JOINED).
 	ForkSandboxes(*ForkSandboxesRequest, SandboxService_ForkSandboxesServer) error

@@ -30,7 +30,7 @@ from penstock_sandbox.backends.images import reference
 from penstock_sandbox.backends.images.store import ImageOptions, ImageStore, machine
 from penstock_sandbox.backends.local import bubblewrap, rootfs
 from penstock_sandbox.backends.local.channel import ChannelClosed
-from penstock_sandbox.backends.local.disk.limits import Disk
+from penstock_sandbox.backends.local.disk.limits import Allotment, Disk
 from penstock_sandbox.backends.local.disk.usage import Use
 from penstock_sandbox.backends.local.host_users import UserPool
 from penstock_sandbox.backends.local.images import bases, first_process
@@ -401,8 +401,11 @@ class LocalBackend(Backend):
         else:
             uid = self._users.acquire()
         group: Group | None = None
+        disk: Allotment | None = None
         folder = self._root / "sandboxes" / sandbox_id
+        added = tuple(box.root_layer for box in toolboxes if box.root_layer is not None)
         try:
+            self._check_layers(base, stack, added, folder / "upper")
             folder.mkdir()
             folder.chmod(0o711)
             disk = self._disk.allot(folder, spec.resources, self._sealed_layers.use(stack))
@@ -418,7 +421,11 @@ class LocalBackend(Backend):
                 group = self._cgroups.create(sandbox_id, spec.resources)
         except BaseException:
             self._users.release(uid)
-            layers.to_trash(folder, self._root / "trash")
+            trashed = layers.to_trash(folder, self._root / "trash")
+            if trashed is not None:
+                self._remove_later(trashed)
+            if disk is not None:
+                self._tasks.start(disk.release(), f"release the disk of {sandbox_id}")
             raise
         path = [folder_ for toolbox in toolboxes for folder_ in toolbox.path]
         sandbox = LocalSandbox(
@@ -433,8 +440,20 @@ class LocalBackend(Backend):
             base,
         )
         sandbox.layer_ids = stack
+        sandbox.added = added
         self._sealed_layers.hold(stack)
         return sandbox
+
+    def _check_layers(self, base: Base | None, stack: Sequence[str], added: Sequence[Path], upper: Path) -> None:
+        """Refuses what could not be mounted. Raises FailedPrecondition (TOO_MANY_LAYERS)."""
+        below = base.layers if base is not None else (self._root / "base",)
+        sealed = (self._root / "layers" / layer for layer in stack)
+        layers_ = [self._stage.map(layer) for layer in (*below, *added, *sealed)]
+        rootfs.check_layers(layers_, self._stage.map(upper), self._stage.map(upper.with_name("work")))
+
+    def _check_seal(self, sandbox: LocalSandbox, layer_id: str) -> None:
+        """Refuses a layer that nothing could stand on, before a sandbox is ended or frozen for it."""
+        self._check_layers(sandbox.base, (*sandbox.layer_ids, layer_id), sandbox.added, sandbox.upper)
 
     def _arguments(
         self, sandbox: LocalSandbox, network: NetworkPolicy, toolboxes: Sequence[MountedToolbox]
@@ -487,6 +506,8 @@ class LocalBackend(Backend):
                 await self._spawner.destroy(sandbox.id)
         except ChannelClosed:
             pass  # every process of the sandbox died with the spawner
+        async with sandbox.being_copied:
+            pass  # the copy stops by itself, as the sandbox has ended
         if sandbox.group is not None:
             await asyncio.to_thread(_remove_group, sandbox.group)
         await sandbox.disk.release()
@@ -549,10 +570,12 @@ class LocalBackend(Backend):
 
     async def seal(self, handle: SandboxHandle, layer_id: str) -> SealedLayer:
         assert isinstance(handle, LocalSandbox)
+        self._check_seal(handle, layer_id)
         return await self._sealed_layers.seal(handle, layer_id)
 
     async def seal_live(self, handle: SandboxHandle, layer_id: str) -> SealedLayer:
         assert isinstance(handle, LocalSandbox)
+        self._check_seal(handle, layer_id)
         return await self._sealed_layers.seal_live(handle, layer_id)
 
     async def has_layer(self, layer_id: str) -> bool:

@@ -1,7 +1,8 @@
 """The service's end of the channel to a spawner or sandbox helper: requests with numbered replies, and events.
 
-Invariants: everything happens on the event loop's thread and nothing blocks it; when the peer ends, every request in
-flight fails with ``ChannelClosed`` and ``on_close`` runs once. Descriptors received belong to the caller.
+Invariants: everything happens on the event loop's thread and nothing blocks it; when the peer ends, or a message of it
+is lost, every request in flight fails with ``ChannelClosed`` and ``on_close`` runs once. Descriptors received belong to
+the caller.
 """
 
 from __future__ import annotations
@@ -12,14 +13,18 @@ import socket
 from collections.abc import Callable, Sequence
 from typing import Self
 
+import structlog
+
 from penstock_sandbox.backends.local.spawner import wire
 from penstock_sandbox.domain.errno import Refused
 
 Reply = tuple[wire.Message, list[int]]
 
+_log = structlog.get_logger(__name__)
+
 
 class ChannelClosed(Exception):
-    """The process at the other end has ended."""
+    """The process at the other end has ended, or cannot be understood any more."""
 
 
 class Channel:
@@ -37,6 +42,8 @@ class Channel:
         self._last = 0
         self._sending = asyncio.Lock()
         self.closed = False
+        self.failed = False
+        """Whether it is closed because this end could not read a message."""
         self._loop.add_reader(sock, self._readable)
 
     async def request(self, message: wire.Message, descriptors: Sequence[int] = ()) -> Reply:
@@ -90,6 +97,11 @@ class Channel:
         except BlockingIOError:
             return
         except ConnectionResetError:
+            received = None
+        except OSError as error:
+            # As when this process has no descriptor left: nobody knows whose reply it was.
+            _log.error("a message of a helper process could not be read", error=repr(error))
+            self.failed = True
             received = None
         if received is None:
             self.close()

@@ -22,6 +22,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from penstock_chassis.errors import FailedPrecondition
 from penstock_sandbox.backends.local.images import first_process
 from penstock_sandbox.backends.local.spawner.read_only_mounts import NOTHING
 from penstock_sandbox.backends.local.spawner.wire import FIRST_PROGRAM
@@ -60,6 +61,8 @@ WRITTEN = {
     "etc/protocols": "ip 0 IP\nicmp 1 ICMP\ntcp 6 TCP\nudp 17 UDP\n",
 }
 _EMPTY = ("proc", "dev", "tmp", "var/log", "run", "opt", "mnt", "srv", "root", "etc/ssl")
+# Of a mount, in bytes: one page, with the zero at its end.
+_MOST_OPTIONS = 4095
 _BUNDLES = ("etc/ssl/certs/ca-certificates.crt", "etc/pki/tls/certs/ca-bundle.crt")
 _LINKS = {"var/tmp": "../tmp"}
 # Names at the top level that bubblewrap itself mounts.
@@ -264,6 +267,26 @@ def bubblewrap_arguments(
     for bind in mounts:
         arguments += ["--ro-bind", bind.source, bind.target]
     return [*arguments, "--remount-ro", "/opt", *_in_memory(tmp_bytes)]
+
+
+def check_layers(layers: Sequence[str], upper: str, work: str) -> None:
+    """Raises FailedPrecondition (TOO_MANY_LAYERS) for more layers of a root than the kernel mounts.
+
+    All paths are bubblewrap's. The kernel cuts longer options without an error, and the root may then lack its lowest
+    layers.
+    """
+    # As bubblewrap writes them: by real paths, and with a backslash before what separates options and layers.
+    above = {folder: os.path.realpath(folder) for folder in map(os.path.dirname, (*layers, upper, work))}
+    paths = [f"{above[os.path.dirname(path)]}/{os.path.basename(path)}" for path in (*layers, upper, work)]
+    taken = len("upperdir=,workdir=,lowerdir=,userxattr") + len(layers) - 1
+    taken += sum(len("/oldroot") + len(os.fsencode(path)) + sum(map(path.count, "\\,:")) for path in paths)
+    if taken > _MOST_OPTIONS:
+        raise FailedPrecondition(
+            f"a sandbox would stand on {len(layers)} layers, whose paths need {taken} bytes of the kernel's "
+            f"{_MOST_OPTIONS}: fork or prepare from an earlier one, or use a shorter state_dir",
+            reason="TOO_MANY_LAYERS",
+            metadata={"layers": str(len(layers))},
+        )
 
 
 def _with_added(bind: Bind, added: Sequence[Added]) -> list[str]:

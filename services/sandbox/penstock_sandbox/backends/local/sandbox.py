@@ -16,6 +16,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from penstock_chassis.aio.tasks import TaskOwner
 from penstock_chassis.errors import FailedPrecondition, Internal, PenstockError
 from penstock_sandbox.backends.host import layers
 from penstock_sandbox.backends.host.cgroups import Group
@@ -70,6 +71,8 @@ class LocalSandbox(SandboxHandle):
         self.uid = uid
         self.upper = upper
         self.layer_ids: tuple[str, ...] = ()
+        self.added: tuple[Path, ...] = ()
+        """What its toolboxes add to its root, each a layer."""
         self.base = base
         if base is not None:
             self.home, self.workdir, self.user = base.account.home, base.workdir, base.account.name
@@ -94,6 +97,11 @@ class LocalSandbox(SandboxHandle):
         self._over = asyncio.Event()
         self._verdict: asyncio.TimerHandle | None = None
         self.freezing = Freezing(group, lambda: self._ended)
+        self.unfinished: set[str] = set()
+        """Names of files that are being uploaded, each in the directory of its target."""
+        self._uploads = TaskOwner(unlogged=(PenstockError,))
+        self.being_copied = asyncio.Lock()
+        """Held while its files are copied; they are not removed meanwhile."""
         self._destroyed: asyncio.Task[None] | None = None
 
     # Opening -----------------------------------------------------------------------------------------------------
@@ -156,6 +164,8 @@ class LocalSandbox(SandboxHandle):
     def _helper_closed(self) -> None:
         if not self._ready.done():
             self._ready.set_exception(OSError(errno.ECHILD, "the sandbox ended during its creation"))
+        if self._channel is not None and self._channel.failed:
+            self.lose("DOOR_UNREADABLE")
         if not self._ended and self._verdict is None:
             # The helper ends with the sandbox, by itself, or with the spawner; the spawner's event, or its end, shows
             # which. A sandbox without its helper is lost in any case.
@@ -302,17 +312,43 @@ class LocalSandbox(SandboxHandle):
 
     @asynccontextmanager
     async def open_write(self, path: str, mode: int) -> AsyncIterator[FileWriter]:
-        answer, given = await self._file({"op": "open_write", "path": path}, path)
+        opening = self._uploads.start(self._open_write(path), f"open a file in {self.id}")
+        try:
+            answer, given = await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            # The helper may make the file all the same, and only its answer tells which.
+            self._uploads.start(self._discard_opened(opening, path), f"discard a file in {self.id}")
+            raise
         writer = Writer(self.ask_helper, self.lost, path, mode, answer, given)
         try:
             yield writer
         finally:
-            try:
-                if not writer.committed and not self._ended:
-                    await self._file({**answer, "op": "discard"}, path, given)
-            finally:
-                for descriptor in given:
-                    os.close(descriptor)
+            await self._uploads.run(self._close_write(answer, given, path, discards=not writer.committed))
+
+    async def _open_write(self, path: str) -> Reply:
+        # Uncut: whoever copies the frozen sandbox's files must know the name of each that is unfinished.
+        reply = await self._file({"op": "open_write", "path": path}, path, uncut=True)
+        self.unfinished.add(reply[0]["partial"])
+        return reply
+
+    async def _discard_opened(self, opening: asyncio.Task[Reply], path: str) -> None:
+        answer, given = await opening
+        await self._close_write(answer, given, path, discards=True)
+
+    async def _close_write(self, answer: wire.Message, given: Sequence[int], path: str, *, discards: bool) -> None:
+        try:
+            if discards:
+                await self.ask_helper({**answer, "op": "discard"}, given)
+        except Refused as refusal:
+            # It may be gone, also because a commit whose caller was cancelled has succeeded.
+            if refusal.errno != errno.ENOENT:
+                raise file_error(refusal, path) from refusal
+        except ChannelClosed:
+            pass  # it is removed with the sandbox
+        finally:
+            self.unfinished.discard(answer["partial"])
+            for descriptor in given:
+                os.close(descriptor)
 
     async def read_tree(self, path: str, max_bytes: int) -> AsyncGenerator[bytes, None]:
         try:
@@ -350,9 +386,12 @@ class LocalSandbox(SandboxHandle):
     async def remove(self, path: str, *, recursive: bool) -> None:
         await self._tree_job({"job": "remove", "path": path, "recursive": recursive}, path)
 
-    async def _file(self, request: wire.Message, path: str, descriptors: Sequence[int] = ()) -> Reply:
+    async def _file(self, request: wire.Message, path: str, *, uncut: bool = False) -> Reply:
+        """Asks the helper about a file; ``uncut``: and no freeze may interrupt that."""
         try:
-            return await self.ask_helper(request, descriptors)
+            if uncut:
+                return await self.freezing.uncut(partial(self.ask_helper, request))
+            return await self.ask_helper(request)
         except Refused as refusal:
             raise file_error(refusal, path) from refusal
         except ChannelClosed as error:
@@ -433,6 +472,7 @@ class LocalSandbox(SandboxHandle):
                 await self._endpoints.popitem()[1].aclose()
         finally:
             self.freezing.let_die()
+            await self._uploads.wait()
             await self._release(self)
 
 

@@ -73,7 +73,7 @@ class SealedLayers:
             self._drop_unused(layer_id)
 
     async def seal(self, sandbox: LocalSandbox, layer_id: str) -> SealedLayer:
-        """Ends a sandbox and keeps its files."""
+        """Ends a sandbox and keeps its files. Raises FailedPrecondition (SANDBOX_LOST) if they are gone already."""
         uid, below = sandbox.uid, sandbox.layer_ids
         target = self._root / "layers" / layer_id
         # The layer keeps the user; the sandbox's own reference ends with it.
@@ -84,6 +84,9 @@ class SealedLayers:
         sandbox.keep_upper(target)
         try:
             await sandbox.destroy()
+            if not target.exists():
+                # It had ended by itself, and the removal of its files had begun.
+                raise await sandbox.lost()
         except BaseException:
             # The sandbox is destroyed later, and then its files are removed.
             sandbox.kept_as = None
@@ -97,25 +100,27 @@ class SealedLayers:
         return SealedLayer(layer_id, use.bytes)
 
     async def seal_live(self, sandbox: LocalSandbox, layer_id: str) -> SealedLayer:
-        """Keeps a copy of a live sandbox's files."""
+        """Keeps a copy of a live sandbox's files.
+
+        Raises FailedPrecondition (SANDBOX_LOST) if it ends meanwhile, Internal (SEAL_FAILED), and what freezing raises.
+        """
         # The next start looks here for leftovers, until the copy is complete.
         draft = self._root / "trash" / f"{layer_id}.draft"
-        async with sandbox.freezing.still():
-            stopped = threading.Event()
-            work = asyncio.ensure_future(asyncio.to_thread(copying.copy, sandbox.upper, draft, stopped.is_set))
-            try:
-                await asyncio.shield(work)
-                use = await asyncio.to_thread(usage.measure, draft, 0, None)
-            except BaseException as error:
-                # Wait for the thread, so that nothing is made after the removal.
-                stopped.set()
-                await asyncio.wait([work])
-                if not work.cancelled():
-                    work.exception()  # the cancellation is known
+        try:
+            async with sandbox.being_copied, sandbox.freezing.still():
+                await _copy(sandbox, draft)
+            use = await asyncio.to_thread(usage.measure, draft, 0, None)
+            if not sandbox.at_work:
+                # Its user and its layers are released, so nothing may be made of them.
+                raise await sandbox.lost()
+        except BaseException as error:
+            if draft.exists():
                 self._remove_later(draft)
-                if isinstance(error, OSError):
-                    raise Internal(f"the files could not be copied: {error.strerror}", reason="SEAL_FAILED") from error
-                raise
+            if isinstance(error, OSError):
+                if not sandbox.at_work:
+                    raise await sandbox.lost() from error
+                raise Internal(f"the files could not be copied: {error.strerror}", reason="SEAL_FAILED") from error
+            raise
         draft.rename(self._root / "layers" / layer_id)
         self._users.share(sandbox.uid)
         self.hold(sandbox.layer_ids)
@@ -142,3 +147,25 @@ class SealedLayers:
         trashed = layers.to_trash(self._root / "layers" / layer_id, self._root / "trash")
         if trashed is not None:
             self._remove_later(trashed)
+
+
+async def _copy(sandbox: LocalSandbox, draft: Path) -> None:
+    """Copies a frozen sandbox's files; returns, whatever the outcome, only when the copy has ended."""
+    stopped = threading.Event()
+
+    def unwanted() -> bool:
+        # The removal of a sandbox that has ended waits for its copy, which nobody can use any more.
+        return stopped.is_set() or not sandbox.at_work
+
+    # No upload goes on while the sandbox is frozen: its helper begins and ends each.
+    unfinished = frozenset(sandbox.unfinished)
+    work = asyncio.ensure_future(asyncio.to_thread(copying.copy, sandbox.upper, draft, unwanted, unfinished))
+    try:
+        await asyncio.shield(work)
+    except BaseException:
+        # Wait for the thread, so that nothing is made after the removal.
+        stopped.set()
+        await asyncio.wait([work])
+        if not work.cancelled():
+            work.exception()  # the cancellation is known
+        raise

@@ -336,7 +336,8 @@ class Unlocked:
     """Something that was closed to its owner and is open for a while; keeps no descriptor."""
 
     def __init__(self, mode: int, opened: os.stat_result) -> None:
-        self._mode = mode
+        self.mode = mode
+        """That it had, and gets again."""
         self._opened = opened
 
     def lock(self, folder: Optional[int], name: str) -> None:
@@ -348,7 +349,7 @@ class Unlocked:
         try:
             now, then = os.fstat(found), self._opened
             if os.path.samestat(now, then) and (now.st_ctime_ns, now.st_mode) == (then.st_ctime_ns, then.st_mode):
-                os.chmod(f"/proc/self/fd/{found}", self._mode)
+                os.chmod(f"/proc/self/fd/{found}", self.mode)
         finally:
             os.close(found)
 

@@ -40,20 +40,32 @@ class _Level:
         self.unlocked: Optional[files.Unlocked] = None
 
 
-class _Descent:
-    """A current directory below ``top``, with the descriptor ``here``. Owns ``top``."""
+class Descent:
+    """A current directory below ``top``, with the descriptor ``here``. Owns ``top``.
+
+    ``levels`` are the directories from ``top`` to it, both included.
+    """
 
     def __init__(self, top: int) -> None:
         self._top = top
-        self.here = os.dup(top)
+        try:
+            self.here = os.dup(top)
+        except OSError:
+            os.close(top)
+            raise
         self.levels = [_Level("", _identity(self.here), [])]
 
     def close(self) -> None:
-        os.close(self.here)
-        os.close(self._top)
+        """Closes both descriptors, and leaves every directory that is still unlocked."""
+        try:
+            while any(level.unlocked is not None for level in self.levels):
+                self.leave()
+        finally:
+            os.close(self.here)
+            os.close(self._top)
 
     def down(self, name: str) -> None:
-        """Enters a directory. Raises OSError, and then stays where it was."""
+        """Enters a directory. Raises OSError and files.Refused (a link), and then stays where it was."""
         self._move(files.below(self.here, name))
         self.levels.append(_Level(name, _identity(self.here), []))
 
@@ -69,6 +81,26 @@ class _Descent:
         if _identity(self.here) == self.levels[-1].identity:
             return True
         return self._again()
+
+    def enter(self, name: str, *, unlocks: bool) -> None:
+        """As ``down``; with ``unlocks``, a directory that its owner, the caller, closed to itself is open until
+        ``leave``."""
+        unlocked = files.unlocked(self.here, name) if unlocks else None
+        try:
+            self.down(name)
+        except BaseException:
+            if unlocked is not None:
+                unlocked.lock(self.here, name)
+            raise
+        self.levels[-1].unlocked = unlocked
+
+    def leave(self) -> bool:
+        """As ``up``; locks again what ``enter`` unlocked."""
+        left = self.levels[-1]
+        found = self.up()
+        if found and left.unlocked is not None:
+            left.unlocked.lock(self.here, left.name)
+        return found
 
     def _again(self) -> bool:
         """Walks from the top along the levels, as far as they still exist."""
@@ -91,7 +123,7 @@ class _Descent:
         self.here = to
 
 
-class Way(_Descent):
+class Way(Descent):
     """Moves between directories of a tree: up only as far as necessary, then down.
 
     So a tree costs as many steps as it has directories, at any depth. Owns ``top``; ``here`` is the current directory.
@@ -133,7 +165,7 @@ def walk(
     """
     budget = _Budget(most)
     try:
-        descent = _Descent(os.open(top, _FOLDER))
+        descent = Descent(os.open(top, _FOLDER))
     except _GONE:
         return
     try:
@@ -155,17 +187,13 @@ def walk(
                 if len(descent.levels) == 1:
                     return
                 left = descent.levels[-1].name
-                if _leave(descent):
+                if descent.leave():
                     path = path[: -len(left) - 1]
                 else:
                     path = "".join(f"/{level.name}" for level in descent.levels[1:])
             path = f"{path}/{descent.levels[-1].name}"
     finally:
-        try:
-            while any(level.unlocked is not None for level in descent.levels):
-                _leave(descent)
-        finally:
-            descent.close()
+        descent.close()
 
 
 class _Budget:
@@ -211,7 +239,7 @@ def remove(name: str, folder: Optional[int] = None) -> None:
         os.unlink(name, dir_fd=folder)
         return
     _let_in(folder, name, status)
-    descent = _Descent(files.below(folder, name))
+    descent = Descent(files.below(folder, name))
     try:
         descent.levels[-1].folders = _unlink_files(descent.here)
         while True:
@@ -247,33 +275,18 @@ def _let_in(folder: Optional[int], name: str, status: os.stat_result) -> None:
         files.unlock(folder, name, status, always=True)
 
 
-def _enter_next(descent: _Descent, budget: _Budget, unlocks: bool) -> bool:
+def _enter_next(descent: Descent, budget: _Budget, unlocks: bool) -> bool:
     """Enters the next directory that can be entered; returns whether there was one."""
     folders = descent.levels[-1].folders
     while folders:
         name = folders.pop()
         budget.drop(name)
-        unlocked = None
         try:
-            if unlocks:
-                unlocked = files.unlocked(descent.here, name)
-            descent.down(name)
+            descent.enter(name, unlocks=unlocks)
         except (*_GONE, PermissionError):
-            if unlocked is not None:
-                unlocked.lock(descent.here, name)
             continue
-        descent.levels[-1].unlocked = unlocked
         return True
     return False
-
-
-def _leave(descent: _Descent) -> bool:
-    """Goes up as ``_Descent.up`` does, and locks again what was locked."""
-    left = descent.levels[-1]
-    found = descent.up()
-    if found and left.unlocked is not None:
-        left.unlocked.lock(descent.here, left.name)
-    return found
 
 
 def _unlink_files(folder: int) -> list[str]:

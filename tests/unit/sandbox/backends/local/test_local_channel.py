@@ -1,4 +1,4 @@
-"""What becomes of a reply whose caller gives up."""
+"""What becomes of replies whose caller gives up, and of those that cannot be read."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import socket
 
 import pytest
 
-from penstock_sandbox.backends.local.channel import Channel
+from penstock_sandbox.backends.local.channel import Channel, ChannelClosed
 from penstock_sandbox.backends.local.spawner import wire
 
 
@@ -38,3 +38,22 @@ async def test_the_descriptors_of_a_cancelled_request_are_closed(arrived: bool) 
     os.set_blocking(read_end, False)
     assert os.read(read_end, 1) == b""
     os.close(read_end)
+
+
+@pytest.mark.requirement("R49")
+async def test_a_message_that_cannot_be_read_ends_the_channel_and_all_requests() -> None:
+    """It may have been the reply that somebody waits for; a process out of descriptors gets such messages."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ends = []
+    with theirs, Channel(ours, lambda _: None, lambda: ends.append(True)) as channel:
+        asking = asyncio.create_task(channel.request({"op": "stat"}))
+        await asyncio.sleep(0)
+        # Longer than any message: the kernel cuts it.
+        theirs.send(bytes(100 * 1024))
+        channel._readable()
+        with pytest.raises(ChannelClosed):
+            await asking
+        assert channel.failed
+        with pytest.raises(ChannelClosed):
+            await channel.request({"op": "stat"})
+    assert ends == [True]

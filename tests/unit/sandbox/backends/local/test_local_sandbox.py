@@ -1,10 +1,10 @@
-"""Processes of a sandbox whose ids the kernel gives again while ended ones are still known."""
+"""A local sandbox whose helper is the test: process ids that are given again, uploads that are cancelled, its loss."""
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
-import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, cast
@@ -12,7 +12,9 @@ from typing import Any, cast
 import pytest
 import pytest_asyncio
 from tests.unit.sandbox.scripted_domain import pass_turns
+from tests.unit.sandbox.scripted_helper import ScriptedHelper
 
+from penstock_chassis.errors import FailedPrecondition
 from penstock_sandbox.backends.local.disk.limits import Allotment
 from penstock_sandbox.backends.local.disk.usage import DiskUse
 from penstock_sandbox.backends.local.sandbox import LocalSandbox
@@ -25,36 +27,6 @@ from penstock_sandbox.processes.output import Collected
 PID = 7
 
 
-class Helper:
-    """A spawner whose sandbox's helper is the test."""
-
-    def __init__(self) -> None:
-        self.end: socket.socket | None = None
-
-    async def create(self, sandbox_id: str, arguments: object, helper: socket.socket, **_: object) -> tuple[int, int]:
-        self.end = helper.dup()
-        self.end.setblocking(False)
-        self.send({"event": "ready"})
-        return 1, 2
-
-    def send(self, message: wire.Message) -> None:
-        assert self.end is not None
-        wire.send(self.end, message)
-
-    async def asked(self) -> wire.Message:
-        """The next request, without its descriptors."""
-        assert self.end is not None
-        await pass_turns()
-        received = wire.receive(self.end)
-        assert received is not None
-        for descriptor in received[1]:
-            os.close(descriptor)
-        return received[0]
-
-    def exits(self, start: wire.Message, code: int) -> None:
-        self.send({"event": "exit", "process": start["seq"], "status": code << 8, "cpu_s": 0.0, "peak_bytes": 0})
-
-
 class Watched:
     """A sandbox with such a helper; every process in it has one id."""
 
@@ -62,7 +34,7 @@ class Watched:
         async def release(_: LocalSandbox) -> None:
             return None
 
-        self.helper = Helper()
+        self.helper = ScriptedHelper()
         disk = Allotment(folder, cast("DiskUse", None))
         self.sandbox = LocalSandbox("s", None, folder, None, {}, lambda _: None, release, disk)
 
@@ -168,3 +140,66 @@ async def test_each_forgotten_process_is_named_once_to_the_helper(watched: Watch
     await last.aclose()
     _, _, final = await watched.starts()
     assert final["forget"] == [new_start["seq"], last_start["seq"]]
+
+
+@pytest.mark.requirement("R49")
+async def test_a_sandbox_whose_messages_cannot_be_read_is_lost_and_not_blamed(watched: Watched) -> None:
+    looking = asyncio.create_task(watched.sandbox.stat("/x"))
+    await watched.helper.asked()
+    assert watched.helper.end is not None
+    watched.helper.end.send(bytes(100 * 1024))
+    with pytest.raises(FailedPrecondition) as caught:
+        await looking
+    assert caught.value.reason == "SANDBOX_LOST"
+    assert caught.value.metadata == {"sandbox_id": "s", "lost_reason": "DOOR_UNREADABLE"}
+
+
+async def _upload(sandbox: LocalSandbox) -> None:
+    async with sandbox.open_write("/home/file", 0o644) as writer:
+        await writer.write(b"content")
+        await writer.commit()
+
+
+@pytest.mark.requirement("R23", "R44")
+async def test_an_upload_that_is_cancelled_while_it_is_opened_leaves_no_file(watched: Watched) -> None:
+    """The helper makes the file all the same, and names it when nobody waits any more."""
+    uploading = asyncio.create_task(_upload(watched.sandbox))
+    request = await watched.helper.asked()
+    uploading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await uploading
+    read_end, write_end = os.pipe()
+    answer = {"seq": request["seq"], "partial": ".file.00.partial", "name": "file"}
+    watched.helper.send(answer, [write_end, write_end])
+    os.close(write_end)
+    discard = await watched.helper.asked()
+    assert (request["op"], discard["op"], discard["partial"]) == ("open_write", "discard", ".file.00.partial")
+    assert watched.sandbox.unfinished == {".file.00.partial"}
+    watched.helper.send({"seq": discard["seq"]})
+    await pass_turns()
+    assert watched.sandbox.unfinished == set()
+    # All copies of its descriptors are closed.
+    os.set_blocking(read_end, False)
+    assert os.read(read_end, 9) == b""
+    os.close(read_end)
+
+
+@pytest.mark.requirement("R23", "R44")
+async def test_an_upload_that_is_cancelled_after_its_commit_was_sent_only_ends(watched: Watched) -> None:
+    """There is nothing left to discard, which is no error of the cancelled call."""
+    uploading = asyncio.create_task(_upload(watched.sandbox))
+    request = await watched.helper.asked()
+    read_end, write_end = os.pipe()
+    answer = {"seq": request["seq"], "partial": ".file.00.partial", "name": "file"}
+    watched.helper.send(answer, [write_end, write_end])
+    os.close(write_end)
+    commit = await watched.helper.asked()
+    assert (commit["op"], os.read(read_end, 9)) == ("commit", b"content")
+    uploading.cancel()
+    discard = await watched.helper.asked()
+    watched.helper.send({"seq": commit["seq"]})
+    watched.helper.send({"seq": discard["seq"], "errno": errno.ENOENT, "what": "No such file or directory"})
+    with pytest.raises(asyncio.CancelledError):
+        await uploading
+    assert watched.sandbox.unfinished == set()
+    os.close(read_end)

@@ -1532,7 +1532,8 @@ export const SandboxService: GenService<{
    * are unaffected. Snapshots beyond the operator's `snapshot_cache_bytes` are evicted, least recently used first, except
    * those in use or used in the last minute. Where the backend keeps snapshots elsewhere, a service knows those of its
    * killed predecessor, and, if the operator chooses so, those of a stopped one. Prepare an evicted snapshot again.
-   * Errors: FAILED_PRECONDITION (SETUP_FAILED with the command in the last CommandFinished; SANDBOX_LOST; CAPABILITY_MISSING).
+   * Errors: FAILED_PRECONDITION (SETUP_FAILED with the command in the last CommandFinished; SANDBOX_LOST; CAPABILITY_MISSING;
+   * TOO_MANY_LAYERS).
    *
    * @generated from rpc penstock.sandbox.v1.SandboxService.PrepareSnapshot
    */
@@ -1582,7 +1583,8 @@ export const SandboxService: GenService<{
    * nor its files in memory (/tmp, /dev/shm). The copy is removed with the last child. Backends with Capabilities.live_fork
    * only.
    * Errors: NOT_FOUND (SNAPSHOT_UNKNOWN, SANDBOX_UNKNOWN), FAILED_PRECONDITION (CAPABILITY_MISSING, SANDBOX_LOST,
-   * SANDBOX_NOT_READY), UNAVAILABLE (PAUSE_FAILED), ALREADY_EXISTS (REQUEST_ID_REUSED), INTERNAL (SEAL_FAILED).
+   * SANDBOX_NOT_READY, TOO_MANY_LAYERS), UNAVAILABLE (PAUSE_FAILED), ALREADY_EXISTS (REQUEST_ID_REUSED),
+   * INTERNAL (SEAL_FAILED).
    * Of the sandbox that a child joins, each is the child's: NOT_FOUND (SANDBOX_UNKNOWN), FAILED_PRECONDITION
    * (SANDBOX_LOST, SANDBOX_NOT_READY, SANDBOX_PAUSED), RESOURCE_EXHAUSTED (SANDBOX_JOINED).
    *
