@@ -316,7 +316,7 @@ class LocalSandbox(SandboxHandle):
         try:
             answer, given = await asyncio.shield(opening)
         except asyncio.CancelledError:
-            # The helper may make the file all the same, and only its answer tells which.
+            # The helper may make the file all the same, and only its answer names it.
             self._uploads.start(self._discard_opened(opening, path), f"discard a file in {self.id}")
             raise
         writer = Writer(self.ask_helper, self.lost, path, mode, answer, given)
