@@ -271,6 +271,36 @@ async def test_an_update_waiting_for_generations_still_waits_after_a_resume(
     assert found == [0]
 
 
+@pytest.mark.requirement("R22", "R130")
+async def test_a_pause_that_waits_does_not_wait_for_what_another_froze(house: Any, core: Any, lives: list[Llm]) -> None:
+    """It waited for the resume, after which it reported an engine that runs as paused."""
+    engine = engine_of(house, core)
+    generating = Generating(core, lives[0])
+    await generating.begin()
+    await engine.pause(PauseMode.KEEP)
+    async with asyncio.timeout(GUARD_S):
+        await engine.pause(PauseMode.WAIT)
+    assert lives[0].stands
+    await engine.resume()
+    generating.end()
+
+
+@pytest.mark.requirement("R22", "R130")
+async def test_a_pause_waits_for_generations_until_it_is_resumed(house: Any, core: Any, lives: list[Llm]) -> None:
+    """Not only until another wait for them has ended."""
+    engine = engine_of(house, core)
+    generating = Generating(core, lives[0])
+    await generating.begin()
+    pausing = asyncio.create_task(engine.pause(PauseMode.WAIT))
+    await turns()
+    core.admission.wake_idle()
+    await turns()
+    assert not pausing.done()
+    await engine.resume()
+    await pausing
+    generating.end()
+
+
 @pytest.mark.requirement("R49", "R130")
 async def test_a_resume_during_a_restart_of_vllm_lets_it_continue(
     house: Any, core: Any, lives: list[Llm], monkeypatch: pytest.MonkeyPatch

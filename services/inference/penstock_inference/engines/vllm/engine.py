@@ -190,7 +190,9 @@ class VllmEngine:
             self._paused = True
             core.admission.hold()
         if mode is PauseMode.WAIT:
-            await core.admission.idle()
+            # Until it is resumed: then nobody waits for a pause any more.
+            while self._paused and core.admission.running and not core.frozen_by_pause:
+                await core.admission.idle()
             return
         try:
             await core.freeze("pause")
