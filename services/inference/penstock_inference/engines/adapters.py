@@ -57,6 +57,10 @@ class AdapterTable:
             )
         return self._in_force[name]
 
+    def in_force(self, name: str) -> LoadedAdapter | None:
+        """The version in force, if any."""
+        return self._in_force.get(name)
+
     def prepare(self, source: AdapterSource) -> LoadedAdapter:
         """Make a new version, not yet in force. Raises the errors of `optional.Adapters.load_adapter`."""
         older = self._in_force.get(source.name)

@@ -196,6 +196,11 @@ class Core:
         while self.admission.running and not self.frozen_by_pause:
             await self.admission.idle()
 
+    async def unused(self, adapter: LoadedAdapter) -> None:
+        """Wait until no request uses it, or until a pause has frozen what runs."""
+        while adapter.users and not self.frozen_by_pause:
+            await self.admission.woken()
+
     @asynccontextmanager
     async def stopped(self, mode: PauseMode) -> AsyncIterator[None]:
         """While the context is open, vLLM is stopped and nothing is admitted. See `PauseMode`."""

@@ -267,19 +267,21 @@ class VllmEngine:
         except Exception as error:
             lines = str(error).splitlines()
             raise adapter_invalid(f"cannot be loaded: {lines[-1] if lines else type(error).__name__}") from error
-        if mode is not PauseMode.KEEP:
-            core.admission.hold()
-            try:
+        older = core.adapters.in_force(source.name)
+        try:
+            # No other request waits: the adapter is one namespace's, the engine everyone's.
+            with core.admission.holding(source.name):
                 if mode is PauseMode.ABORT:
                     await core.abort(lambda request: request.adapter == source.name, waiting=False)
-                else:
-                    await core.idle()
-            finally:
-                core.admission.release()
-        older = core.adapters.put(adapter)
+                elif mode is PauseMode.WAIT and older is not None:
+                    await core.unused(older)
+                older = core.adapters.put(adapter)
+        except BaseException:
+            adapter.replaced = True
+            core.drop_if_unused(adapter)
+            raise
         if older is not None:
             core.drop_if_unused(older)
-        core.admission.look()
         return adapter.info
 
     async def unload_adapter(self, name: str) -> None:
