@@ -15,9 +15,7 @@ from penstock_inference.engines.admission import Admission
 from penstock_inference.engines.base import GenerateRequest, Sampling
 
 
-def request(
-    name: str = "r", least: int | None = None, exact: int | None = None, adapter: str = ""
-) -> GenerateRequest:
+def request(name: str = "r", least: int | None = None, exact: int | None = None, adapter: str = "") -> GenerateRequest:
     return GenerateRequest(
         name,
         np.array([1], np.int32),

@@ -466,17 +466,16 @@ async def test_a_pause_during_an_update_that_waits_outlives_it(open_engine: Open
 
 
 @pytest.mark.requirement("R22", "R87")
-@pytest.mark.parametrize("mode", [None, PauseMode.WAIT])
-async def test_an_update_that_waits_still_waits_after_a_resume(open_engine: OpenEngine, mode: PauseMode | None) -> None:
+@pytest.mark.parametrize("paused", [False, True])
+async def test_an_update_that_waits_still_waits_after_a_resume(open_engine: OpenEngine, paused: bool) -> None:
     """No completion is of both policies, whoever paused and resumed meanwhile; what comes later has the new one."""
     engine = await open_engine(**LONG)
     running, pushing = await waits_for(engine, "r")
-    if mode is not None:
-        pausing = asyncio.create_task(engine.pause(mode))
-        await eventually(lambda: len(engine._worker._idle_waits) == 2, "the pause waits, too")
-    await engine.resume()
-    if mode is not None:
-        await pausing
+    async with asyncio.TaskGroup() as group:
+        if paused:
+            group.create_task(engine.pause(PauseMode.WAIT))
+            await eventually(lambda: len(engine._worker._idle_waits) == 2, "the pause waits, too")
+        await engine.resume()
     late = asyncio.create_task(complete(engine, request("late", prompt(9))))
     await steps(engine)
     assert not pushing.done() and not late.done()

@@ -680,6 +680,43 @@ async def test_a_request_for_an_exact_adapter_is_refused_when_another_came_after
     assert caught.value.reason == "POLICY_VERSION_UNAVAILABLE" and core.admission.running == 0
 
 
+@pytest.mark.requirement("R49")
+async def test_vllm_can_read_a_replaced_adapter_again_until_its_last_user_has_ended(
+    adapted: Any, tmp_path: Path
+) -> None:
+    """It does when it evicted one that still waits; without the file its core died. Afterwards no file stays."""
+    engine, generations, llm = adapted.engine, adapted.generations, adapted.llm
+    calls = []
+    for version in (1, 2, 3):
+        sent = adapter_source(tmp_path, version, temporary=True)
+        await engine.load_adapter(sent)
+        calls.append(adapting(generations, f"v{version}"))
+        await turns()
+        for file in sent.directory.iterdir():  # as AdapterUploads does when the next is in force
+            file.unlink()
+    assert llm.reload() == ["1", "2", "3"]
+    llm.end()
+    assert await asyncio.gather(*calls) == [[1], [2], [3]]
+    await eventually(lambda: list(llm.loaded) == [3], "the replaced ones are unloaded")
+    await eventually(lambda: len([*adapted.work.iterdir()]) == 1, "and their files are gone")
+    await engine.unload_adapter("style")
+    await eventually(lambda: not [*adapted.work.iterdir()], "no file stays")
+
+
+@pytest.mark.requirement("R49")
+async def test_an_adapter_that_vllm_refuses_leaves_no_file(
+    adapted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(_: Any) -> bool:
+        raise ValueError("no such module")
+
+    monkeypatch.setattr(adapted.llm, "add_lora", refuse)
+    with pytest.raises(PenstockError, match="no such module") as caught:
+        await adapted.engine.load_adapter(adapter_source(tmp_path, 1, temporary=True))
+    assert caught.value.reason == "ADAPTER_INVALID" and adapted.engine.adapters() == ()
+    await eventually(lambda: not [*adapted.work.iterdir()], "no file stays")
+
+
 class Salts(Llm):
     """A vLLM that reads images itself, which takes until the test lets it go on, and notes the salts that it got."""
 
