@@ -103,6 +103,7 @@ async def test_an_adapter_whose_caller_leaves_is_loaded_and_its_files_stay(
     engine.go_on.set()
     assert await uploads.load(frames()) == AdapterInfo("a", 1, 1)
     assert (engine.in_force["a"].directory / "adapter_model.safetensors").is_file()
+    assert engine.in_force["a"].temporary is not by_path
     assert len([*spool.iterdir()]) == (0 if by_path else 1)
     await uploads.unload("a")
     assert not [*spool.iterdir()]
