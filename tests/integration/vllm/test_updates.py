@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 from collections.abc import AsyncIterator, Callable
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 from tests.integration.vllm.conftest import Served, first_tokens, push_frames, tokens_of
 from tests.support import vllm_models as models
+from tests.support.waiting import eventually
 
 from penstock.chat.v1 import chat_pb2, completion_pb2
 from penstock.inference.v1 import inference_service_pb2 as pb
@@ -218,6 +220,38 @@ async def test_a_newer_adapter_takes_over_while_the_older_finishes_its_own(servi
     finally:
         await service.stub.UnloadAdapter(pb.UnloadAdapterRequest(name="style"))
     assert not [*(service.directory / "state").glob("*/adapter-*")]
+
+
+@pytest.mark.requirement("R49", "R87")
+async def test_a_replaced_adapter_that_vllm_has_evicted_is_read_again_for_a_request_that_waits(service: Served) -> None:
+    """Two adapters run, which is as many as may; without the files of the one that waits vLLM's core died."""
+    running = []
+    for number, name in enumerate(("style", "tone")):
+        await service.stub.LoadAdapter(adapter_frames(name, 1, models.file(models.adapter(number + 1))))
+        request = service.endless()
+        request.adapter = name
+        call = aiter(service.stub.Generate(request))
+        await first_tokens(call)
+        running.append((request, call))
+    try:
+        await service.stub.LoadAdapter(adapter_frames("style", 2, models.file(models.adapter(3))))
+        second = service.request()
+        second.adapter = "style"
+        waiting = asyncio.create_task(service.complete(second))
+        await service.until(lambda stats: stats.running == 3)
+        for version in (3, 4):  # vLLM keeps four, and the two that run are the last that it evicts
+            await service.stub.LoadAdapter(adapter_frames("style", version, models.file(models.adapter(version))))
+        request, call = running[0]
+        assert not waiting.done() and await service.abort(request) == 1
+        assert spans(await waiting) == [(2, 0, 16)]
+        await service.abort(running[1][0])
+        for _, call in running:
+            assert spans([event async for event in call][-1].done.completion)[0][0] == 1
+    finally:
+        for name in ("style", "tone"):
+            await service.stub.UnloadAdapter(pb.UnloadAdapterRequest(name=name))
+    state = service.directory / "state"
+    await eventually(lambda: not [*state.glob("*/adapter-*"), *state.glob("*/*/adapter-*")], "no file stays")
 
 
 @pytest.mark.requirement("R33", "R65")

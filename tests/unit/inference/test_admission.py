@@ -15,13 +15,14 @@ from penstock_inference.engines.admission import Admission
 from penstock_inference.engines.base import GenerateRequest, Sampling
 
 
-def request(name: str = "r", least: int | None = None, exact: int | None = None) -> GenerateRequest:
+def request(name: str = "r", least: int | None = None, exact: int | None = None, adapter: str = "") -> GenerateRequest:
     return GenerateRequest(
         name,
         np.array([1], np.int32),
         Sampling(max_tokens=1),
         min_policy_version=least,
         exact_policy_version=exact,
+        adapter=adapter,
     )
 
 
@@ -62,6 +63,26 @@ async def test_requests_are_held_while_any_hold_lasts() -> None:
     assert not task.done()
     admission.release()
     assert await task
+
+
+@pytest.mark.requirement("R26", "R87")
+async def test_a_hold_of_one_adapter_holds_no_other_request() -> None:
+    """Its requests keep their places, and are looked at with the version that is in force when it ends."""
+    version = 1
+    admission = Admission(2, 4, lambda _: version)
+    with admission.holding("style"):
+        old = enter(admission, exact=1, adapter="style")
+        new = enter(admission, exact=2, adapter="style")
+        assert await admission.enter(request("base"))
+        assert await admission.enter(request("another", adapter="tone"))
+        admission.leave()
+        await settled()
+        assert not old.done() and not new.done() and admission.waiting == 2
+        version = 2
+    with pytest.raises(PenstockError) as caught:
+        await old
+    assert caught.value.reason == "POLICY_VERSION_UNAVAILABLE"
+    assert await new
 
 
 @pytest.mark.requirement("R87")

@@ -1,4 +1,4 @@
-"""A caller that leaves while an engine loads: what was begun ends, and the same again is a success."""
+"""A caller that leaves, or an engine that is lost, in an update: what was begun ends, and the same again succeeds."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from pathlib import Path
 
 import pytest
 from safetensors.numpy import save
+from tests.support.waiting import GUARD_S
 
-from penstock_chassis.errors import FailedPrecondition
-from penstock_inference.engines.base import EngineInfo, EngineOptions, PauseMode, UpdateFormat, UpdatePhases
+from penstock_chassis.errors import FailedPrecondition, Unavailable
+from penstock_inference.engines.base import EngineInfo, EngineOptions, PauseMode, Tensors, UpdateFormat, UpdatePhases
 from penstock_inference.engines.numpy.engine import NumpyEngine
 from penstock_inference.engines.optional_features import AdapterInfo, AdapterSource
 from penstock_inference.testing import random_config, random_tensors, write_model
 from penstock_inference.weights.adapters import AdapterBegin, AdapterFrame, AdapterUploads
+from penstock_inference.weights.kept import KeptPushes
 from penstock_inference.weights.manager import UpdateBegin, UpdateFrame, WeightUpdates
 from penstock_inference.weights.uploads import Commit, Uploads
 
@@ -101,6 +103,7 @@ async def test_an_adapter_whose_caller_leaves_is_loaded_and_its_files_stay(
     engine.go_on.set()
     assert await uploads.load(frames()) == AdapterInfo("a", 1, 1)
     assert (engine.in_force["a"].directory / "adapter_model.safetensors").is_file()
+    assert engine.in_force["a"].temporary is not by_path
     assert len([*spool.iterdir()]) == (0 if by_path else 1)
     await uploads.unload("a")
     assert not [*spool.iterdir()]
@@ -205,5 +208,52 @@ async def test_a_repeated_push_is_refused_once_other_weights_are_in_force(tmp_pa
         with pytest.raises(FailedPrecondition) as caught:
             await updates.receive(frames())
         assert caught.value.reason == "POLICY_VERSION_NOT_NEWER" and engine.info().policy_version == 2
+    finally:
+        await engine.aclose()
+
+
+class Losing(NumpyEngine):
+    """The numpy engine, which a push loses as SGLang's server may be lost: it has no info until it is found."""
+
+    lost = False
+    loses = True
+
+    def info(self) -> EngineInfo:
+        """Unless it is lost."""
+        if self.lost:
+            raise Unavailable("lost", reason="UPSTREAM_UNREACHABLE", retry_after_s=1.0)
+        return super().info()
+
+    async def push_tensors(self, tensors: Tensors) -> None:
+        """The last step before the commit."""
+        await super().push_tensors(tensors)
+        self.lost = self.loses
+
+
+@pytest.mark.requirement("R27", "R29")
+async def test_a_push_in_which_the_engine_is_lost_may_be_repeated_when_it_is_found(tmp_path: Path) -> None:
+    """The repetition waited for ever, other pushes were refused until a restart, and a file stayed on the disk."""
+    model = write_model(tmp_path / "model", CONFIG, random_tensors(CONFIG))
+    engine = await Losing.open(EngineOptions(model, "tiny"))
+    assert isinstance(engine, Losing)
+    data = save(random_tensors(CONFIG, 5))
+    digest = hashlib.sha256(data).digest()
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    updates = WeightUpdates(engine, Uploads(len(data)), kept=KeptPushes(kept, 2 * len(data)))
+
+    async def frames() -> AsyncIterator[UpdateFrame]:
+        yield UpdateBegin(1, UpdateFormat.FULL)
+        yield data
+        yield Commit(digest)
+
+    try:
+        with pytest.raises(Unavailable):
+            await updates.receive(frames())
+        assert not [*kept.iterdir()]
+        engine.lost = engine.loses = False
+        async with asyncio.timeout(GUARD_S):
+            assert (await updates.receive(frames())).policy_version == 1
+        assert len([*kept.iterdir()]) == 1
     finally:
         await engine.aclose()

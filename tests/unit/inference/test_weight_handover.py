@@ -1,4 +1,4 @@
-"""What an engine hands on, if a kept file is replaced meanwhile."""
+"""What an engine hands on, if a kept file is replaced or the engine is lost meanwhile."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import grpc
 import pytest
@@ -14,6 +15,7 @@ import pytest
 from penstock.inference.v1 import inference_service_pb2 as pb
 from penstock.inference.v1 import inference_service_pb2_grpc as pb_grpc
 from penstock_chassis.channel import connect
+from penstock_chassis.errors import Unavailable
 from penstock_chassis.membership.members import Member
 from penstock_chassis.membership.peers import Peer
 from penstock_inference.clients.weight_handover import WeightHandover
@@ -70,3 +72,17 @@ async def test_an_adapter_that_was_replaced_ends_no_handover(tmp_path: Path) -> 
     (tmp_path / "adapter_config.json").write_text("{}")
     async with newcomer() as peer:
         await handover()._give_adapters(peer, {("", "one"): KeptAdapter("one", 1, tmp_path)})
+
+
+@pytest.mark.requirement("R27", "R117")
+async def test_an_engine_that_is_lost_ends_no_handover_and_hands_on_when_it_is_found() -> None:
+    """The service ended itself, or could not start before its upstream."""
+    lost = Unavailable("lost", reason="UPSTREAM_UNREACHABLE", retry_after_s=1.0)
+    engine: Any = Mock(**{"info.side_effect": [lost, SimpleNamespace(policy_version=1)]})
+    kept: Any = Mock(newest=1)
+    peers, adapters = Mock(**{"all.return_value": []}), Mock(**{"kept.return_value": ()})
+    looking = WeightHandover("e0", peers, engine, kept, adapters)
+    await looking._look()
+    assert not peers.all.called
+    await looking._look()
+    assert peers.all.called

@@ -21,6 +21,7 @@ from penstock.inference.v1 import inference_service_pb2 as pb
 from penstock.inference.v1 import inference_service_pb2_grpc as pb_grpc
 from penstock_chassis.auth import acting_in
 from penstock_chassis.channel import error_from_rpc, send
+from penstock_chassis.errors import PenstockError
 from penstock_chassis.membership.peers import Peer, Peers, State
 from penstock_inference.engines.base import Engine, UpdateFormat
 from penstock_inference.namespaces import parted
@@ -85,7 +86,10 @@ class WeightHandover:
             await self._peers.changed.wait(number, LOOK_EVERY_S)
 
     async def _look(self) -> None:
-        version = self._engine.info().policy_version
+        try:
+            version = self._engine.info().policy_version
+        except PenstockError:
+            return  # it is lost, and has nothing to hand on until it is found
         # Else other weights are in force than those of a push, or none were kept.
         has_weights = self._kept.newest == version
         adapters = {parted(one.name): one for one in self._adapters.kept()}

@@ -7,6 +7,8 @@ version with which it began while new ones use the next. A replaced version is d
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +27,26 @@ class LoadedAdapter:
     directory: Path
     users: int = 0
     replaced: bool = False
+    owns_directory: bool = False
+
+    def keep_files(self, directory: Path) -> None:
+        """Use links to its files, in a new directory, from now on. Raises OSError, and leaves nothing there then."""
+        directory.mkdir()
+        try:
+            for file in self.directory.iterdir():
+                try:
+                    os.link(file, directory / file.name)
+                except OSError:  # a file system without links
+                    shutil.copyfile(file, directory / file.name)
+        except OSError:
+            shutil.rmtree(directory, ignore_errors=True)
+            raise
+        self.directory, self.owns_directory = directory, True
+
+    def remove_files(self) -> None:
+        """Remove the files that are only its own."""
+        if self.owns_directory:
+            shutil.rmtree(self.directory, ignore_errors=True)
 
     @property
     def versioned_name(self) -> str:
@@ -56,6 +78,10 @@ class AdapterTable:
                 violations=[Violation("adapter", f"is not loaded; loaded: {known}")],
             )
         return self._in_force[name]
+
+    def in_force(self, name: str) -> LoadedAdapter | None:
+        """The version in force, if any."""
+        return self._in_force.get(name)
 
     def prepare(self, source: AdapterSource) -> LoadedAdapter:
         """Make a new version, not yet in force. Raises the errors of `optional.Adapters.load_adapter`."""

@@ -7,7 +7,8 @@ has to be alone in the engine waits for those before it, and those behind it wai
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from penstock_chassis.errors import FailedPrecondition, PenstockError, ResourceExhausted
@@ -38,6 +39,7 @@ class Admission:
         self._version_of = version_of
         self._waiting: list[Place] = []
         self._holds = 0
+        self._held_adapters: list[str] = []
         self._idle: list[asyncio.Future[None]] = []
         self._in_engine = 0
         """Those of the running requests that are not at rest."""
@@ -57,6 +59,20 @@ class Admission:
         """Undo one `hold`."""
         self._holds -= 1
         self.look()
+
+    @contextmanager
+    def holding(self, adapter: str) -> Iterator[None]:
+        """While the context is open, admit no request with this adapter; others do not wait for them."""
+        self._held_adapters.append(adapter)
+        try:
+            yield
+        finally:
+            self._held_adapters.remove(adapter)
+            self.look()
+
+    def check_version(self, request: GenerateRequest) -> None:
+        """Raise what `enter` would, now: another version may come between an admission and its caller's next turn."""
+        self._version_fits(request)
 
     async def enter(self, request: GenerateRequest, *, alone: bool = False) -> bool:
         """Wait for admission; False when aborted meanwhile. An admitted caller must call `leave`.
@@ -118,6 +134,9 @@ class Admission:
             if place.answer.done():  # cancelled; `enter` will remove it
                 kept.append(place)
                 continue
+            if place.request.adapter in self._held_adapters:
+                kept.append(place)
+                continue
             try:
                 may_run = self._version_fits(place.request)
             except PenstockError as error:
@@ -157,12 +176,16 @@ class Admission:
     async def idle(self) -> None:
         """Wait until nothing runs, or until `wake_idle`."""
         if self.running:
-            future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._idle.append(future)
-            await future
+            await self.woken()
+
+    async def woken(self) -> None:
+        """Wait until `wake_idle`."""
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._idle.append(future)
+        await future
 
     def wake_idle(self) -> None:
-        """End all waits for idleness."""
+        """End all waits for idleness: those who wait look again."""
         waits, self._idle = self._idle, []
         for future in waits:
             if not future.done():

@@ -22,6 +22,8 @@ class AdapterSource:
     name: str
     policy_version: int
     directory: Path
+    temporary: bool = False
+    """The directory is removed when the adapter is no more in force, although completions may still use it."""
 
 
 @dataclass(frozen=True, slots=True)

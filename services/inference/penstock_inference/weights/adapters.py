@@ -1,8 +1,7 @@
 """Receives LoRA adapters: begin, chunks of `adapter_model.safetensors` (or a path instead), commit.
 
 Atomic, like a push of weights: nothing changes until the engine has loaded it. Repeating an adapter that is in force
-succeeds. Once complete, an adapter is loaded even if the caller is cancelled. Its files stay as long as the engine may
-read them.
+succeeds. Once complete, an adapter is loaded even if the caller is cancelled. Its files stay while it is in force.
 """
 
 from __future__ import annotations
@@ -187,13 +186,14 @@ class AdapterUploads:
         async with self._loading:
             if self._in_force.get(begin.name) == (begin.policy_version, identity):
                 return next(adapter for adapter in engine.adapters() if adapter.name == begin.name)
-            loaded = await engine.load_adapter(AdapterSource(begin.name, begin.policy_version, directory), begin.mode)
+            source = AdapterSource(begin.name, begin.policy_version, directory, temporary=ours)
+            loaded = await engine.load_adapter(source, begin.mode)
             self._in_force[begin.name] = (begin.policy_version, identity)
             self._unloaded.pop(begin.name, None)
             older = self._sent.pop(begin.name, None)
             if ours:
                 self._sent[begin.name] = directory
-            # The engine read the file at load time; completions in flight that use it need no file.
+            # An engine that may read the files again, for completions in flight, has links of its own.
             await self._remove(older)
             return loaded
 

@@ -145,8 +145,8 @@ class WeightUpdates:
 
     async def _commit(self, begin: UpdateBegin, identity: bytes, staged: Path | None) -> UpdatePhases:
         over = self._committing[begin.policy_version] = asyncio.Event()
-        base = self._engine.info().policy_version
         try:
+            base = self._engine.info().policy_version
             phases = await self._engine.commit_update(begin.mode)
             self._last = (begin.policy_version, identity)
             if self._kept is not None:

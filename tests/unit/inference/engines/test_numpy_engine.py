@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.waiting import GUARD_S, eventually
 
 from penstock_chassis.errors import (
     Aborted,
@@ -430,6 +431,84 @@ async def test_pause_does_to_generations_what_its_mode_says(open_engine: OpenEng
     if mode is PauseMode.KEEP:
         whole = await complete(await open_engine(), request("o", prompt(9), max_tokens=400))
         np.testing.assert_array_equal(running.result().token_ids[:400], whole.token_ids)
+
+
+async def waits_for(engine: NumpyEngine, name: str) -> tuple[asyncio.Task[Done], asyncio.Task[None]]:
+    """A generation that has begun and lasts until it is aborted, and an update that waits for it."""
+    stream = engine.generate(request(name, prompt(9), max_tokens=8000))
+    await first_token(stream)
+    running = asyncio.create_task(_last(stream))
+    pushing = asyncio.create_task(push(engine, 1, random_tensors(random_config(), seed=2), PauseMode.WAIT))
+    await eventually(lambda: bool(engine._worker._idle_waits), "the update waits")
+    return running, pushing
+
+
+async def steps(engine: NumpyEngine) -> None:
+    """More than an update takes that waits for nothing."""
+    for _ in range(10):
+        await engine._worker.between_steps(lambda: None)
+
+
+@pytest.mark.requirement("R22", "R87")
+async def test_a_pause_during_an_update_that_waits_outlives_it(open_engine: OpenEngine) -> None:
+    """What it froze would not end before a resume, so the update comes at once, as in a pause that came before."""
+    engine = await open_engine(**LONG)
+    running, pushing = await waits_for(engine, "r")
+    await engine.pause(PauseMode.KEEP)
+    await pushing
+    assert engine.info().paused and engine.info().policy_version == 1
+    sampled = engine.stats().sampled_tokens
+    await steps(engine)
+    assert engine.stats().sampled_tokens == sampled and not running.done()
+    await engine.abort(everything=True)
+    assert [span.policy_version for span in (await running).version_spans] == [0]
+    await engine.resume()
+
+
+@pytest.mark.requirement("R22", "R87")
+@pytest.mark.parametrize("paused", [False, True])
+async def test_an_update_that_waits_still_waits_after_a_resume(open_engine: OpenEngine, paused: bool) -> None:
+    """No completion is of both policies, whoever paused and resumed meanwhile; what comes later has the new one."""
+    engine = await open_engine(**LONG)
+    running, pushing = await waits_for(engine, "r")
+    async with asyncio.TaskGroup() as group:
+        if paused:
+            group.create_task(engine.pause(PauseMode.WAIT))
+            await eventually(lambda: len(engine._worker._idle_waits) == 2, "the pause waits, too")
+        await engine.resume()
+    late = asyncio.create_task(complete(engine, request("late", prompt(9))))
+    await steps(engine)
+    assert not pushing.done() and not late.done()
+    await engine.abort(request_ids=["r"])
+    await pushing
+    assert [span.policy_version for span in (await running).version_spans] == [0]
+    assert [span.policy_version for span in (await late).version_spans] == [1]
+
+
+@pytest.mark.requirement("R22", "R87")
+async def test_an_update_that_is_given_up_while_it_waits_holds_no_request(open_engine: OpenEngine) -> None:
+    engine = await open_engine(**LONG)
+    running, pushing = await waits_for(engine, "r")
+    pushing.cancel()
+    await asyncio.gather(pushing, return_exceptions=True)
+    late = await complete(engine, request("late", prompt(9)))
+    assert [span.policy_version for span in late.version_spans] == [0]
+    await engine.abort(everything=True)
+    await running
+
+
+@pytest.mark.requirement("R22")
+async def test_a_pause_that_waits_does_not_wait_for_what_another_froze(open_engine: OpenEngine) -> None:
+    """It waited for the resume, after which it reported an engine that runs as paused."""
+    engine = await open_engine(**LONG)
+    stream = engine.generate(request("r", prompt(9), max_tokens=8000))
+    await first_token(stream)
+    await engine.pause(PauseMode.KEEP)
+    async with asyncio.timeout(GUARD_S):
+        await engine.pause(PauseMode.WAIT)
+    assert engine.info().paused and engine.stats().running == 1
+    await engine.resume()
+    await stream.aclose()
 
 
 @pytest.mark.requirement("R87")

@@ -16,7 +16,7 @@ from aiohttp import web
 from safetensors.numpy import load_file, save_file
 from tests.support.endpoints.loopback import event_stream, unused_port
 from tests.support.endpoints.sglang_server import STOP, VOCAB, SglangServer, sglang_server
-from tests.support.waiting import eventually
+from tests.support.waiting import GUARD_S, eventually
 
 from penstock_chassis.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, Unavailable, Unsupported
 from penstock_inference.engines.base import (
@@ -568,15 +568,57 @@ async def test_an_adapter_whose_load_is_given_up_does_not_stay_at_the_server(ope
     """Its name is of this load alone, so no later one would replace it."""
     async with sglang_server(held=True) as server:
         engine = await opened(server)
-        running = asyncio.create_task(finished(engine, request()))
-        loading = asyncio.create_task(engine.load_adapter(source(tmp_path, 1), PauseMode.WAIT))
-        await eventually(lambda: len(server.adapters) == 1, "the server has it, and the engine waits for what runs")
+        before = await engine.load_adapter(source(tmp_path, 1))
+        running = asyncio.create_task(finished(engine, replace(request(), adapter="style")))
+        await eventually(lambda: len(server.sequences) == 1, "it runs there")
+        loading = asyncio.create_task(engine.load_adapter(source(tmp_path, 2), PauseMode.WAIT))
+        await eventually(lambda: len(server.adapters) == 2, "the server has it, and the engine waits for what runs")
         loading.cancel()
         await asyncio.gather(loading, return_exceptions=True)
-        await eventually(lambda: not server.adapters, "it is unloaded")
-        assert engine.adapters() == ()
+        await eventually(lambda: list(server.adapters) == ["style@1#1"], "it is unloaded")
+        assert engine.adapters() == (before,)
         server.permit(4)
-        await running
+        assert versions(await running) == [1] * 4
+
+
+@pytest.mark.requirement("R47", "R87")
+@pytest.mark.parametrize("mode", [PauseMode.WAIT, PauseMode.ABORT])
+async def test_an_adapter_that_is_replaced_holds_only_its_own_requests_until_it_is_in_force(
+    opened: Open, tmp_path: Path, mode: PauseMode
+) -> None:
+    """A new one waits for nothing. Requests for exactly one version never get another."""
+    async with sglang_server(held=True) as server:
+        engine = await opened(server)
+        base = asyncio.create_task(finished(engine, request("base")))
+        await eventually(lambda: len(server.sequences) == 1, "it runs there")
+        async with asyncio.timeout(GUARD_S):
+            await engine.load_adapter(source(tmp_path, 1), mode)
+        style = replace(request("style", max_tokens=2), adapter="style")
+        running = asyncio.create_task(finished(engine, style))
+        await eventually(lambda: len(server.sequences) == 2, "both run there")
+        engine._admission.hold()  # the next come while the adapter is loaded
+        loading = asyncio.create_task(engine.load_adapter(source(tmp_path, 2), mode))
+        old = asyncio.create_task(finished(engine, replace(style, request_id="old", exact_policy_version=1)))
+        new = asyncio.create_task(finished(engine, replace(style, request_id="new", exact_policy_version=2)))
+        other = asyncio.create_task(finished(engine, request("other", max_tokens=2)))
+        await eventually(lambda: len(server.adapters) == 2 and engine._admission.waiting == 3, "all wait")
+        if mode is PauseMode.WAIT:
+            engine._admission.release()
+            await eventually(lambda: len(server.sequences) == 3, "another's request runs there meanwhile")
+            assert not loading.done() and engine._admission.waiting == 2
+            server.permit(40)
+        done = await running
+        assert set(versions(done)) <= {1} and (done.finish_reason is FinishReason.ABORT) is (mode is PauseMode.ABORT)
+        async with asyncio.timeout(GUARD_S):
+            assert (await loading).policy_version == 2
+        if mode is PauseMode.ABORT:
+            engine._admission.release()
+        with pytest.raises(FailedPrecondition) as caught:
+            await old
+        assert caught.value.reason == "POLICY_VERSION_UNAVAILABLE"
+        server.permit(40)
+        assert versions(await new) == [2] * 2
+        await asyncio.gather(base, other)
 
 
 @pytest.mark.requirement("R47")

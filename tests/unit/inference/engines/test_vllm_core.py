@@ -29,6 +29,7 @@ from penstock_inference.engines.base import (
     UpdateFormat,
 )
 from penstock_inference.engines.checks import closed
+from penstock_inference.engines.optional_features import AdapterSource
 
 HOUSE = "penstock_inference.engines.vllm"
 OURS = ("adapters", "features", "runtime", "core", "params", "generation", "updates", "engine")
@@ -153,6 +154,26 @@ class Generating:
         self._core.admission.leave()
 
 
+def adapter_source(directory: Path, version: int, **given: Any) -> AdapterSource:
+    """An adapter's files, which say their version."""
+    (files := directory / f"sent-{version}").mkdir()
+    (files / "adapter_config.json").write_text('{"r": 1}')
+    (files / "adapter_model.safetensors").write_text(str(version))
+    return AdapterSource("style", version, files, **given)
+
+
+def adapting(generations: Any, name: str, adapter: str = "style", **wanted: Any) -> asyncio.Task[list[int]]:
+    """A completion by an adapter; the result is its versions."""
+
+    async def complete() -> list[int]:
+        request = GenerateRequest(name, TWO, Sampling(max_tokens=2), adapter=adapter, **wanted)
+        done = [event async for event in generations.generate(request)][-1]
+        assert isinstance(done, Done)
+        return [span.policy_version for span in done.version_spans]
+
+    return asyncio.create_task(complete())
+
+
 async def turns(count: int = 20) -> None:
     for _ in range(count):
         await asyncio.sleep(0)
@@ -269,6 +290,36 @@ async def test_an_update_waiting_for_generations_still_waits_after_a_resume(
     generating.end()
     await updating
     assert found == [0]
+
+
+@pytest.mark.requirement("R22", "R130")
+async def test_a_pause_that_waits_does_not_wait_for_what_another_froze(house: Any, core: Any, lives: list[Llm]) -> None:
+    """It waited for the resume, after which it reported an engine that runs as paused."""
+    engine = engine_of(house, core)
+    generating = Generating(core, lives[0])
+    await generating.begin()
+    await engine.pause(PauseMode.KEEP)
+    async with asyncio.timeout(GUARD_S):
+        await engine.pause(PauseMode.WAIT)
+    assert lives[0].stands
+    await engine.resume()
+    generating.end()
+
+
+@pytest.mark.requirement("R22", "R130")
+async def test_a_pause_waits_for_generations_until_it_is_resumed(house: Any, core: Any, lives: list[Llm]) -> None:
+    """Not only until another wait for them has ended."""
+    engine = engine_of(house, core)
+    generating = Generating(core, lives[0])
+    await generating.begin()
+    pausing = asyncio.create_task(engine.pause(PauseMode.WAIT))
+    await turns()
+    core.admission.wake_idle()
+    await turns()
+    assert not pausing.done()
+    await engine.resume()
+    await pausing
+    generating.end()
 
 
 @pytest.mark.requirement("R49", "R130")
@@ -491,6 +542,179 @@ async def test_experts_are_not_replaced_where_their_layout_would_be_lost(
         await updates.begin(1, "", UpdateFormat.FULL)
         with pytest.raises(PenstockError):  # it is open
             await updates.begin(2, "", UpdateFormat.FULL)
+
+
+class WithAdapters(OneScoreAStep):
+    """A vLLM that reads an adapter's files when it is loaded, and again when the test says that it was evicted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loaded: dict[int, Path] = {}
+        self.sampled = [1, 1]
+        self.may_abort = asyncio.Event()
+        self.may_abort.set()
+
+    async def abort(self, name: str) -> None:
+        await self.may_abort.wait()
+        if name in self.inside:
+            self.inside[name].set()
+
+    async def add_lora(self, request: Any) -> bool:
+        self.loaded[request.number] = request.directory
+        self.reload()
+        return True
+
+    async def remove_lora(self, number: int) -> bool:
+        return self.loaded.pop(number, None) is not None
+
+    def reload(self) -> list[str]:
+        """The content of the adapters' files."""
+        return [(path / "adapter_model.safetensors").read_text() for _, path in sorted(self.loaded.items())]
+
+    def end_one(self, name: str) -> None:
+        self.inside[name].set()
+
+
+@pytest.fixture
+def adapted(house: Any, core: Any, generations: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """An engine with adapters, with its generations and its vLLM."""
+    for module in (house.core, house.generation):
+        monkeypatch.setattr(module, "lora_request", lambda adapter: adapter)
+    llm = core.runtime.llm = WithAdapters()
+    (work := tmp_path / "work").mkdir()
+    engine = house.engine.VllmEngine(
+        core, generations, MagicMock(), SimpleNamespace(name=str(work), cleanup=lambda: None)
+    )
+    return SimpleNamespace(engine=engine, generations=generations, llm=llm, work=work)
+
+
+@pytest.mark.requirement("R87")
+@pytest.mark.parametrize("mode", [PauseMode.WAIT, PauseMode.ABORT])
+async def test_an_adapters_version_changes_before_its_requests_are_admitted(
+    core: Any, adapted: Any, tmp_path: Path, mode: PauseMode
+) -> None:
+    """Requests for exactly the old version were answered by the new one, and those for the new one refused."""
+    engine, generations, llm = adapted.engine, adapted.generations, adapted.llm
+    await engine.load_adapter(adapter_source(tmp_path, 1))
+    running = adapting(generations, "running")
+    await turns()
+    llm.may_abort.clear()
+    core.admission.hold()  # the next come while it is loaded
+    loading = asyncio.create_task(engine.load_adapter(adapter_source(tmp_path, 2), mode))
+    old = adapting(generations, "old", exact_policy_version=1)
+    new = adapting(generations, "new", exact_policy_version=2)
+    await turns()
+    core.admission.release()
+    await turns()
+    llm.may_abort.set()
+    llm.end()
+    await asyncio.wait((running, loading))
+    await turns()
+    llm.end()
+    with pytest.raises(FailedPrecondition) as caught:
+        await old
+    assert caught.value.reason == "POLICY_VERSION_UNAVAILABLE"
+    assert await new == [2]
+
+
+@pytest.mark.requirement("R22", "R87")
+async def test_an_adapter_that_is_replaced_with_wait_holds_only_its_own_requests(
+    core: Any, adapted: Any, tmp_path: Path
+) -> None:
+    """A new one waits for nothing, a newer version for the completions of the one before."""
+    engine, generations, llm = adapted.engine, adapted.generations, adapted.llm
+    base = completing(generations, "base")
+    await turns()
+    async with asyncio.timeout(GUARD_S):
+        await engine.load_adapter(adapter_source(tmp_path, 1), PauseMode.WAIT)
+    running = adapting(generations, "running")
+    await turns()
+    loading = asyncio.create_task(engine.load_adapter(adapter_source(tmp_path, 2), PauseMode.WAIT))
+    await turns()
+    other, late = completing(generations, "other"), adapting(generations, "late")
+    await turns()
+    assert sorted(llm.inside) == ["base", "other", "running"] and not loading.done()
+    llm.end_one("running")
+    assert await running == [1]
+    await loading
+    await turns()
+    llm.end()
+    assert await late == [2]
+    await asyncio.gather(base, other)
+
+
+@pytest.mark.requirement("R22", "R87")
+async def test_an_adapter_that_waits_does_not_wait_for_what_a_pause_froze(adapted: Any, tmp_path: Path) -> None:
+    """It would until the resume; what is frozen goes on with its version."""
+    engine, generations, llm = adapted.engine, adapted.generations, adapted.llm
+    await engine.load_adapter(adapter_source(tmp_path, 1))
+    running = adapting(generations, "running")
+    await turns()
+    loading = asyncio.create_task(engine.load_adapter(adapter_source(tmp_path, 2), PauseMode.WAIT))
+    await turns()
+    assert not loading.done()
+    await engine.pause(PauseMode.KEEP)
+    async with asyncio.timeout(GUARD_S):
+        assert (await loading).policy_version == 2
+    await engine.resume()
+    llm.end()
+    assert await running == [1]
+
+
+@pytest.mark.requirement("R87")
+async def test_a_request_for_an_exact_adapter_is_refused_when_another_came_after_its_admission(
+    core: Any, adapted: Any, tmp_path: Path
+) -> None:
+    """Before its caller had its turn."""
+    engine, generations = adapted.engine, adapted.generations
+    await engine.load_adapter(adapter_source(tmp_path, 1))
+    core.admission.hold()
+    old = adapting(generations, "old", exact_policy_version=1)
+    await turns()
+    core.admission.release()
+    core.adapters.put(core.adapters.prepare(adapter_source(tmp_path, 2)))
+    await turns()
+    adapted.llm.end()
+    with pytest.raises(FailedPrecondition) as caught:
+        await old
+    assert caught.value.reason == "POLICY_VERSION_UNAVAILABLE" and core.admission.running == 0
+
+
+@pytest.mark.requirement("R49")
+async def test_vllm_can_read_a_replaced_adapter_again_until_its_last_user_has_ended(
+    adapted: Any, tmp_path: Path
+) -> None:
+    """It does when it evicted one that still waits; without the file its core died. Afterwards no file stays."""
+    engine, generations, llm = adapted.engine, adapted.generations, adapted.llm
+    calls = []
+    for version in (1, 2, 3):
+        sent = adapter_source(tmp_path, version, temporary=True)
+        await engine.load_adapter(sent)
+        calls.append(adapting(generations, f"v{version}"))
+        await turns()
+        for file in sent.directory.iterdir():  # as AdapterUploads does when the next is in force
+            file.unlink()
+    assert llm.reload() == ["1", "2", "3"]
+    llm.end()
+    assert await asyncio.gather(*calls) == [[1], [2], [3]]
+    await eventually(lambda: list(llm.loaded) == [3], "the replaced ones are unloaded")
+    await eventually(lambda: len([*adapted.work.iterdir()]) == 1, "and their files are gone")
+    await engine.unload_adapter("style")
+    await eventually(lambda: not [*adapted.work.iterdir()], "no file stays")
+
+
+@pytest.mark.requirement("R49")
+async def test_an_adapter_that_vllm_refuses_leaves_no_file(
+    adapted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(_: Any) -> bool:
+        raise ValueError("no such module")
+
+    monkeypatch.setattr(adapted.llm, "add_lora", refuse)
+    with pytest.raises(PenstockError, match="no such module") as caught:
+        await adapted.engine.load_adapter(adapter_source(tmp_path, 1, temporary=True))
+    assert caught.value.reason == "ADAPTER_INVALID" and adapted.engine.adapters() == ()
+    await eventually(lambda: not [*adapted.work.iterdir()], "no file stays")
 
 
 class Salts(Llm):

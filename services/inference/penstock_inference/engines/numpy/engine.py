@@ -278,18 +278,27 @@ class NumpyEngine:
         began = time.monotonic()
         weights = update.staged or await self._weights(update)
         loaded = time.monotonic()
-        was_paused, was_frozen = self.stats().paused, self._scheduler.frozen
-        # Frozen generations cannot finish before a resume; those of a WAIT pause can, so wait for them.
-        stops = mode is PauseMode.ABORT or (mode is PauseMode.WAIT and not was_frozen)
+        scheduler, worker = self._scheduler, self._worker
+
+        def swap() -> bool:
+            # Frozen generations cannot finish before a resume; others can, whoever pauses and resumes meanwhile.
+            scheduler.held_for_update = mode is PauseMode.WAIT and scheduler.running > 0 and not scheduler.frozen
+            if scheduler.held_for_update:
+                return False
+            if mode is PauseMode.ABORT:
+                worker.deliver(scheduler.abort(lambda _: True))
+            worker.deliver(scheduler.replace_weights(weights, update.version, update.label))
+            return True
+
+        def give_up() -> None:
+            scheduler.held_for_update = False
+
         try:
-            if stops:
-                await self.pause(mode)
-            await self._worker.between_steps(
-                lambda: self._worker.deliver(self._scheduler.replace_weights(weights, update.version, update.label))
-            )
-        finally:
-            if stops and not was_paused:
-                await self.resume()
+            while not await worker.between_steps(swap):
+                await worker.idle()
+        except BaseException:
+            await worker.between_steps(give_up)
+            raise
         return UpdatePhases(load_s=loaded - began, pause_s=time.monotonic() - loaded)
 
     async def _weights(self, update: _Update) -> Weights:

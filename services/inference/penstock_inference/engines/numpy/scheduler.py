@@ -71,6 +71,8 @@ class Scheduler:
         self.label = ""
         self.admitting = True
         self.frozen = False
+        self.held_for_update = False
+        """Nothing is admitted until an update is in force: apart from a pause, which others end."""
 
     @property
     def running(self) -> int:
@@ -80,7 +82,11 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        return not self.frozen and (bool(self._running) or (self.admitting and bool(self._waiting)))
+        return not self.frozen and (bool(self._running) or (self._admits and bool(self._waiting)))
+
+    @property
+    def _admits(self) -> bool:
+        return self.admitting and not self.held_for_update
 
     def submit(self, sequence: Sequence) -> None:
         """Queue a checked request."""
@@ -144,7 +150,7 @@ class Scheduler:
         """Compute one step and return its events, in order for each sequence."""
         began = time.monotonic()
         events: list[tuple[Sequence, Event]] = []
-        if self.admitting:
+        if self._admits:
             self._admit(events)
         decoding, chunks = self._plan()
         if decoding or chunks:

@@ -99,7 +99,7 @@ class Worker:
         return await future
 
     async def idle(self) -> None:
-        """Wait until nothing runs, or until `release`."""
+        """Wait until nothing runs, until what runs is frozen, or until `release`."""
         assert self._loop is not None
         future: asyncio.Future[None] = self._loop.create_future()
 
@@ -154,7 +154,7 @@ class Worker:
         self._signal_if_idle()
 
     def _signal_if_idle(self) -> None:
-        if self._idle_waits and not self._scheduler.running:
+        if self._idle_waits and (self._scheduler.frozen or not self._scheduler.running):
             self.release()
 
     def _end(self, error: PenstockError) -> None:

@@ -176,6 +176,8 @@ class SglangEngine:
             let_in = await self._admission.enter(request)
             adapter = None
             try:
+                if let_in:
+                    self._admission.check_version(request)
                 adapter = self._borrow(request.adapter)
                 flight = self._flight(request, facts, adapter, queued_at)
                 if not let_in:
@@ -397,22 +399,21 @@ class SglangEngine:
         adapter = self._adapters.prepare(source)
         try:
             await self._server.add_adapter(adapter)
-            if mode is not PauseMode.KEEP:
-                self._admission.hold()
-                try:
-                    if mode is PauseMode.ABORT:
-                        self._calls.abort(lambda request: request.adapter == source.name)
-                    await self._server.idle()
-                finally:
-                    self._admission.release()
+            older = self._adapters.in_force(source.name)
+            # No other request waits: the adapter is one namespace's, the engine everyone's.
+            with self._admission.holding(source.name):
+                if mode is PauseMode.ABORT:
+                    self._calls.abort(lambda request: request.adapter == source.name)
+                if mode is not PauseMode.KEEP and older is not None:
+                    await self._server.unused(older)
+                older = self._adapters.put(adapter)
         except BaseException:
             # The server may have it, under a name that no later load has.
             adapter.replaced = True
             self._server.drop_if_unused(adapter)
             raise
-        if (older := self._adapters.put(adapter)) is not None:
+        if older is not None:
             self._server.drop_if_unused(older)
-        self._admission.look()
         return adapter.info
 
     async def unload_adapter(self, name: str) -> None:
@@ -443,6 +444,8 @@ class SglangEngine:
     def _give_back(self, adapter: LoadedAdapter | None) -> None:
         if adapter is not None:
             adapter.users -= 1
+            if not adapter.users:
+                self._admission.wake_idle()
             self._server.drop_if_unused(adapter)
 
     # The server ------------------------------------------------------------------------------------------------------

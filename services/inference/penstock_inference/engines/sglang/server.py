@@ -167,6 +167,11 @@ class Server:
         while self.admission.running and "pause" not in self._frozen_for:
             await self.admission.idle()
 
+    async def unused(self, adapter: LoadedAdapter) -> None:
+        """Wait until no request uses it, or until a pause has frozen what runs."""
+        while adapter.users and "pause" not in self._frozen_for:
+            await self.admission.woken()
+
     @asynccontextmanager
     async def stopped(self, mode: PauseMode, abort: Callable[[], object]) -> AsyncIterator[None]:
         """While the context is open, the server stands still and nothing is admitted. `abort` aborts what runs."""

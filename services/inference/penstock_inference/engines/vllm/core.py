@@ -196,6 +196,11 @@ class Core:
         while self.admission.running and not self.frozen_by_pause:
             await self.admission.idle()
 
+    async def unused(self, adapter: LoadedAdapter) -> None:
+        """Wait until no request uses it, or until a pause has frozen what runs."""
+        while adapter.users and not self.frozen_by_pause:
+            await self.admission.woken()
+
     @asynccontextmanager
     async def stopped(self, mode: PauseMode) -> AsyncIterator[None]:
         """While the context is open, vLLM is stopped and nothing is admitted. See `PauseMode`."""
@@ -268,7 +273,7 @@ class Core:
             self._restarts = 0
 
     def drop_if_unused(self, adapter: LoadedAdapter) -> None:
-        """Have vLLM unload a replaced version of an adapter, once it is unused."""
+        """Have vLLM unload a replaced version of an adapter, once it is unused, and remove the files kept for it."""
         if adapter.replaced and not adapter.users and self._keep_alive_task is not None:
             self._drops.start(self._drop(adapter), "vllm-drop-adapter")
 
@@ -276,9 +281,11 @@ class Core:
         try:
             await self.ask(lambda llm: llm.remove_lora(adapter.number))
         except PenstockError:
-            return  # vLLM is gone, and the adapter with it
+            pass  # vLLM is gone, and the adapter with it
         except Exception:  # noqa: BLE001 - costs only memory
             _log.exception("an adapter could not be dropped", adapter=adapter.info.name)
+        # Not before: vLLM may evict an adapter that still waits for its turn, and then reads its files again.
+        await asyncio.to_thread(adapter.remove_files)
 
     async def _settle(self) -> None:
         async with self._freezing:

@@ -19,8 +19,9 @@ import structlog
 
 from penstock.values.token_tensors import ROUTED_EXPERTS
 from penstock_chassis.aio.tasks import TaskOwner
+from penstock_chassis.disk import on_disk
 from penstock_chassis.errors import FailedPrecondition, PenstockError, Violation
-from penstock_inference.engines.adapters import adapter_invalid
+from penstock_inference.engines.adapters import LoadedAdapter, adapter_invalid
 from penstock_inference.engines.base import (
     IMAGE,
     SAMPLING_FIELDS,
@@ -61,7 +62,7 @@ class VllmEngine:
         self._updates = Updates(core)
         self._info = info
         self._directory = directory
-        """Pushed weights; removed at the end."""
+        """Pushed weights, and the adapters' files; removed at the end."""
         self._paused = False
         self._asleep = 0
         """Sleep level; 0 is awake."""
@@ -190,7 +191,9 @@ class VllmEngine:
             self._paused = True
             core.admission.hold()
         if mode is PauseMode.WAIT:
-            await core.admission.idle()
+            # Until it is resumed: then nobody waits for a pause any more.
+            while self._paused and core.admission.running and not core.frozen_by_pause:
+                await core.admission.idle()
             return
         try:
             await core.freeze("pause")
@@ -258,26 +261,26 @@ class VllmEngine:
         """Put an adapter, or a newer version of one, in force."""
         core = self._core
         adapter = core.adapters.prepare(source)
+        if source.temporary:
+            with on_disk("this adapter"):
+                await asyncio.to_thread(adapter.keep_files, Path(self._directory.name) / f"adapter-{adapter.number}")
         try:
-            await core.add_adapter(adapter)
-        except PenstockError:
-            raise
-        except Exception as error:
-            lines = str(error).splitlines()
-            raise adapter_invalid(f"cannot be loaded: {lines[-1] if lines else type(error).__name__}") from error
-        if mode is not PauseMode.KEEP:
-            core.admission.hold()
-            try:
+            await self._add(adapter)
+            older = core.adapters.in_force(source.name)
+            # No other request waits: the adapter is one namespace's, the engine everyone's.
+            with core.admission.holding(source.name):
                 if mode is PauseMode.ABORT:
                     await core.abort(lambda request: request.adapter == source.name, waiting=False)
-                else:
-                    await core.idle()
-            finally:
-                core.admission.release()
-        older = core.adapters.put(adapter)
+                elif mode is PauseMode.WAIT and older is not None:
+                    await core.unused(older)
+                older = core.adapters.put(adapter)
+        except BaseException:
+            # vLLM may have it, under a number that no later load has.
+            adapter.replaced = True
+            core.drop_if_unused(adapter)
+            raise
         if older is not None:
             core.drop_if_unused(older)
-        core.admission.look()
         return adapter.info
 
     async def unload_adapter(self, name: str) -> None:
@@ -322,6 +325,15 @@ class VllmEngine:
             await self._sleep_work.wait()
             if self._asleep:
                 await self._sleep_work.run(self._wake_up(), "vllm-wake")
+
+    async def _add(self, adapter: LoadedAdapter) -> None:
+        try:
+            await self._core.add_adapter(adapter)
+        except PenstockError:
+            raise
+        except Exception as error:
+            lines = str(error).splitlines()
+            raise adapter_invalid(f"cannot be loaded: {lines[-1] if lines else type(error).__name__}") from error
 
     async def _fall_asleep(self, level: int) -> None:
         try:

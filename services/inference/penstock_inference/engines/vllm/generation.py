@@ -114,6 +114,7 @@ class Generations:
                     flight.finish = FinishReason.ABORT
                     yield flight.done()
                     return
+                core.admission.check_version(request)
                 async for event in self._fly(flight):
                     yield event
             finally:
@@ -275,6 +276,8 @@ class Generations:
     def _let_go(self, adapter: LoadedAdapter | None) -> None:
         if adapter is not None:
             adapter.users -= 1
+            if not adapter.users:
+                self._core.admission.wake_idle()
             self._core.drop_if_unused(adapter)
 
     def _translated(self, error: Exception, field: str) -> PenstockError:
