@@ -169,7 +169,8 @@ class Conversation:
         return replace(request, body=bytes(body))
 
     async def _accept(self, http: h11.Connection) -> None:
-        end = await self._next(http)
+        async with asyncio.timeout(_REQUEST_S):
+            end = await self._next(http)
         if not isinstance(end, h11.EndOfMessage) or http.trailing_data[0]:
             # TLS begins after the answer; what came before it would not be of TLS.
             raise Misused("a CONNECT has no body and waits for its answer")

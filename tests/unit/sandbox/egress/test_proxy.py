@@ -22,6 +22,8 @@ POST = (
     b"Content-Type: application/x-git-upload-pack-request\r\nContent-Length: 9\r\n\r\n"
 )
 
+CONNECT = b"CONNECT a.test:443 HTTP/1.1\r\nHost: a.test:443\r\nContent-Length: 5\r\n\r\n"
+
 
 @asynccontextmanager
 async def serving(folder: Path, capsys: pytest.CaptureFixture[str]) -> AsyncIterator[Path]:
@@ -50,7 +52,11 @@ async def serving(folder: Path, capsys: pytest.CaptureFixture[str]) -> AsyncIter
 
 
 @pytest.mark.requirement("R141")
-@pytest.mark.parametrize("sent", [b"", b"GET http://a.te", POST + b"abc"], ids=["nothing", "head", "body"])
+@pytest.mark.parametrize(
+    "sent",
+    [b"", b"GET http://a.te", POST + b"abc", CONNECT],
+    ids=["nothing", "head", "body", "body of a CONNECT"],
+)
 async def test_a_slow_request_is_ended(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, sent: bytes
 ) -> None:
