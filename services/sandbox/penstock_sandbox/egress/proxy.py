@@ -22,7 +22,7 @@ from penstock_sandbox.egress.errors import Misused, Refusal
 from penstock_sandbox.egress.fetching import Fetcher
 from penstock_sandbox.egress.greeting import Greeting, received
 from penstock_sandbox.egress.requests import Origin, Request, checked, connected
-from penstock_sandbox.egress.store import Response
+from penstock_sandbox.egress.store import Response, as_bytes
 
 _CHUNK: Final = 64 * 1024
 _MAX_HEADER_BYTES: Final = 64 * 1024
@@ -199,7 +199,9 @@ class Conversation:
             return
 
     async def _send(self, http: h11.Connection, response: Response, *, head: bool) -> None:
-        headers = [*response.headers, *([] if head else [("Content-Length", str(response.size))])]
+        headers = as_bytes(response.headers)
+        if not head:
+            headers.append((b"Content-Length", b"%d" % response.size))
         file = None if response.path is None else response.path.open("rb")
         try:
             await self._write(
