@@ -129,8 +129,9 @@ async def test_an_unknown_backend_image_snapshot_or_toolbox_is_refused(
 ) -> None:
     lacking = "CAPABILITY_MISSING"
     # Of a backend with images of its own, of one with a registry that has none of this name, and of one whose registry
-    # is out of reach. Docker Hub does not say whether it has a name that it does not give.
-    image = ("CAPABILITY_MISSING", "IMAGE_UNKNOWN", "IMAGE_UNAUTHORIZED", "IMAGE_PULL_FAILED")
+    # is out of reach. Docker Hub does not say whether it has a name that it does not give. On Kubernetes an image names
+    # a warm pool, which the operator must allow.
+    image = ("CAPABILITY_MISSING", "IMAGE_UNKNOWN", "IMAGE_UNAUTHORIZED", "IMAGE_PULL_FAILED", "IMAGE_NOT_ALLOWED")
     for spec, *reasons in (
         (sb.SandboxSpec(backend="imaginary"), "BACKEND_UNAVAILABLE"),
         (sb.SandboxSpec(base=sb.Base(image="imaginary")), *image),

@@ -31,7 +31,7 @@ from penstock_sandbox.egress.errors import Refusal
 from penstock_sandbox.egress.greeting import Greeting
 from penstock_sandbox.egress.requests import Request
 from penstock_sandbox.egress.shared_recordings import Entry, SharedRecordings
-from penstock_sandbox.egress.store import Part, Response, Store
+from penstock_sandbox.egress.store import Part, Response, Store, as_bytes
 
 RECORDED: Final = frozenset({200, 203, 204, 301, 302, 303, 307, 308, 404, 410})
 _UNRECORDED_BYTES: Final = 64 * 1024
@@ -46,9 +46,11 @@ _DROPPED: Final = frozenset(
     {
         *("connection", "keep-alive", "proxy-authenticate", "proxy-connection", "te", "trailer", "transfer-encoding"),
         # Of the connection to upstream, or of one client: a recording is for all.
-        *("upgrade", "alt-svc", "content-length", "set-cookie", "set-cookie2", "strict-transport-security"),
+        *("upgrade", "alt-svc", "set-cookie", "set-cookie2", "strict-transport-security"),
     }
 )
+_LENGTH: Final = "content-length"
+"""The proxy counts bodies itself; but that of a HEAD's answer does not come, and only upstream knows its length."""
 _NAME: Final = "Penstock-egress/1"
 _OURS: Final = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")
 
@@ -239,15 +241,18 @@ class Fetcher:
     async def _received(
         self, request: Request, upstream: aiohttp.ClientResponse, recording: str, part: Part
     ) -> Response:
+        dropped = _DROPPED if request.method == "HEAD" else _DROPPED | {_LENGTH}
         headers = tuple(
             (name.decode("latin-1"), value.decode("latin-1"))
             for name, value in upstream.raw_headers
-            if name.decode("latin-1").lower() not in _DROPPED
+            if name.decode("latin-1").lower() not in dropped
         )
-        response = Response(upstream.status, upstream.reason or "", headers, 0)
+        # The HTTP client has it as UTF-8, with surrogates for what is not.
+        reason = (upstream.reason or "").encode("utf-8", "surrogateescape")
+        response = Response(upstream.status, reason.decode("latin-1"), headers, 0)
         try:
-            h11.Response(status_code=response.status, headers=list(headers), reason=response.reason.encode("latin-1"))
-        except (h11.LocalProtocolError, UnicodeError) as error:
+            h11.Response(status_code=response.status, headers=as_bytes(headers), reason=reason)
+        except h11.LocalProtocolError as error:
             raise Refusal("UPSTREAM_UNREACHABLE", f"{request.origin.place} gave no valid answer", 502) from error
         length = upstream.content_length
         if upstream.status not in RECORDED:

@@ -22,7 +22,7 @@ from penstock_sandbox.egress.errors import Misused, Refusal
 from penstock_sandbox.egress.fetching import Fetcher
 from penstock_sandbox.egress.greeting import Greeting, received
 from penstock_sandbox.egress.requests import Origin, Request, checked, connected
-from penstock_sandbox.egress.store import Response
+from penstock_sandbox.egress.store import Response, as_bytes
 
 _CHUNK: Final = 64 * 1024
 _MAX_HEADER_BYTES: Final = 64 * 1024
@@ -169,7 +169,8 @@ class Conversation:
         return replace(request, body=bytes(body))
 
     async def _accept(self, http: h11.Connection) -> None:
-        end = await self._next(http)
+        async with asyncio.timeout(_REQUEST_S):
+            end = await self._next(http)
         if not isinstance(end, h11.EndOfMessage) or http.trailing_data[0]:
             # TLS begins after the answer; what came before it would not be of TLS.
             raise Misused("a CONNECT has no body and waits for its answer")
@@ -198,7 +199,9 @@ class Conversation:
             return
 
     async def _send(self, http: h11.Connection, response: Response, *, head: bool) -> None:
-        headers = [*response.headers, *([] if head else [("Content-Length", str(response.size))])]
+        headers = as_bytes(response.headers)
+        if not head:
+            headers.append((b"Content-Length", b"%d" % response.size))
         file = None if response.path is None else response.path.open("rb")
         try:
             await self._write(

@@ -31,7 +31,7 @@ from penstock_chassis.aio.retry import Backoff, Delays, Pause
 from penstock_chassis.aio.tasks import TaskOwner
 from penstock_sandbox.egress.errors import Refusal
 from penstock_sandbox.egress.recording_stores import Place
-from penstock_sandbox.egress.store import Part
+from penstock_sandbox.egress.store import Part, as_bytes
 
 BEAT_S: Final = 4.0
 LEASE_S: Final = 20.0
@@ -288,7 +288,7 @@ def _parsed(written: bytes, recording: str, key: str) -> Entry:
             raise ValueError("it is of another request")
         headers = tuple((str(name), str(value)) for name, value in fields.pop("headers"))
         entry = Entry(headers=headers, **fields)
-        h11.Response(status_code=entry.status, headers=list(headers), reason=entry.reason.encode("latin-1"))
+        h11.Response(status_code=entry.status, headers=as_bytes(headers), reason=entry.reason.encode("latin-1"))
         if not _DIGEST.fullmatch(entry.digest) or type(entry.size) is not int or entry.size < 0:
             raise ValueError("it names no body")
     except (ValueError, TypeError, KeyError, AttributeError, h11.LocalProtocolError) as error:

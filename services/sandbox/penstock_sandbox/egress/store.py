@@ -17,7 +17,7 @@ import sqlite3
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -41,7 +41,11 @@ CREATE INDEX IF NOT EXISTS by_digest ON responses (digest);
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """A response without its body's framing. ``path`` is its body's file; without one, ``body`` is all of it."""
+    """A response without its body's framing. ``path`` is its body's file; without one, ``body`` is all of it.
+
+    ``reason`` and ``headers`` have a character for each byte (latin-1): a head may be in any encoding. That to a HEAD
+    has a Content-Length if upstream said one, which is that of a body that it does not have.
+    """
 
     status: int
     reason: str
@@ -49,6 +53,11 @@ class Response:
     size: int
     path: Path | None = None
     body: bytes = field(default=b"", repr=False)
+
+
+def as_bytes(headers: Iterable[tuple[str, str]]) -> list[tuple[bytes, bytes]]:
+    """Returns a response's headers as on the wire. Raises UnicodeEncodeError for a character that is no byte."""
+    return [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers]
 
 
 class Part:

@@ -3,7 +3,8 @@
 Invariants: bytes [0, limit) of a stream are kept, later ones are counted, and the last ``tail`` of those are kept
 separately for results that show both ends. Up to ``_IN_MEMORY`` bytes, both ends together, stay in memory; larger
 outputs move to a spool file, the tail as a ring after the beginning, so memory is bounded for any amount of output and
-any number of remembered processes. Appending happens on the event loop and is a page-cache write.
+any number of remembered processes. Appending happens on the event loop and is a page-cache write. Where the spool
+cannot be written, as on a full disk, the limit becomes what is kept by then, and there is no tail from then on.
 """
 
 from __future__ import annotations
@@ -14,12 +15,16 @@ import secrets
 from pathlib import Path
 from typing import Final
 
+import structlog
+
 from penstock_sandbox.domain.backend import ProcessSink, RawExit
 from penstock_sandbox.domain.model import Stream
 
 _MOST_COLLECTED: Final = 1 << 20
 
 _IN_MEMORY = 64 * 1024
+
+_log = structlog.get_logger(__name__)
 
 
 class Output:
@@ -46,20 +51,15 @@ class Output:
         return self.total - self._limit > self._tail_limit
 
     def append(self, data: bytes) -> None:
-        """Appends output. Raises OSError when the spool cannot be written."""
-        head = data[: max(0, self._limit - self.total)]
-        rest = data[len(head) :] if self._tail_limit else b""
-        if self._file is None:
-            tail = min(len(self._tail) + len(rest), self._tail_limit)
-            if len(self._memory) + len(head) + tail > _IN_MEMORY:
-                self._spill()
-        if self._file is None:
-            self._memory += head
-            self._tail += rest
-            del self._tail[: max(0, len(self._tail) - self._tail_limit)]
-        else:
-            _write_all(self._file, head, self.total)
-            self._write_tail(self._file, rest, max(0, self.total - self._limit))
+        """Appends output. What the spool cannot take is discarded, with all that follows."""
+        try:
+            self._store(data)
+        except OSError as error:
+            # Cut for good: what came after a missing piece would stand at the wrong offset.
+            self._limit = min(self.total, self._limit)
+            self._tail_limit = 0
+            self._tail.clear()
+            _log.warning("a process's output is cut off: its spool cannot be written", error=repr(error))
         self.total += len(data)
 
     def read(self, offset: int, length: int) -> bytes:
@@ -98,13 +98,33 @@ class Output:
         self._tail.clear()
         self.total = 0
 
+    def _store(self, data: bytes) -> None:
+        head = data[: max(0, self._limit - self.total)]
+        rest = data[len(head) :] if self._tail_limit else b""
+        if self._file is None:
+            tail = min(len(self._tail) + len(rest), self._tail_limit)
+            if len(self._memory) + len(head) + tail > _IN_MEMORY:
+                self._spill()
+        if self._file is None:
+            self._memory += head
+            self._tail += rest
+            del self._tail[: max(0, len(self._tail) - self._tail_limit)]
+        else:
+            _write_all(self._file, head, self.total)
+            self._write_tail(self._file, rest, max(0, self.total - self._limit))
+
     def _spill(self) -> None:
         path = self._spool / secrets.token_hex(8)
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        # Unlinked, so that the space is freed however this service ends.
-        path.unlink()
-        _write_all(self._file, bytes(self._memory), 0)
-        self._write_tail(self._file, bytes(self._tail), max(0, self.total - self._limit) - len(self._tail))
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            # Unlinked, so that the space is freed however this service ends.
+            path.unlink()
+            _write_all(file, bytes(self._memory), 0)
+            self._write_tail(file, bytes(self._tail), max(0, self.total - self._limit) - len(self._tail))
+        except BaseException:
+            os.close(file)
+            raise
+        self._file = file
         self._memory.clear()
         self._tail.clear()
 

@@ -67,6 +67,9 @@ class Cursor:
                 continue
             if start < output.kept:
                 data = output.read(start, min(most, total - start))
+                if not data:  # its file was cut: an empty chunk would be followed by others for ever
+                    self._positions[stream] = min(output.kept, total)
+                    return Gap(stream, start, self._positions[stream])
                 self._positions[stream] += len(data)
                 return Chunk(stream, start, data)
             if output.has_tail and end is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -22,15 +22,17 @@ POST = (
     b"Content-Type: application/x-git-upload-pack-request\r\nContent-Length: 9\r\n\r\n"
 )
 
+CONNECT = b"CONNECT a.test:443 HTTP/1.1\r\nHost: a.test:443\r\nContent-Length: 5\r\n\r\n"
+
 
 @asynccontextmanager
-async def serving(folder: Path, capsys: pytest.CaptureFixture[str]) -> AsyncIterator[Path]:
-    """Yields the socket of a proxy in this process."""
+async def serving(folder: Path, capsys: pytest.CaptureFixture[str], private: Sequence[str] = ()) -> AsyncIterator[Path]:
+    """Yields the socket of a proxy in this process, which may connect to addresses of ``private``."""
     path = folder / "proxy.sock"
     settings = {
         "folder": str(folder / "egress"),
         "socket": str(path),
-        "private": [],
+        "private": [*private],
         "netrc": "",
         "ca": "",
         "tokens": {},
@@ -50,7 +52,11 @@ async def serving(folder: Path, capsys: pytest.CaptureFixture[str]) -> AsyncIter
 
 
 @pytest.mark.requirement("R141")
-@pytest.mark.parametrize("sent", [b"", b"GET http://a.te", POST + b"abc"], ids=["nothing", "head", "body"])
+@pytest.mark.parametrize(
+    "sent",
+    [b"", b"GET http://a.te", POST + b"abc", CONNECT],
+    ids=["nothing", "head", "body", "body of a CONNECT"],
+)
 async def test_a_slow_request_is_ended(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, sent: bytes
 ) -> None:
@@ -115,3 +121,61 @@ async def test_the_longest_list_is_taken_and_a_longer_one_is_not(
         async with asyncio.timeout(60):
             assert await reader.read() == b""
         writer.close()
+
+
+@asynccontextmanager
+async def answering(head: bytes, body: bytes) -> AsyncIterator[int]:
+    """Yields the port of a server that answers each connection with these bytes, and HEAD without the body."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked = await reader.readuntil(b"\r\n\r\n")
+        writer.write(head if asked.startswith(b"HEAD") else head + body)
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    async with server:
+        yield server.sockets[0].getsockname()[1]
+
+
+async def asked(proxy: Path, port: int, method: str, *, recorded_only: bool = False) -> tuple[list[bytes], bytes]:
+    """Returns the lines of the proxy's answer before the body, and that."""
+    greeting = Greeting("sb", "r", ("127.0.0.1",), (), (port,), recorded_only)
+    reader, writer = await asyncio.open_unix_connection(proxy)
+    writer.write(greeting.encoded())
+    writer.write(f"{method} http://127.0.0.1:{port}/f HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n".encode())
+    writer.write(b"Connection: close\r\n\r\n")
+    async with asyncio.timeout(60):
+        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+    writer.close()
+    return head.split(b"\r\n"), body
+
+
+@pytest.mark.requirement("R141")
+async def test_an_answer_to_head_says_how_long_the_body_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As upstream said it, at first and from the recording; the answer to a GET is one of its own."""
+    head = b"HTTP/1.1 200 OK\r\nContent-Length: 300\r\nConnection: close\r\n\r\n"
+    async with answering(head, b"x" * 300) as port, serving(tmp_path, capsys, ["127.0.0.1/32"]) as proxy:
+        for recorded_only in (False, True):
+            lines, body = await asked(proxy, port, "HEAD", recorded_only=recorded_only)
+            assert lines == [b"HTTP/1.1 200 OK", b"Content-Length: 300", b"Connection: close"]
+            assert body == b""
+        lines, body = await asked(proxy, port, "GET")
+        assert lines == [b"HTTP/1.1 200 OK", b"Content-Length: 300", b"Connection: close"]
+        assert body == b"x" * 300
+
+
+@pytest.mark.requirement("R141")
+@pytest.mark.parametrize("status", [b"200", b"500"], ids=["recorded", "not recorded"])
+async def test_a_head_with_other_letters_passes_as_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], status: bytes
+) -> None:
+    """In whatever encoding: a file's name has accents, and so does a reason phrase."""
+    first = b"HTTP/1.1 " + status + b" D\xe9j\xe0 vu"
+    names = [b'Content-Disposition: attachment; filename="\xe9t\xe9.txt"', b"X-Name: \xc3\xa9t\xc3\xa9"]
+    head = b"\r\n".join([first, *names, b"Content-Length: 3", b"Connection: close", b"", b""])
+    async with answering(head, b"abc") as port, serving(tmp_path, capsys, ["127.0.0.1/32"]) as proxy:
+        for recorded_only in (False, status == b"200"):
+            lines, body = await asked(proxy, port, "GET", recorded_only=recorded_only)
+            assert lines[:3] == [first, *names]
+            assert body == b"abc"

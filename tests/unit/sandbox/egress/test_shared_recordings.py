@@ -318,6 +318,15 @@ async def test_what_could_not_be_read_again_is_not_stored(shared: SharedRecordin
     assert caught.value.reason == "RESPONSE_TOO_LARGE" and await shared.find("r", "k") is None
 
 
+@pytest.mark.requirement("R141")
+async def test_headers_with_other_letters_are_found_as_they_were_stored(
+    shared: SharedRecordings, tmp_path: Path
+) -> None:
+    entry = replace(entry_of(b""), headers=(("X-Name", "\xe9t\xe9"), ("X-Other", "été".encode().decode("latin-1"))))
+    await shared.publish("r", "k", entry, tmp_path / "body")
+    assert await shared.find("r", "k") == entry
+
+
 def cut(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1])
 
@@ -349,11 +358,16 @@ def of_no_whole_size(file: Path) -> None:
     written_anew(file, size=5.0)
 
 
+def of_no_bytes(file: Path) -> None:
+    """With a header of a letter that no byte stands for."""
+    written_anew(file, headers=[["X-Name", "\u20ac"]])
+
+
 @pytest.mark.requirement("R141")
 @pytest.mark.parametrize(
     ("kind", "harm"),
     [
-        *(("responses", harm) for harm in (cut, emptied, changed, of_another_request, of_no_whole_size)),
+        *(("responses", harm) for harm in (cut, emptied, changed, of_another_request, of_no_whole_size, of_no_bytes)),
         *(("bodies", harm) for harm in (cut, emptied, changed, gone)),
     ],
 )

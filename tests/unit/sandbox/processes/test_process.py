@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,7 +17,7 @@ from penstock_chassis.errors import Internal
 from penstock_sandbox.domain.backend import RawExit, SandboxHandle
 from penstock_sandbox.domain.model import Chunk, Command, ExitReason, Gap, ProcessSpec, Stream
 from penstock_sandbox.processes.manager import Processes
-from penstock_sandbox.processes.process import RunningProcess
+from penstock_sandbox.processes.process import Cursor, RunningProcess
 
 OUT, ERR = Stream.STDOUT, Stream.STDERR
 
@@ -95,6 +96,34 @@ async def test_output_discarded_while_a_watcher_is_busy_is_in_the_next_gap(tmp_p
             process.closed(ERR)
             process.exited(RawExit(code=0, signal=None))
     assert told == [Chunk(OUT, 0, b"ab"), Gap(OUT, 2, 4), Gap(OUT, 4, 8)]
+
+
+@pytest.mark.requirement("R26", "R23")
+async def test_a_watch_ends_where_the_spool_cannot_be_written(tmp_path: Path) -> None:
+    """A watcher gets what is kept, a gap for the rest, and the end."""
+    process = RunningProcess(ProcessSpec("p", Command(argv=("x",))), b"", tmp_path / "absent", tail=100)
+    process.output(OUT, b"a" * 1000)
+    for _ in range(3):
+        process.output(OUT, b"b" * 70_000)
+    process.closed(OUT)
+    process.closed(ERR)
+    process.exited(RawExit(code=0, signal=None))
+    async with asyncio.timeout(30):
+        told = [event async for event in process.watch({OUT: 0, ERR: 0})]
+    assert told == [Chunk(OUT, 0, b"a" * 1000), Gap(OUT, 1000, 211_000)]
+    assert process.exit is not None and process.exit.stdout_truncated
+
+
+@pytest.mark.requirement("R26")
+async def test_kept_bytes_that_cannot_be_read_are_a_gap(tmp_path: Path) -> None:
+    process = RunningProcess(ProcessSpec("p", Command(argv=("x",)), output_limit=80_000), b"", tmp_path)
+    process.output(OUT, b"a" * 90_000)
+    spooled = process.outputs[OUT]._file
+    assert spooled is not None
+    os.ftruncate(spooled, 10)
+    cursor = Cursor(process, {OUT: 0, ERR: 0})
+    pieces = [cursor.next() for _ in range(4)]
+    assert pieces == [Chunk(OUT, 0, b"a" * 10), Gap(OUT, 10, 80_000), Gap(OUT, 80_000, 90_000), None]
 
 
 @pytest.mark.requirement("R22")

@@ -343,7 +343,11 @@ def _number(folder: Path | None, file: str) -> int | None:
 
 
 def _cpu_seconds(folder: Path) -> float | None:
-    for line in (folder / "cpu.stat").read_text().splitlines():
+    try:
+        lines = (folder / "cpu.stat").read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
         key, _, value = line.partition(" ")
         if key == "usage_usec":
             return int(value) / 1e6

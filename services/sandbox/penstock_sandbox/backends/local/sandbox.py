@@ -263,6 +263,9 @@ class LocalSandbox(SandboxHandle):
         self._processes[process.number] = process
         early: wire.Message | None = answer.get("exit") or self._early_exits.pop(process.number, None)
         process.attend(early)
+        if self._ended and early is None:
+            # The end came after the reply: it reached only the processes that were known by then.
+            process.lose(self._lost_reason)
         return process
 
     def forget(self, process: LocalProcess) -> None:

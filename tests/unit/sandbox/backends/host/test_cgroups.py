@@ -13,7 +13,7 @@ from tests.support.waiting import GUARD_S, awaited
 
 from penstock_sandbox.backends.host import cgroups
 from penstock_sandbox.backends.host.cgroups import FREEZER, Cgroups, Group
-from penstock_sandbox.domain.model import Resources
+from penstock_sandbox.domain.model import Resources, Stats
 
 
 @pytest.fixture(params=[1, 2])
@@ -86,3 +86,11 @@ def test_hastening_a_move_moves_nothing() -> None:
     Cgroups(()).hasten()
     assert Path("/proc/self/cgroup").read_text() == before
     cgroups.remove_parents(found.parents, name)
+
+
+@pytest.mark.requirement("R32")
+def test_a_group_that_is_gone_has_no_figures(tmp_path: Path) -> None:
+    """A sandbox is still listed while its files are sealed, after its group was removed."""
+    by_controller = dict.fromkeys(("memory", "pids", "cpu"), tmp_path / "gone")
+    for version in (1, 2):
+        assert Group(by_controller, {tmp_path / "gone": version}).stats() == Stats()

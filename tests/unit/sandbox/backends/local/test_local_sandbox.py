@@ -203,3 +203,43 @@ async def test_an_upload_that_is_cancelled_after_its_commit_was_sent_only_ends(w
         await uploading
     assert watched.sandbox.unfinished == set()
     os.close(read_end)
+
+
+@pytest.mark.requirement("R39", "R43")
+@pytest.mark.parametrize("how", ["lost", "destroyed"])
+async def test_a_process_that_starts_as_its_sandbox_ends_is_lost_with_it(watched: Watched, how: str) -> None:
+    """Its reply was read, and its caller not resumed yet: the end reached the processes that were known by then."""
+    starting, sink, start = await watched.asks_to_start()
+    channel = watched.sandbox._channel
+    assert channel is not None
+    destroying = asyncio.create_task(watched.sandbox.destroy()) if how == "destroyed" else None
+    if destroying is not None:
+        await asyncio.sleep(0)  # its next turn, before the start's, ends the sandbox
+    watched.helper.send({"seq": start["seq"], "pid": PID})
+    channel._readable()
+    if destroying is None:
+        watched.sandbox.lose("DOOR_CLOSED")
+    process = await starting
+    assert sink.ended.done() and sink.ended.result() is None
+    if destroying is not None:
+        await destroying
+    async with asyncio.timeout(30):
+        await process.kill()
+    await process.aclose()
+    assert not watched.sandbox._processes
+
+
+@pytest.mark.requirement("R39", "R43")
+async def test_a_process_that_ended_before_its_sandbox_keeps_its_exit(watched: Watched) -> None:
+    """Also if the sandbox ended before the caller of its start was resumed."""
+    starting, sink, start = await watched.asks_to_start()
+    watched.helper.send({"seq": start["seq"], "pid": PID})
+    watched.helper.exits(start, 4)
+    channel = watched.sandbox._channel
+    assert channel is not None
+    channel._readable()
+    channel._readable()
+    watched.sandbox.lose("DOOR_CLOSED")
+    process = await starting
+    assert _code(sink) == 4
+    await process.aclose()
