@@ -266,6 +266,31 @@ def test_empty_reply_left_out_by_the_client_stays_in_the_line(codec: Codec, samp
     assert graph.plan(START).call_class is CallClass.RETRY
 
 
+@pytest.mark.requirement("R82")
+@pytest.mark.parametrize("written", [Message.assistant(""), Message.assistant("", reasoning="Say nothing.")])
+def test_a_written_answer_that_shows_nothing_is_passed_over(codec: Codec, sample: Sampler, written: Message) -> None:
+    """What continues it continues the line before it, as after any written answer: c1 is not tokenised anew."""
+    graph = TokenGraph("r", codec)
+    plan = graph.plan(START)
+    graph.commit("c1", plan, sample(plan, "<think>hm</think>one<|im_end|>"))
+    history = [*START, graph.calls["c1"].sampled.message, MORE]
+    graph.commit("c2", graph.plan(history), Sampled(written, FinishReason.STOP, injected=True))
+    follow = graph.plan([*history, Message.user("And?")])
+    assert (follow.parent_call_id, follow.new_branch, follow.reason) == ("c1", False, "")
+    assert follow.prompt_ids[: graph.path("c1").size].tolist() == graph.path("c1").tolist()
+
+
+@pytest.mark.requirement("R82")
+def test_a_written_answer_that_shows_nothing_replaces_no_sampled_one(codec: Codec, sample: Sampler) -> None:
+    """An answer that was cut off while thinking stays in the line, though the same prompt got a written one later."""
+    graph = TokenGraph("r", codec)
+    plan = graph.plan(START)
+    graph.commit("c1", plan, sample(plan, "<think>\nhm", finish=FinishReason.LENGTH))
+    graph.commit("c2", graph.plan(START), Sampled(Message.assistant(""), FinishReason.STOP, injected=True))
+    follow = graph.plan([*START, MORE])
+    assert (follow.parent_call_id, follow.new_branch) == ("c1", False)
+
+
 @pytest.mark.requirement("R85")
 def test_other_tools_make_another_root(codec: Codec, sample: Sampler) -> None:
     """The tool list is part of the root's key."""
