@@ -420,6 +420,46 @@ def test_turns_before_a_text_only_answer_are_still_trained(codec: Codec, sample:
     assert int(only.loss_mask.sum()) == graph.calls["a"].sampled.count
 
 
+@pytest.mark.requirement("R84", "R85")
+def test_a_call_that_is_not_trained_leaves_the_line_before_it_its_own_sample(codec: Codec, sample: Sampler) -> None:
+    """The agent asks twice, the answer that it got is a written one: the sampled one is a retry, and the last call."""
+    graph = TokenGraph("r", codec)
+    plan = graph.plan(START)
+    graph.commit("c1", plan, sample(plan, ANSWER))
+    history = [*START, graph.calls["c1"].sampled.message, MORE]
+    first, second = graph.plan(history), graph.plan(history)
+    graph.commit("c2a", first, sample(first, ANSWER))
+    graph.commit("c2b", second, Sampled(Message.assistant("stop"), FinishReason.STOP, injected=True))
+    assert graph.call_classes()["c2a"] is CallClass.RETRY
+    line, retry = graph.samples()
+    assert (line.call_class, line.weight, retry.call_class, retry.weight) == (CallClass.MAIN, 1.0, CallClass.RETRY, 0.0)
+    assert [(turn.call_id, turn.untrained) for turn in line.turns] == [("c1", "")]
+    assert [(turn.call_id, turn.untrained) for turn in retry.turns] == [("c1", "SHARED"), ("c2a", "CLASS_RETRY")]
+    assert int(line.loss_mask.sum()) == graph.calls["c1"].sampled.count
+
+
+@pytest.mark.requirement("R84", "R85")
+def test_a_last_call_that_the_agent_names_a_title_masks_no_turn_before_it(codec: Codec, sample: Sampler) -> None:
+    """Titles at the end of a line are not trained, however many; a turn after one keeps the line one sample."""
+    graph = TokenGraph("r", codec)
+    history = list(START)
+
+    def call(name: str, call_class: CallClass | None) -> None:
+        plan = graph.plan(history, (), CallHints(call_class=call_class))
+        graph.commit(name, plan, sample(plan, ANSWER))
+        history.extend([graph.calls[name].sampled.message, MORE])
+
+    call("c1", None)
+    for name in ("t1", "t2"):
+        call(name, CallClass.TITLE)
+    line, titles = graph.samples()
+    assert [(turn.call_id, turn.untrained) for turn in line.turns] == [("c1", "")]
+    assert [turn.untrained for turn in titles.turns] == ["SHARED", "CLASS_TITLE", "CLASS_TITLE"]
+    call("c2", CallClass.MAIN)
+    (whole,) = graph.samples()
+    assert [(turn.call_id, turn.untrained) for turn in whole.turns] == [(name, "") for name in ("c1", "t1", "t2", "c2")]
+
+
 @pytest.mark.requirement("R23", "R85")
 def test_a_long_history_that_was_edited_is_stored_once(codec: Codec, sample: Sampler) -> None:
     """A new root shares the tokens that it has in common with another line."""
