@@ -107,6 +107,8 @@ FAMILIES: Mapping[str, tiny_tokenizer.Family] = {
     "harmony": tiny_tokenizer.Family(
         template("harmony"), _HARMONY, (), "<|return|>", ("<|call|>", "<|endoftext|>"), "<|startoftext|>"
     ),
+    "thinks_on_request": tiny_tokenizer.Family(template("thinks_on_request")),
+    "hears_users": tiny_tokenizer.Family(template("hears_users")),
     # Templates of other shapes than anyone's; the last ends a prompt inside reasoning.
     "shows_call_ids": tiny_tokenizer.Family(template("shows_call_ids")),
     "system_first": tiny_tokenizer.Family(template("system_first")),

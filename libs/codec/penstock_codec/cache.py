@@ -4,8 +4,9 @@ What is cached, its key, and its bounds:
 
 - `Caches.words`: the ids of a word; the word. 65,536 words of at most 64 characters for each codec, 13 MiB.
 - `Caches.blocks`: the ids of a text between two special tokens; the text. 64 MiB of texts and ids for each codec.
-- `Caches.shapes`: how a shape of continuation is made; roles and counts of the new messages, and settings: templates
-  treat all texts alike. 1,024 shapes of at most 64 messages for each codec, 8 MiB.
+- `Caches.shapes`: how a shape of continuation is made; a digest of the system prompt, roles and counts of the new
+  messages, and settings: templates treat all other texts alike. 1,024 shapes of at most 64 messages for each codec,
+  8 MiB.
 - `TOOLS`: a tool as templates take it, with its JSON text; the tool. 1,024 tools with schemas of at most 16 KiB.
 - `ARGUMENT_TYPES`: the types that a schema states; its text. 256 schemas of at most 16 KiB.
 

@@ -8,14 +8,19 @@ crosses it. A turn that was cut off gets its closing token as context.
 Some families (GLM) close no turn: the model ends it by sampling the token that opens the next one. That token is then
 the first of the new messages' text, and is appended unless it is the very one that was sampled.
 
-The probe needs no history, unless the template requires it: the first time a shape of continuation is seen (which
-roles, with tools or without), a probe after a short history is compared with one after a longer history. Where they
-differ, the real history is rendered (as text only). Where new messages change the text before them, there is no exact
-continuation, and the result gives the reason.
+Of the history the probe needs the system prompt (SmolLM3's may turn thinking off, which changes the generation prompt)
+and no more, unless the template requires it: the first time a shape of continuation is seen (after which system prompt,
+which roles, with tools or without), a probe after a short history is compared with one after a longer history. Where
+they differ, the real history is rendered (as text only). Where new messages change the text before them, there is no
+exact continuation, and the result gives the reason.
+
+Some templates (Nemotron Nano 2's) search every message for such a word. Such a word is a constant of the template, so
+each of these is tried in a history: where one changes what follows, the real history is always rendered.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import secrets
@@ -23,6 +28,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -38,6 +44,7 @@ from penstock_codec.rendering import Rendered, Rendering
 IntArray = NDArray[np.int32]
 _SHOWN = 40
 _QUESTION = Message.user("q")
+_INSTRUCTING = (Role.SYSTEM, Role.DEVELOPER)
 _ANY_IMAGE = ImagePart.inline(b"image", "image/png")
 _TOOL = Tool("f", "F.", '{"type": "object", "properties": {"a": {"type": "string"}}}')
 
@@ -69,7 +76,7 @@ class Inexact:
 
 
 class _Probe(Enum):
-    SHORT = "short"  # a two-message history stands for any history
+    SHORT = "short"  # the system prompt, one question and the turn stand for any history
     FULL = "full"  # the real history has to be rendered
 
 
@@ -115,6 +122,7 @@ class Splicer:
         self._ends: Mapping[str, int] = {**self._openings, **(other_ends or {}), **end}
         self.end_ids = frozenset(self._ends.values())
         self._end = re.compile("|".join(re.escape(text) for text in self._ends))
+        self._listens = self._finds_words()
 
     def continuation(
         self,
@@ -133,12 +141,13 @@ class Splicer:
             return Inexact("NO_END_OF_TURN", "the template does not close an assistant turn with a special token")
         kwargs = dict(template_kwargs or {})
         turn = self._turn_like(history[-1], tools, kwargs)
+        told = list(takewhile(lambda message: message.role in _INSTRUCTING, history))
         try:
-            shape = self._shape(turn, new, tools, add_generation_prompt, kwargs)
+            shape = self._shape(told, turn, new, tools, add_generation_prompt, kwargs)
             if isinstance(shape, Inexact):
                 return shape
             if shape is _Probe.SHORT:
-                before: list[Message] = [Message.user("q")]
+                before = [*told, _QUESTION]
                 tools = ()
             else:
                 before = list(history[:-1])
@@ -163,6 +172,7 @@ class Splicer:
 
     def _shape(
         self,
+        told: Sequence[Message],
         turn: Message,
         new: Sequence[Message],
         tools: Sequence[Tool],
@@ -170,6 +180,7 @@ class Splicer:
         kwargs: Mapping[str, Any],
     ) -> _Probe | Inexact:
         key = (
+            _digest(told),
             len(turn.tool_calls),
             # To the template, text beside a tool's result is a message of its own.
             tuple(
@@ -188,13 +199,14 @@ class Splicer:
         )
         known: _Probe | Inexact | None = self._shapes.get(key)
         if known is None:
-            known = self._verify(turn, new, tools, add_generation_prompt, kwargs)
+            known = self._verify(told, turn, new, tools, add_generation_prompt, kwargs)
             if len(new) <= LONGEST_SHAPE:
                 self._shapes.keep({key: known})
         return known
 
     def _verify(
         self,
+        told: Sequence[Message],
         turn: Message,
         new: Sequence[Message],
         tools: Sequence[Tool],
@@ -204,13 +216,9 @@ class Splicer:
         first = Message.user("first")
         if any(message.images for message in new):
             first = replace(first, parts=(*first.parts, _ANY_IMAGE))  # some templates number the images
-        earlier = [first, Message.assistant("so"), Message.user("second"), turn]
-        try:
-            longer = self._tail([Message.system("rules"), *earlier], new, tools, add_generation_prompt, kwargs)
-            base = self._tail([Message.system("rules"), *earlier], (), tools, False, kwargs)
-        except CodecError:  # some templates refuse system messages
-            longer = self._tail(earlier, new, tools, add_generation_prompt, kwargs)
-            base = self._tail(earlier, (), tools, False, kwargs)
+        earlier = [*told, first, Message.assistant("so"), Message.user("second"), turn]
+        longer = self._tail(earlier, new, tools, add_generation_prompt, kwargs)
+        base = self._tail(earlier, (), tools, False, kwargs)
         if isinstance(longer, Inexact):
             return longer
         if isinstance(base, Inexact):
@@ -220,8 +228,10 @@ class Splicer:
             shown = self._rendering.shown
             change = _first_change(shown(base.before), shown(longer.before))
             return Inexact("TEMPLATE_REWRITES_HISTORY", f"new messages change the text before them: {change}")
+        if self._listens:
+            return _Probe.FULL
         try:
-            short = self._tail([Message.user("q"), turn], new, (), add_generation_prompt, kwargs)
+            short = self._tail([*told, _QUESTION, turn], new, (), add_generation_prompt, kwargs)
         except CodecError:
             return _Probe.FULL
         if isinstance(short, Inexact) or short.after != longer.after:
@@ -284,6 +294,23 @@ class Splicer:
             return False
         return self._mark in rendered.text
 
+    def _finds_words(self) -> bool:
+        """Whether a word in an earlier message changes what follows a later answer."""
+        turn, new = Message.assistant(self._mark), [_QUESTION]
+
+        def after(word: str) -> str | None:
+            earlier = [Message.user(word), Message.assistant(word), _QUESTION, turn]
+            try:
+                tail = self._tail(earlier, new, (), True, {})
+            except CodecError:
+                return None  # nor does it take a conversation with that word
+            return None if isinstance(tail, Inexact) else tail.after
+
+        usual = after("so")
+        return usual is not None and any(
+            found != usual for word in self._rendering.template.words if (found := after(word)) is not None
+        )
+
     def _without_thinking(self, text: str) -> str:
         return "".join(self._thinking.sub("", text).split())  # the white space around it goes with it
 
@@ -319,6 +346,19 @@ class Splicer:
         if not found or closing is None:
             return None
         return EndOfTurn(closing, tokens[closing])
+
+
+def _digest(messages: Sequence[Message]) -> bytes:
+    """Identifies messages in a key, which holds no long texts."""
+    digest = hashlib.blake2b(digest_size=16)
+    for message in messages:
+        pieces = [message.role.value, message.name or ""]
+        pieces += [part.text if type(part) is TextPart else repr(part) for part in message.parts]
+        for piece in pieces:
+            data = piece.encode("utf-8", "surrogatepass")
+            digest.update(b"%d:" % len(data) + data)
+        digest.update(b";")
+    return digest.digest()
 
 
 def _pictured(message: Message) -> tuple[int, ...]:

@@ -51,6 +51,8 @@ _JSON = json.JSONEncoder(ensure_ascii=False)
 MAX_TEMPLATE_CHARS = 1 << 20
 MAX_TIME_CHARS = 256
 MAX_INDENT = 32
+_MOST_WORDS = 64
+_LONGEST_WORD = 64
 
 
 class ChatTemplate:
@@ -81,10 +83,13 @@ class ChatTemplate:
         try:
             tree = environment.parse(text)
             takes = meta.find_undeclared_variables(tree)
+            words = _words(tree)
             self._template = environment.from_string(environment.bounded(tree))
         except Exception as error:
             reason = "it nests too deeply" if isinstance(error, RecursionError | MemoryError) else error
             raise CodecError("TEMPLATE_INVALID", f"the chat template does not compile: {reason}") from error
+        self.words: Sequence[str] = words
+        """Short texts that the template compares with others, or searches for in them."""
         # Common to all renderings; Jinja would build it for each.
         self._given = {**self._template.globals, "documents": None, **special_tokens}
         self.text = text
@@ -310,6 +315,14 @@ def _arguments(text: str) -> Any:
     except (ValueError, RecursionError):
         return text
     return value if isinstance(value, dict) else text
+
+
+def _words(tree: nodes.Template) -> list[str]:
+    """Returns the texts in comparisons, calls and filters; roles and names of fields last, should there be too many."""
+    asked = tree.find_all((nodes.Compare, nodes.Call, nodes.Filter, nodes.Test))
+    found = (const.value for node in asked for const in node.find_all(nodes.Const))
+    texts = dict.fromkeys(text for text in found if isinstance(text, str) and 0 < len(text.strip()) <= _LONGEST_WORD)
+    return sorted(texts, key=str.isidentifier)[:_MOST_WORDS]
 
 
 @cache.TOOLS

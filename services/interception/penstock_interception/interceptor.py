@@ -511,7 +511,7 @@ class Interceptor:
         Returns whether the recorded answer is used up; if not, the agent may ask for it again.
         """
         try:
-            found = await self.replays.answer(call, recorded)
+            found = await self.replays.answer(call, recorded, plan)
             outcome = None
             if found is not None:
                 completion, answerer, policy_id = found

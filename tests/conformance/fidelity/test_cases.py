@@ -20,7 +20,7 @@ PARSERS = {
     "llama3_bare": "llama3",
     "llama4": "llama3",
     "mistral_v3": "mistral",
-    **dict.fromkeys(("chatml", "qwen3"), "hermes"),
+    **dict.fromkeys(("chatml", "qwen3", "thinks_on_request", "hears_users"), "hermes"),
 }
 NAMED = ("shows_call_ids", "system_first", "strips_old_reasoning")  # no family's: the parser is said
 

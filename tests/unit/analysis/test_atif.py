@@ -115,6 +115,23 @@ def test_messages_of_an_assistant_that_nobody_sampled_have_no_metrics() -> None:
     assert [(step.message, step.metrics is None) for step in steps] == [("example", True), ("u", True), ("a", False)]
 
 
+def test_the_step_of_a_written_answer_is_its_calls() -> None:
+    """The call that goes on after it has the call before it as parent."""
+    asked = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}, {"role": "user", "content": "v"}]
+    after = [*asked, {"role": "assistant", "content": "w"}, {"role": "user", "content": "x"}]
+    calls = [
+        call("c1", asked[:1], "a"),
+        call("c2", asked, "w", parent="c1", injected=True),
+        call("c3", after, "b", parent="c1"),
+    ]
+    message = pb.Trajectory(rollout_id="r", calls=calls)
+    message.branches.add(branch_class=pb.CALL_CLASS_MAIN, call_ids=["c1", "c3"])
+    extras = [step.extra for step in checked(from_proto(message)).steps if step.source == "agent"]
+    assert [(extra["call_id"], extra.get("injected")) for extra in extras if extra is not None] == [
+        *(("c1", None), ("c2", True), ("c3", None))
+    ]
+
+
 async def test_each_rollout_with_an_answer_is_a_file(tmp_path: Path) -> None:
     silent = from_proto(pb.Trajectory(rollout_id="silent"))
 

@@ -210,6 +210,71 @@ def test_each_branch_with_an_answer_is_a_row() -> None:
         assert (row["rollout_rows"], row["row_sha256"]) == (2, row_digest(row))
 
 
+def said(*texts: str) -> list[Row]:
+    """User and assistant in turn."""
+    return [{"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate(texts)]
+
+
+def rollout(*calls: pb.Call, branches: list[list[str]]) -> pb.Trajectory:
+    message = pb.Trajectory(rollout_id="r", calls=calls)
+    for index, call_ids in enumerate(branches):
+        message.branches.add(branch_id=f"b{index}", branch_class=pb.CALL_CLASS_MAIN, call_ids=call_ids)
+    return message
+
+
+@pytest.mark.parametrize("written", ["w", "a"])
+def test_a_written_answer_in_the_middle_counts_though_what_follows_has_the_call_before_it_as_parent(
+    written: str,
+) -> None:
+    """Its tokens do not exist, so the graph passes it over; also one that says what a sampled one said."""
+    message = rollout(
+        call("c1", said("u"), "a"),
+        call("c2", said("u", "a", "v"), written, parent="c1", injected=True),
+        call("c3", said("u", "a", "v", written, "x"), "b", parent="c1"),
+        branches=[["c1", "c3"], ["c2"]],
+    )
+    one, two = chat(from_proto(message))
+    assert (one["call_ids"], one["injected"]) == (["c1", "c2", "c3"], True)
+    assert (two["call_ids"], two["injected"]) == (["c1", "c2"], True)
+
+
+def test_a_conversation_that_shares_only_tokens_with_another_line_has_none_of_its_calls() -> None:
+    """A new root is stored behind the call with which it has most of its prompt in common."""
+    message = rollout(
+        call("c1", said("u"), "a", injected=True),
+        call("c2", said("v"), "b", parent="c1"),
+        branches=[["c1"], ["c2"]],
+    )
+    found = [(row["call_ids"], row["injected"]) for row in chat(from_proto(message))]
+    assert found == [(["c1"], True), (["c2"], False)]
+
+
+def test_equal_answers_of_several_lines_are_told_apart() -> None:
+    """By the place at which they were asked for; then the call's own line counts."""
+    message = rollout(
+        call("c1", said("u"), "ok"),
+        call("s1", said("u"), "ok", injected=True),
+        call("c2", said("u", "ok", "v"), "ok", parent="c1"),
+        call("s2", said("title?"), "ok", injected=True),
+        call("c3", said("u", "ok", "v", "ok", "x"), "ok", parent="c2"),
+        branches=[["c1", "c2", "c3"], ["s1"], ["s2"]],
+    )
+    found = [(row["call_ids"], row["injected"]) for row in chat(from_proto(message))]
+    assert found == [(["c1", "c2", "c3"], False), (["s1"], True), (["s2"], True)]
+
+
+def test_an_answer_that_says_nothing_is_the_last_of_its_line() -> None:
+    message = rollout(
+        call("c1", said("u"), "a"),
+        call("c2", said("u", "a", "v"), "", parent="c1", injected=True),
+        branches=[["c1", "c2"]],
+    )
+    message.calls[1].completion.message.ClearField("parts")
+    (row,) = chat(from_proto(message))
+    assert (row["call_ids"], row["injected"]) == (["c1", "c2"], True)
+    assert [one["content"] for one in row["messages"]] == ["u", "a", "v"]
+
+
 def test_a_trajectory_without_bodies_makes_no_conversation() -> None:
     """A row without the agent's messages would teach nothing, and seem whole."""
     message = trajectory()

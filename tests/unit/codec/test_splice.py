@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tests.support import families
 
 from penstock_codec import Codec, Continuation, Inexact, TokenizerFiles, tiny_tokenizer
@@ -192,3 +195,86 @@ def test_the_mark_of_the_probe_never_reaches_the_ids(codec: Codec) -> None:
     result = codec.continuation([*START, CALLED], [Message.tool("c1", "out")], [TOOL], last_id=None)
     assert isinstance(result, Continuation)
     assert "probe" not in codec.decode(result.ids)
+
+
+NAMED = ("shows_call_ids", "system_first", "strips_old_reasoning")
+
+
+@functools.cache
+def codec_of(name: str) -> Codec:
+    """One for all examples, so that what its caches keep of one conversation is there in the next."""
+    return Codec.load(families.build(name), parser="hermes" if name in NAMED else None)
+
+
+WORDS = ["Be brief.", "/no_think", "/think", "Be brief. /no_think", "/think hard", "/system_override Be brief."]
+WORDS += ["</think>", "<tool_response>", "é€", " \n"]
+TEXTS = st.one_of(st.sampled_from(WORDS), st.text(st.characters(codec="utf-8"), max_size=20))
+TURNS = st.lists(st.tuples(TEXTS, st.booleans()), max_size=3)
+
+
+def conversation(name: str, told: list[str], turns: list[tuple[str, bool]]) -> list[Message]:
+    """Instructions, then questions with an answer or a call each."""
+    call = ToolCallPart("a1b2c3d4e", "bash", "{}")
+    messages = [Message.system(text) for text in told]
+    for question, calls in turns:
+        messages.append(Message.user(question))
+        messages += [Message.assistant("", call), Message.tool(call.id, question)] if calls else []
+        messages.append(Message.assistant("So it is."))
+    return messages
+
+
+@pytest.mark.requirement("R82")
+@pytest.mark.parametrize("name", sorted(families.FAMILIES))
+@settings(max_examples=40, deadline=None)
+@given(told=st.lists(TEXTS, max_size=1), turns=TURNS, last=TEXTS, tools=st.sampled_from([(), (TOOL,)]))
+def test_what_is_spliced_ends_the_whole_whatever_was_said_before(
+    name: str, told: list[str], turns: list[tuple[str, bool]], last: str, tools: tuple[Tool, ...]
+) -> None:
+    """A word of the system prompt, or of a user's before, may change what follows: thinking is on or off."""
+    codec = codec_of(name)
+    history = [*conversation(name, told, turns), Message.user("So?"), Message.assistant("The answer.")]
+    new = [Message.user(last)]
+    if tools and not codec.template.supports_tools:
+        tools = ()
+    result = codec.continuation(history, new, tools, last_id=None)
+    whole = codec.render([*history, *new], tools).tolist()
+    assert isinstance(result, Continuation), result
+    assert whole[-result.ids.size :] == result.ids.tolist()
+    assert codec.decode(whole[: -result.ids.size]).rstrip().endswith("The answer.")
+
+
+@pytest.mark.requirement("R82")
+@pytest.mark.parametrize("order", [1, -1])
+def test_what_a_system_prompt_changes_is_not_taken_for_another(order: int) -> None:
+    """SmolLM3's template turns thinking off for `/no_think`, and writes that into the generation prompt."""
+    codec = Codec.load(families.build("thinks_on_request"))
+    ends = {"Be brief.": "<|im_start|>assistant\n", "Be brief. /no_think": "assistant\n<think>\n\n</think>\n"}
+    for text, end in [*ends.items()][::order]:
+        history = [Message.system(text), Message.user("Go."), CALLED, Message.tool("c1", "out"), Message.assistant("A")]
+        result = codec.continuation(history, [Message.user("b")], [TOOL], last_id=codec.end_of_turn_id)
+        assert isinstance(result, Continuation)
+        assert codec.decode(result.ids).endswith(end)
+
+
+@pytest.mark.requirement("R82")
+@pytest.mark.parametrize(("kwargs", "word"), [({}, "/no_think"), ({"enable_thinking": False}, "/think")])
+def test_a_setting_and_a_word_against_it_are_both_heard(kwargs: dict[str, bool], word: str) -> None:
+    """The system prompt of SmolLM3 overrides what the request sets."""
+    codec = Codec.load(families.build("thinks_on_request"))
+    for told in ([], [Message.system(f"Be brief. {word}")], [Message.system("Be brief.")]):
+        history, new = [*told, Message.user("Go."), Message.assistant("A")], [Message.user("b")]
+        result = codec.continuation(history, new, last_id=None, template_kwargs=kwargs)
+        assert isinstance(result, Continuation)
+        whole = codec.render([*history, *new], template_kwargs=kwargs).tolist()
+        assert whole[-result.ids.size :] == result.ids.tolist()
+
+
+@pytest.mark.requirement("R82", "R96")
+def test_system_prompts_however_long_leave_little_in_the_caches(codec: Codec) -> None:
+    """A shape is kept by the digest of its system prompt."""
+    text = "Be brief. " * 10_000
+    result = codec.continuation(
+        [Message.system(text), Message.user("Go."), Message.assistant("A")], [Message.user("b")], last_id=None
+    )
+    assert isinstance(result, Continuation)
+    assert not any(text in repr(key) for key in codec.caches.shapes._known)

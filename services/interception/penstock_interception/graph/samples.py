@@ -55,18 +55,28 @@ def build(
 ) -> tuple[Sample, ...]:
     """Returns one sample per leaf that has tokens, ordered by class, then by time; with alternatives if requested.
 
+    A leaf is the last call of a line, and the last trained one where untrained ones follow it.
     A leaf has one for each policy that may be trained in its line, or one if there is none. `context`: the calls that
     are not trained whatever they are, and why.
     """
-    inner: set[str] = set()  # calls continued by a later one with tokens
+    inner: set[str] = set()  # calls whose turns a later one's sample has
+    acting: set[str] = set()  # those of them whose sample is of a class that is trained
     leaves: list[CallNode] = []
     for node in reversed(nodes):
-        if node.sampled.token_ids is not None and node.call_id not in inner:
+        is_trained = node.call_id in acting
+        if node.call_id not in inner:
+            if node.sampled.token_ids is None:
+                continue
             leaves.append(node)
-        elif node.call_id not in inner:
+            is_trained = classes[node.call_id] in policy.classes
+        parent = node.parent if node.continues_parent else None
+        if parent is None:
             continue
-        if node.parent is not None and node.continues_parent:
-            inner.add(node.parent.call_id)
+        if is_trained:
+            acting.add(parent.call_id)
+        # A last call that is not trained, a title say, must not mask the line before it: that has a sample too.
+        if is_trained or classes[parent.call_id] not in policy.classes:
+            inner.add(parent.call_id)
     leaves.sort(key=lambda node: (_ORDER.index(classes[node.call_id]), node.index))
     owned: set[str] = set()
     made = [

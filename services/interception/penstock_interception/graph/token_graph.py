@@ -448,7 +448,7 @@ class TokenGraph:
         self._ends.setdefault(next_state(record.key.state, reply), []).append(node)
         self._prompts.setdefault((record.key.state, record.key.kwargs), []).append(node)
         silent = not record.sampled.message.tool_calls and not visible_text(record.sampled.message)
-        if silent:
+        if silent and not self._is_written(node):
             self._silent[record.key.state, record.key.kwargs] = node
         self._tips.pop(node.branch_id, None)
         self._tips[node.branch_id] = node

@@ -135,7 +135,8 @@ class Replays:
         recording = call.rollout.recording
         if recording is None or call.state.terminal:
             return None
-        digest = plan.identity if plan.prompt_ids.size else None
+        # Without a tokenizer, the plan has only the ids of the line before: the upstream makes those of the prompt.
+        digest = plan.identity if plan.exact and plan.prompt_ids.size else None
         found = recording.take(digest, call.request.body_sha256, is_side=plan.call_class in _SIDE)
         if found is None and self._asks_again(recording, call, digest):
             found = recording.point
@@ -193,9 +194,10 @@ class Replays:
         """Notes that a recorded answer may answer no call, so that a restart does not wait for it (R128)."""
         self._store.recordings.put_refused(call.rollout.id, recorded.call_id)
 
-    async def answer(self, call: Call, recorded: RecordedCall) -> tuple[Completion, Answerer, str] | None:
+    async def answer(self, call: Call, recorded: RecordedCall, plan: Plan) -> tuple[Completion, Answerer, str] | None:
         """Reads the recorded answer as one to `call`, and the policy that sampled it (for a given one, the call's).
 
+        Where the plan has no prompt of its own, the answer has the recorded one, as an upstream's that returns ids.
         None = this request allows fewer tokens than that one did.
         """
         message = trajectory_pb2.Call.FromString(await self._store.recordings.answer(call.rollout.id, recorded.call_id))
@@ -204,6 +206,8 @@ class Replays:
         completion = replace(convert.completion_from(message.completion), origin=origin)
         if not _allows(call, completion.count, message.sampling_requested):
             return None
+        if not plan.exact and completion.tokens is not None:
+            completion = replace(completion, prompt_ids=await self._whole_prompt(call.rollout.id, recorded, plan))
         answerer = convert.ANSWERERS_BACK.get(message.answerer, Answerer.INFERENCE)
         return completion, answerer, message.policy_id if origin.rollout_id else call.policy_id
 
@@ -289,6 +293,16 @@ class Replays:
         for message in reversed(lineage):
             path = known[message.call_id] = _path(message, known)
             path.digest()
+
+    async def _whole_prompt(self, rollout_id: str, recorded: RecordedCall, plan: Plan) -> IntArray:
+        """The ids of a recorded prompt: they begin with the plan's, unless the line before it is another by now."""
+        prompt = await self._prompt(rollout_id, recorded, plan.prompt_ids)
+        if hashlib.sha256(little_endian(prompt)).digest() == recorded.prompt_sha256:
+            return prompt
+        known: dict[str, _Path] = {}
+        await self._load_path(rollout_id, recorded.call_id, known)
+        path = known[recorded.call_id]
+        return path.ids(path.keep + int(path.suffix.size))
 
     async def _prompt(self, rollout_id: str, recorded: RecordedCall, before: IntArray) -> IntArray:
         message = trajectory_pb2.Call.FromString(await self._store.recordings.answer(rollout_id, recorded.call_id))

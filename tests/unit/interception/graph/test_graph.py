@@ -266,6 +266,31 @@ def test_empty_reply_left_out_by_the_client_stays_in_the_line(codec: Codec, samp
     assert graph.plan(START).call_class is CallClass.RETRY
 
 
+@pytest.mark.requirement("R82")
+@pytest.mark.parametrize("written", [Message.assistant(""), Message.assistant("", reasoning="Say nothing.")])
+def test_a_written_answer_that_shows_nothing_is_passed_over(codec: Codec, sample: Sampler, written: Message) -> None:
+    """What continues it continues the line before it, as after any written answer: c1 is not tokenised anew."""
+    graph = TokenGraph("r", codec)
+    plan = graph.plan(START)
+    graph.commit("c1", plan, sample(plan, "<think>hm</think>one<|im_end|>"))
+    history = [*START, graph.calls["c1"].sampled.message, MORE]
+    graph.commit("c2", graph.plan(history), Sampled(written, FinishReason.STOP, injected=True))
+    follow = graph.plan([*history, Message.user("And?")])
+    assert (follow.parent_call_id, follow.new_branch, follow.reason) == ("c1", False, "")
+    assert follow.prompt_ids[: graph.path("c1").size].tolist() == graph.path("c1").tolist()
+
+
+@pytest.mark.requirement("R82")
+def test_a_written_answer_that_shows_nothing_replaces_no_sampled_one(codec: Codec, sample: Sampler) -> None:
+    """An answer that was cut off while thinking stays in the line, though the same prompt got a written one later."""
+    graph = TokenGraph("r", codec)
+    plan = graph.plan(START)
+    graph.commit("c1", plan, sample(plan, "<think>\nhm", finish=FinishReason.LENGTH))
+    graph.commit("c2", graph.plan(START), Sampled(Message.assistant(""), FinishReason.STOP, injected=True))
+    follow = graph.plan([*START, MORE])
+    assert (follow.parent_call_id, follow.new_branch) == ("c1", False)
+
+
 @pytest.mark.requirement("R85")
 def test_other_tools_make_another_root(codec: Codec, sample: Sampler) -> None:
     """The tool list is part of the root's key."""
@@ -393,6 +418,46 @@ def test_turns_before_a_text_only_answer_are_still_trained(codec: Codec, sample:
     (only,) = graph.samples()
     assert [turn.call_id for turn in only.turns] == ["a"]
     assert int(only.loss_mask.sum()) == graph.calls["a"].sampled.count
+
+
+@pytest.mark.requirement("R84", "R85")
+def test_a_call_that_is_not_trained_leaves_the_line_before_it_its_own_sample(codec: Codec, sample: Sampler) -> None:
+    """The agent asks twice, the answer that it got is a written one: the sampled one is a retry, and the last call."""
+    graph = TokenGraph("r", codec)
+    plan = graph.plan(START)
+    graph.commit("c1", plan, sample(plan, ANSWER))
+    history = [*START, graph.calls["c1"].sampled.message, MORE]
+    first, second = graph.plan(history), graph.plan(history)
+    graph.commit("c2a", first, sample(first, ANSWER))
+    graph.commit("c2b", second, Sampled(Message.assistant("stop"), FinishReason.STOP, injected=True))
+    assert graph.call_classes()["c2a"] is CallClass.RETRY
+    line, retry = graph.samples()
+    assert (line.call_class, line.weight, retry.call_class, retry.weight) == (CallClass.MAIN, 1.0, CallClass.RETRY, 0.0)
+    assert [(turn.call_id, turn.untrained) for turn in line.turns] == [("c1", "")]
+    assert [(turn.call_id, turn.untrained) for turn in retry.turns] == [("c1", "SHARED"), ("c2a", "CLASS_RETRY")]
+    assert int(line.loss_mask.sum()) == graph.calls["c1"].sampled.count
+
+
+@pytest.mark.requirement("R84", "R85")
+def test_a_last_call_that_the_agent_names_a_title_masks_no_turn_before_it(codec: Codec, sample: Sampler) -> None:
+    """Titles at the end of a line are not trained, however many; a turn after one keeps the line one sample."""
+    graph = TokenGraph("r", codec)
+    history = list(START)
+
+    def call(name: str, call_class: CallClass | None) -> None:
+        plan = graph.plan(history, (), CallHints(call_class=call_class))
+        graph.commit(name, plan, sample(plan, ANSWER))
+        history.extend([graph.calls[name].sampled.message, MORE])
+
+    call("c1", None)
+    for name in ("t1", "t2"):
+        call(name, CallClass.TITLE)
+    line, titles = graph.samples()
+    assert [(turn.call_id, turn.untrained) for turn in line.turns] == [("c1", "")]
+    assert [turn.untrained for turn in titles.turns] == ["SHARED", "CLASS_TITLE", "CLASS_TITLE"]
+    call("c2", CallClass.MAIN)
+    (whole,) = graph.samples()
+    assert [(turn.call_id, turn.untrained) for turn in whole.turns] == [(name, "") for name in ("c1", "t1", "t2", "c2")]
 
 
 @pytest.mark.requirement("R23", "R85")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +23,7 @@ from penstock_codec.chat import (
     ToolCallPart,
 )
 from penstock_interception import cache
-from penstock_interception.graph import GraphRecord, Plan, Sampled, TokenGraph
+from penstock_interception.graph import CallClass, CallHints, GraphRecord, Plan, Sampled, SamplePolicy, TokenGraph
 from penstock_interception.graph.fingerprint import Fingerprints, canonical_json
 
 Sampler = Callable[..., Sampled]
@@ -139,21 +140,28 @@ def test_every_prompt_starts_with_what_was_seen_and_sampled(codec: Codec, sample
 def test_any_order_of_plans_and_commits_keeps_the_graph_whole(
     codec: Codec, sample: Sampler, data: st.DataObject
 ) -> None:
-    """Interleaved lines, forks and repeats: every call stays, in one branch, with one class."""
+    """Interleaved lines, forks, repeats, titles and written answers: every call stays, in one branch, with one class.
+
+    What a trained class sampled is trained in one sample, whatever came after it.
+    """
     graph = TokenGraph("r", codec)
     histories = [START, [Message.user("Title?")]]
     open_plans: list[tuple[Plan, list[Message]]] = []
-    for step in range(data.draw(st.integers(1, 12))):
+    for step in range(data.draw(st.integers(4, 12))):
         commit: bool = data.draw(st.booleans())
         if open_plans and commit:
             plan, messages = open_plans.pop(data.draw(st.integers(0, len(open_plans) - 1)))
-            graph.commit(str(step), plan, sample(plan, f"{data.draw(st.integers(0, 2))}<|im_end|>"))
+            answer = sample(plan, f"{data.draw(st.integers(0, 2))}<|im_end|>")
+            if data.draw(st.integers(0, 3)) == 0:
+                answer = Sampled(answer.message, FinishReason.STOP, injected=True)
+            graph.commit(str(step), plan, answer)
             assert graph.path(str(step))[: plan.prompt_ids.size].tolist() == plan.prompt_ids.tolist()
             follow = Message.user(f"{data.draw(st.integers(0, 1))}")
             histories.append([*messages, graph.calls[str(step)].sampled.message, follow])
         else:
             messages = data.draw(st.sampled_from(histories))
-            open_plans.append((graph.plan(messages, [BASH]), messages))
+            hints = CallHints(call_class=data.draw(st.sampled_from([None, CallClass.TITLE])))
+            open_plans.append((graph.plan(messages, [BASH], hints), messages))
     listed = [name for branch in graph.branches() for name in branch.call_ids]
     assert sorted(listed) == sorted(graph.calls)
     assert set(graph.call_classes()) == set(graph.calls)
@@ -161,6 +169,11 @@ def test_any_order_of_plans_and_commits_keeps_the_graph_whole(
     assert len({item.sample_id for item in leaves}) == len(leaves)
     masks = sum(int(item.loss_mask.sum()) for item in leaves)
     assert masks <= sum(node.sampled.count for node in graph.calls.values())
+    trained = Counter(turn.call_id for item in leaves for turn in item.turns if turn.untrained == "")
+    assert masks == sum(graph.calls[name].sampled.count for name in trained)
+    assert all(times == 1 for times in trained.values())
+    acting = {name for name, found in graph.call_classes().items() if found in SamplePolicy().classes}
+    assert trained.keys() >= {name for name in acting if graph.calls[name].sampled.token_ids is not None}
     assert not leaves or abs(sum(item.weight for item in leaves) - (1.0 if masks else 0.0)) < 1e-9
 
 

@@ -8,12 +8,12 @@ Steps are texts with counts, sampled ids and logprobs; prompts' ids are in the t
 import asyncio
 from collections.abc import AsyncIterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import orjson
 
-from penstock.analysis.interchange.chat_rows import BodiesMissing, BranchConversation, conversation, conversations
+from penstock.analysis.interchange.chat_rows import BodiesMissing, BranchConversation, conversations
 from penstock.analysis.prices import Prices, used
 from penstock.chat.v1 import chat_pb2
 from penstock.client.errors import InvalidArgument
@@ -133,7 +133,7 @@ def _of_rollout(trajectory: pb.Trajectory) -> Row:
 
 
 def _steps(one: BranchConversation, costs: Mapping[str, float], shared: int) -> Iterator[Row]:
-    calls = _calls(one)
+    calls = one.calls
     step: Row | None = None
     number = 0
     for place, message in enumerate(one.messages):
@@ -180,36 +180,6 @@ def _observed(step: Row, message: Row) -> Row:
         return {"source_call_id": message["tool_call_id"], "content": message["content"]}
     # The agent shortened its history: the format does not take a result of a call that its step lacks.
     return {"content": message["content"], "extra": {"tool_call_id": message["tool_call_id"]}}
-
-
-def _calls(one: BranchConversation) -> dict[int, pb.Call]:
-    """Returns the call that answered each assistant's message, by the message's place.
-
-    They are paired from the last backwards: the agent may have put messages of an assistant into its first request, or
-    have removed some later.
-    """
-    found: dict[int, pb.Call] = {}
-    waiting = list(one.line)
-    for place in range(len(one.messages) - 1, -1, -1):
-        message = one.messages[place]
-        if message["role"] != "assistant":
-            continue
-        match = next((n for n in range(len(waiting) - 1, -1, -1) if _is_answer(waiting[n], message)), None)
-        if match is not None:
-            found[place] = waiting[match]
-            del waiting[match:]
-    return found
-
-
-def _is_answer(call: pb.Call, message: Row) -> bool:
-    answers = conversation(None, rows.message_row(call.completion.message)).messages
-    return len(answers) == 1 and _heart(answers[0]) == _heart(message)
-
-
-def _heart(message: Row) -> tuple[Any, ...]:
-    """What an agent repeats of an answer: it may drop reasoning, and trims."""
-    calls = message.get("tool_calls", ())
-    return message["content"].strip(), [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
 
 
 def _of_call(call: pb.Call, costs: Mapping[str, float]) -> Row:

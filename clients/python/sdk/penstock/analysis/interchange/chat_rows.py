@@ -5,10 +5,10 @@ with the id and the name of their call. They are the agent's last request of the
 texts: a template may render other tokens from them than were sampled. The sampled tokens are in `sequences`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, takewhile
-from typing import Any
+from typing import Any, TypeAlias
 
 import orjson
 
@@ -17,6 +17,8 @@ from penstock.chat.v1 import chat_pb2
 from penstock.tables import rows
 from penstock.tables.columns import Row, sealed
 from penstock.trajectory.v1 import trajectory_pb2 as pb
+
+_Heart: TypeAlias = tuple[str, list[tuple[str, Any]]]
 
 
 class BodiesMissing(ValueError):
@@ -33,18 +35,25 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class BranchConversation:
-    """The conversation of a branch: its last call with an answer, and the calls from the root to it.
+    """The conversation of a branch, whose last call with an answer is the leaf.
 
-    `shared` messages at the beginning are those of an earlier conversation of the rollout.
+    `calls` are those that answered an assistant's messages, by the messages' places. `shared` messages at the beginning
+    are those of an earlier conversation of the rollout.
     """
 
     branch: pb.Branch
     leaf: pb.Call
-    line: tuple[pb.Call, ...]
+    calls: Mapping[int, pb.Call]
     messages: list[Row]
     left_out: list[str]
     tools: list[Row]
     shared: int
+
+    @property
+    def line(self) -> tuple[pb.Call, ...]:
+        """The calls whose answers the conversation holds, in its order; the leaf, last, even if its answer is empty."""
+        line = [self.calls[place] for place in sorted(self.calls)]
+        return tuple(line if self.leaf in line[-1:] else [*line, self.leaf])
 
 
 def chat(trajectory: pb.Trajectory) -> Iterator[Row]:
@@ -86,6 +95,7 @@ def conversations(trajectory: pb.Trajectory) -> Iterator[BranchConversation]:
     """
     calls = {call.call_id: call for call in trajectory.calls}
     tools = {call.tools_sha256: call.tools for call in trajectory.calls if call.tools}
+    answers = _Answers(trajectory.calls)
     earlier: list[list[Row]] = []
     for branch in trajectory.branches:
         leaf = _leaf(branch, calls)
@@ -95,7 +105,8 @@ def conversations(trajectory: pb.Trajectory) -> Iterator[BranchConversation]:
         shared = max((_shared(found.messages, other) for other in earlier), default=0)
         earlier.append(found.messages)
         own = [_tool(tool) for tool in tools.get(leaf.tools_sha256, ())]
-        yield BranchConversation(branch, leaf, _line(leaf, calls), found.messages, found.left_out, own, shared)
+        paired = answers.of(leaf, found.messages)
+        yield BranchConversation(branch, leaf, paired, found.messages, found.left_out, own, shared)
 
 
 def conversation(body: object, answer: object = None) -> Conversation:
@@ -194,12 +205,85 @@ def _leaf(branch: pb.Branch, calls: Mapping[str, pb.Call]) -> pb.Call | None:
     return None
 
 
-def _line(leaf: pb.Call, calls: Mapping[str, pb.Call]) -> tuple[pb.Call, ...]:
-    """Returns the calls from the root to the leaf."""
-    line = [leaf]
-    while line[-1].parent_call_id in calls:
-        line.append(calls[line[-1].parent_call_id])
-    return tuple(reversed(line))
+class _Answers:
+    """The answered calls of a rollout, by what they answered.
+
+    A call's parent does not tell: what continues an answer without tokens, such as a written one, has the call before
+    that as parent, and a new root has one of another line with which it shares tokens.
+    """
+
+    def __init__(self, calls: Sequence[pb.Call]) -> None:
+        self._calls = calls
+        self._numbers = {call.call_id: number for number, call in enumerate(calls)}
+        self._hearts: dict[int, _Heart] = {}
+        self._saying: dict[str, list[int]] = {}
+        """By the text alone."""
+        self._asked: dict[int, int | None] = {}
+        for number, call in enumerate(calls):
+            made = conversation(None, rows.message_row(call.completion.message)).messages
+            if len(made) == 1:
+                heart = self._hearts[number] = _heart(made[0])
+                self._saying.setdefault(heart[0], []).append(number)
+
+    def of(self, leaf: pb.Call, messages: Sequence[Row]) -> dict[int, pb.Call]:
+        """Returns the call that answered each assistant's message of the leaf's conversation, by the message's place.
+
+        They are paired from the last backwards: the agent may have put messages of an assistant into its first request,
+        or have removed some later.
+        """
+        found: dict[int, pb.Call] = {}
+        after = self._numbers[leaf.call_id]
+        line = self._line(leaf)
+        for place in range(len(messages) - 1, -1, -1):
+            if messages[place]["role"] != "assistant":
+                continue
+            heart = _heart(messages[place])
+            if place == len(messages) - 1 and self._hearts.get(after) == heart:
+                match: int | None = after
+            else:
+                match = self._before(after, line, place, heart)
+            if match is not None:
+                found[place] = self._calls[match]
+                after = match
+        return found
+
+    def _before(self, after: int, line: Collection[str], place: int, heart: _Heart) -> int | None:
+        """Returns the call before this one that answered so; of several the one that was asked at this place.
+
+        If that does not tell, it is one of the leaf's own line, or a written one beside it, or else the last.
+        """
+        fitting = [n for n in self._saying.get(heart[0], ()) if n < after and self._hearts[n] == heart]
+        if len(fitting) < 2:
+            return fitting[0] if fitting else None
+
+        def rank(number: int) -> tuple[bool, int, int]:
+            call = self._calls[number]
+            own = 2 if call.call_id in line else int(call.injected and call.parent_call_id in line)
+            return self._asked_after(number) == place, own, number
+
+        return max(fitting, key=rank)
+
+    def _asked_after(self, number: int) -> int | None:
+        """How many messages the request of a call has; None without its body."""
+        if number not in self._asked:
+            body = self._calls[number].request_body
+            self._asked[number] = len(conversation(_parsed(body)).messages) if body else None
+        return self._asked[number]
+
+    def _line(self, leaf: pb.Call) -> set[str]:
+        """The ids of the calls from the leaf to its root, by parents."""
+        line = {leaf.call_id}
+        parent = leaf.parent_call_id
+        while parent in self._numbers and parent not in line:
+            line.add(parent)
+            parent = self._calls[self._numbers[parent]].parent_call_id
+        return line
+
+
+def _heart(message: Row) -> _Heart:
+    """What an agent repeats of an answer: it may drop reasoning, and trims."""
+    calls = message.get("tool_calls", ())
+    return message["content"].strip(), [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
 
 
 def _body(call: pb.Call) -> object:
