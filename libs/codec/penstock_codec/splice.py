@@ -141,13 +141,13 @@ class Splicer:
             return Inexact("NO_END_OF_TURN", "the template does not close an assistant turn with a special token")
         kwargs = dict(template_kwargs or {})
         turn = self._turn_like(history[-1], tools, kwargs)
-        told = list(takewhile(lambda message: message.role in _INSTRUCTING, history))
+        instructions = list(takewhile(lambda message: message.role in _INSTRUCTING, history))
         try:
-            shape = self._shape(told, turn, new, tools, add_generation_prompt, kwargs)
+            shape = self._shape(instructions, turn, new, tools, add_generation_prompt, kwargs)
             if isinstance(shape, Inexact):
                 return shape
             if shape is _Probe.SHORT:
-                before = [*told, _QUESTION]
+                before = [*instructions, _QUESTION]
                 tools = ()
             else:
                 before = list(history[:-1])
@@ -172,7 +172,7 @@ class Splicer:
 
     def _shape(
         self,
-        told: Sequence[Message],
+        instructions: Sequence[Message],
         turn: Message,
         new: Sequence[Message],
         tools: Sequence[Tool],
@@ -180,7 +180,7 @@ class Splicer:
         kwargs: Mapping[str, Any],
     ) -> _Probe | Inexact:
         key = (
-            _digest(told),
+            _digest(instructions),
             len(turn.tool_calls),
             # To the template, text beside a tool's result is a message of its own.
             tuple(
@@ -199,14 +199,14 @@ class Splicer:
         )
         known: _Probe | Inexact | None = self._shapes.get(key)
         if known is None:
-            known = self._verify(told, turn, new, tools, add_generation_prompt, kwargs)
+            known = self._verify(instructions, turn, new, tools, add_generation_prompt, kwargs)
             if len(new) <= LONGEST_SHAPE:
                 self._shapes.keep({key: known})
         return known
 
     def _verify(
         self,
-        told: Sequence[Message],
+        instructions: Sequence[Message],
         turn: Message,
         new: Sequence[Message],
         tools: Sequence[Tool],
@@ -216,7 +216,7 @@ class Splicer:
         first = Message.user("first")
         if any(message.images for message in new):
             first = replace(first, parts=(*first.parts, _ANY_IMAGE))  # some templates number the images
-        earlier = [*told, first, Message.assistant("so"), Message.user("second"), turn]
+        earlier = [*instructions, first, Message.assistant("so"), Message.user("second"), turn]
         longer = self._tail(earlier, new, tools, add_generation_prompt, kwargs)
         base = self._tail(earlier, (), tools, False, kwargs)
         if isinstance(longer, Inexact):
@@ -231,7 +231,7 @@ class Splicer:
         if self._listens:
             return _Probe.FULL
         try:
-            short = self._tail([*told, _QUESTION, turn], new, (), add_generation_prompt, kwargs)
+            short = self._tail([*instructions, _QUESTION, turn], new, (), add_generation_prompt, kwargs)
         except CodecError:
             return _Probe.FULL
         if isinstance(short, Inexact) or short.after != longer.after:

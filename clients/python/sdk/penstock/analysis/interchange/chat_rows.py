@@ -208,7 +208,7 @@ def _leaf(branch: pb.Branch, calls: Mapping[str, pb.Call]) -> pb.Call | None:
 class _Answers:
     """The answered calls of a rollout, by what they answered.
 
-    A call's parent does not tell: what continues an answer without tokens, such as a written one, has the call before
+    A call's parent does not show it: what continues an answer without tokens, such as a written one, has the call before
     that as parent, and a new root has one of another line with which it shares tokens.
     """
 
@@ -250,7 +250,7 @@ class _Answers:
     def _before(self, after: int, line: Collection[str], place: int, heart: _Heart) -> int | None:
         """Returns the call before this one that answered so; of several the one that was asked at this place.
 
-        If that does not tell, it is one of the leaf's own line, or a written one beside it, or else the last.
+        If that does not decide, it is one of the leaf's own line, or a written one beside it, or else the last.
         """
         fitting = [n for n in self._saying.get(heart[0], ()) if n < after and self._hearts[n] == heart]
         if len(fitting) < 2:
