@@ -208,8 +208,8 @@ def _leaf(branch: pb.Branch, calls: Mapping[str, pb.Call]) -> pb.Call | None:
 class _Answers:
     """The answered calls of a rollout, by what they answered.
 
-    A call's parent does not show it: what continues an answer without tokens, such as a written one, has the call before
-    that as parent, and a new root has one of another line with which it shares tokens.
+    A call's parent does not show it: what continues an answer without tokens, such as a written one, has the call
+    before that as parent, and a new root has one of another line with which it shares tokens.
     """
 
     def __init__(self, calls: Sequence[pb.Call]) -> None:
