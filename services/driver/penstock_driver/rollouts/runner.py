@@ -336,6 +336,8 @@ class RolloutRunner:
         if self._attempt.failure is not self._cancellation.failure:
             while task.cancelling():  # losses end this attempt alone
                 task.uncancel()
+        # The loss is over with its attempt: a cancellation before the next one ends the task.
+        self._attempt = Cancellation(self._cancellation.failure, self._attempt.is_left)
         return result
 
 

@@ -36,6 +36,7 @@ from penstock.sandbox.v1 import file_service_pb2_grpc as file_grpc
 from penstock.sandbox.v1 import sandbox_service_pb2 as sandbox_pb
 from penstock.sandbox.v1 import sandbox_service_pb2_grpc as sandbox_grpc
 from penstock.trajectory.v1 import trajectory_pb2
+from penstock_chassis.aio.retry import Backoff
 from penstock_chassis.errors import (
     AlreadyExists,
     FailedPrecondition,
@@ -437,6 +438,48 @@ async def test_a_rollout_is_cancelled_between_two_attempts(driver: Driver) -> No
     outcome = ended.outcome or rollout_pb2.Outcome()
     assert outcome.failure.reason in ("CANCELLED", "INJECTED")
     assert not driver.sandboxes.boxes
+
+
+@pytest.mark.requirement("R70", "R120")
+@pytest.mark.parametrize("waits_for", ["the next attempt", "a place", "the end of its pause"])
+async def test_a_rollout_whose_place_was_lost_is_cancelled_before_its_next_attempt(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, waits_for: str
+) -> None:
+    """Whatever it waits for: no second attempt is made."""
+    goes_on, looked, is_between = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    placement = driver.manager._placement
+    one = placement.place
+
+    async def wait(_backoff: Backoff) -> None:
+        is_between.set()
+        if waits_for == "the next attempt":
+            await goes_on.wait()
+
+    async def place(spec: RolloutSpec, avoid: Avoid) -> Place:
+        if avoid.nodes and waits_for == "a place":
+            looked.set()
+            await goes_on.wait()
+        return await one(spec, avoid)
+
+    monkeypatch.setattr(Backoff, "wait", wait)
+    monkeypatch.setattr(placement, "place", place)
+    reached = driver.sandboxes.holds["fork"] = asyncio.Event()
+    record = await driver.start(replace(driver.spec(), max_attempts=2))
+    await reached.wait()
+    del driver.sandboxes.holds["fork"]
+    live = driver.manager._live[record.rollout_id]
+    if waits_for == "the end of its pause":
+        await driver.manager.pause(record.rollout_id, "", None, 30.0)
+    live._lose_place(
+        Failure(Cause.INFRASTRUCTURE, "NODE_LOST", "n0 is lost", True, Phase.QUEUED, component=Component.SANDBOX)
+    )
+    await (looked if waits_for == "a place" else is_between).wait()
+    live.cancel(Failure(Cause.CANCELLED, "CANCELLED", "enough", False, Phase.QUEUED))
+    goes_on.set()
+    live.pausing.end()
+    outcome = await driver.outcome(record)
+    assert outcome.failure.reason == "CANCELLED", outcome
+    assert driver.sandboxes.calls.count("fork") == 1
 
 
 @pytest.mark.requirement("R49", "R70")
