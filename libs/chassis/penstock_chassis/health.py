@@ -53,6 +53,13 @@ class Draining:
         self.is_stopping |= stopping
         self._set(True)
 
+    def leave(self) -> None:
+        """Reports that the service stops and leaves its work: leaving refuses new work, and `take` is not called."""
+        self.is_stopping = True
+        if not self.is_on:
+            self.is_on = True
+            self.on_change()
+
     def undo(self) -> None:
         """Takes new work again. Raises Unavailable (DRAINING) once the service is stopping."""
         if self.is_stopping:

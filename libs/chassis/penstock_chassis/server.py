@@ -79,8 +79,8 @@ class Service:
     `roles` maps `package.Service` or `package.Service/Method` to the roles that may call it beside the operator.
     `warm_up` runs while health still reports NOT_SERVING. `draining` refuses new work and counts what runs, which a
     stop lets end first. After that `drain(seconds)` ends what is left within that time.
-    `leave(seconds)` leaves what runs to the service's next process instead, on SIGTERM, unless the service was drained
-    before; it may wait that long for what could not go on. None = what runs is not left.
+    `leave(seconds)` refuses new work and leaves what runs to the service's next process instead, on SIGTERM, unless the
+    service was drained before; it may wait that long for what could not go on. None = what runs is not left.
     `endpoints` are further addresses to announce, such as an HTTP ingress. `troubles` returns diagnostics for
     operators. `features` are what it serves of the contract beyond revision 1, for GetServerInfo. `owned` says whose
     the resources are that requests name, by `package.Service/Method`. `members` returns the services of each kind of
@@ -214,11 +214,14 @@ class Server:
         """Refuses new work, and leaves what runs to the next process (returns True), or lets it end."""
         draining = self._service.draining
         leave = self._service.leave if self.is_replaced and not draining.is_on else None
-        draining.begin(stopping=True)
-        self._health.stop()
         if leave is not None:
+            # A drain would change what runs, such as by ending its pauses, and the next process would find that.
+            draining.leave()
+            self._health.stop()
             await leave(drain_s)
             return True
+        draining.begin(stopping=True)
+        self._health.stop()
         if drain_s <= 0:
             return False
         try:

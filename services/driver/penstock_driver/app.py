@@ -163,7 +163,11 @@ class Driver:
             _log.warning("the driver goes on with rollouts of its last start", count=left)
 
     async def leave(self, wait_s: float) -> None:
-        """Leave rollouts and episodes to this driver's next process; wait at most so long for what could not go on."""
+        """Take no more, and leave rollouts and episodes to this driver's next process; wait at most so long for what
+        could not go on.
+        """
+        if self.exporter is not None:
+            self.exporter.drain(on=True)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.regrader.aclose())
             tasks.create_task(self.terminals.leave(wait_s))

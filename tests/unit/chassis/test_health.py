@@ -113,6 +113,31 @@ async def test_stopping_server_does_not_wait_for_watchers() -> None:
         assert [answer.status async for answer in watch] == [STATUS.NOT_SERVING]
 
 
+@pytest.mark.requirement("R127")
+@pytest.mark.parametrize("is_drained", [False, True])
+async def test_a_service_that_leaves_its_work_is_not_drained(*, is_drained: bool) -> None:
+    """Callers see it stop all the same, and nobody can undo that. One that was drained before does not leave."""
+    taking, seen = list[bool](), list[bool | str]()
+
+    async def leave(_seconds: float) -> None:
+        with pytest.raises(Unavailable):
+            draining.undo()
+        seen.append(draining.is_on)
+        async for answer in stub.Watch(asked()):
+            seen.append(STATUS.ServingStatus.Name(answer.status))
+            return
+
+    draining = Draining(taking.append)
+    service = Service(registrations=(), draining=draining, leave=leave)
+    server = Server(service, Authenticator({Role.OPERATOR: "an-operator"}), stop_s=0.0)
+    async with connect_to(server) as stub:
+        server.is_replaced = True
+        if is_drained:
+            draining.begin()
+        await server.stop(0.0)
+    assert (taking, seen) == (([False], []) if is_drained else ([], [True, "NOT_SERVING"]))
+
+
 @pytest.mark.requirement("R7")
 async def test_check_of_a_name_that_is_not_served_is_not_found() -> None:
     """As the protocol has it."""

@@ -365,7 +365,7 @@ class RolloutManager:
         Raise ResourceExhausted (ROLLOUT_LIMIT) if there is none, with a delay if there may be some later; Unavailable
         when stopping.
         """
-        if self.draining or self._stopping:
+        if self.draining or self._leaving or self._stopping:
             raise Unavailable("the driver takes no new rollouts: it drains", reason="DRAINING", retry_after_s=5.0)
         known = self._held[namespace]
         if count > self._max_live:

@@ -13,7 +13,10 @@ from tests.support.waiting import eventually
 from tests.unit.driver.conftest import Driver
 
 from penstock_chassis.aio.retry import Delays
+from penstock_chassis.auth import Authenticator, Role
 from penstock_chassis.errors import FailedPrecondition, NotFound, ResourceExhausted, Unavailable
+from penstock_chassis.health import Draining
+from penstock_chassis.server import Server, Service
 from penstock_driver.domain.pauses import Pause, PauseEnd, PauseLimits
 from penstock_driver.domain.records import GroupPlan, Record
 from penstock_driver.domain.rollout import Phase, RunProgress
@@ -333,6 +336,39 @@ async def test_a_pause_is_not_in_force_before_the_agent_of_an_earlier_process_is
             pausing.attempt_over()
             assert await pausing.settled(0.0)
         pausing.close()
+
+
+@pytest.mark.requirement("R127", "R131")
+@pytest.mark.parametrize("phase", [Phase.QUEUED, Phase.PREPARING, Phase.RUNNING])
+async def test_a_stop_for_the_next_process_ends_no_pause(driver: Driver, phase: Phase) -> None:
+    """In whatever phase: the next process finds the pause, and takes the rollout up after it."""
+    parts, reached = driver.opened.parts, asyncio.Event()
+    if phase is Phase.RUNNING:
+        driver.gate.hold, reached = asyncio.Event(), driver.gate.called
+    else:
+        driver.sandboxes.holds["prepare_toolbox"] = reached
+    others = await driver.start_group(driver.spec(), GroupPlan(8)) if phase is Phase.QUEUED else None
+    (record,) = await driver.start_recorded(1)
+    await reached.wait()
+    await paused(driver, record)
+    assert driver.manager.current(record).phase is phase
+    if others is not None:
+        await driver.manager.cancel_group(others, "")
+    service = Service(registrations=(), draining=Draining(parts.take, parts.running), leave=parts.leave)
+    async with Server(service, Authenticator({Role.OPERATOR: "an-operator"}), drain_s=60.0, stop_s=0.0) as server:
+        server.is_replaced = True
+    with pytest.raises(Unavailable) as stopping, driver.manager.room("default", 1):
+        pytest.fail("a driver that stops takes no new rollouts")
+    assert stopping.value.reason == "DRAINING"
+    driver.sandboxes.holds.clear()
+    driver.manager = driver.make()
+    assert await driver.manager.recover() == 1
+    assert driver.manager.paused_count([record.rollout_id]) == 1
+    assert not any(event.HasField("resumed") for event in await driver.events(record.rollout_id))
+    if driver.gate.hold is not None:
+        driver.gate.hold.set()
+    await driver.manager.resume(record.rollout_id, 30.0)
+    assert (await driver.outcome(record)).reward.value == 1.0
 
 
 @pytest.mark.requirement("R131")
