@@ -22,7 +22,16 @@ from penstock_chassis.telemetry.tracing import working_for
 from penstock_driver import metrics
 from penstock_driver.domain.failures import internal_failure
 from penstock_driver.domain.records import Record, seed_of
-from penstock_driver.domain.rollout import Cause, Component, Failure, Outcome, Phase, RolloutFailed, RolloutSpec
+from penstock_driver.domain.rollout import (
+    Cause,
+    Component,
+    Failure,
+    Outcome,
+    Phase,
+    RolloutFailed,
+    RolloutSpec,
+    with_failure,
+)
 from penstock_driver.domain.unended import AttemptPlace, Stage, Unended
 from penstock_driver.environments.throttle import FULL, TAKES_NO_MORE, never
 from penstock_driver.grading.carried import CarriedWork
@@ -282,8 +291,8 @@ class RolloutRunner:
         try:
             place = self._placement.at(unended.place.node, unended.place.gate)
         except RolloutFailed as error:
-            failure = replace(error.failure, phase=phase)
-            return AttemptResult(Outcome(failure=failure), not await self._released(left))
+            outcome = with_failure(so_far, replace(error.failure, phase=phase))
+            return AttemptResult(outcome, not await self._released(left))
         self._left = None
         return await self._run_attempt(place, avoid, taken_up=TakenUp(unended.place, unended.stage, so_far))
 

@@ -36,8 +36,10 @@ from penstock_driver.domain.rollout import (
     Progress,
     Reward,
     RolloutEvent,
+    RolloutFailed,
 )
 from penstock_driver.domain.unended import AttemptPlace, Stage, Unended
+from penstock_driver.placement.placement import Place
 from penstock_driver.rollouts.event_limits import Allowance, EventLimits, OutputEvents
 from penstock_driver.rollouts.groups import COMPLETE
 from penstock_driver.rollouts.recorder import RolloutRecorder
@@ -363,6 +365,24 @@ async def test_a_rollout_that_is_cancelled_before_it_is_taken_up_leaves_nothing(
     outcome = await driver.outcome(record)
     assert not driver.sandboxes.boxes
     assert (outcome.failure.reason, outcome.reward.value) == (("", 1.0) if is_decided else ("GROUP_COMPLETE", 0.0))
+
+
+@pytest.mark.requirement("R49", "R127")
+async def test_a_reward_is_kept_whose_place_has_left_the_list(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its artifacts are lost with the place; the policy is not sampled again."""
+    record, recorder = await left_running(driver, max_attempts=2)
+    recorder.enter(Phase.COLLECTING, so_far=Outcome(reward=Reward(1.0, 0.0, 1.0)))
+    await recorder.secure()
+
+    def gone(_node: str, _gate: str) -> Place:
+        raise RolloutFailed(Failure(Cause.INFRASTRUCTURE, "NODE_LOST", "", True, Phase.QUEUED, Component.SANDBOX))
+
+    monkeypatch.setattr(driver.manager._placement, "at", gone)
+    assert await driver.manager.recover() == 1
+    outcome = await driver.outcome(record)
+    assert outcome.HasField("reward") and outcome.reward.value == 1.0
+    assert (outcome.failure.reason, outcome.failure.phase) == ("NODE_LOST", rollout_pb2.PHASE_COLLECTING)
+    assert (await driver.manager.get(record.rollout_id)).attempts == 1
 
 
 async def left_before_its_agent(driver: Driver) -> Record:
