@@ -359,13 +359,13 @@ class Attempt:
                 reward = await grader.grade(sandbox, self._recorder.append, access)
             if reward.turns:
                 reward = with_call_ids(reward, [ended.call for ended in await self._ended_calls()])
-        except RolloutFailed as error:
-            if self._asked is None:
-                raise
-            raise RolloutFailed(await self._asked.explained(error.failure)) from error
-        except TimeoutError:
-            message = f"the verifier took longer than {self._spec.limits.verify_s:g} s"
-            raise failed(Cause.VERIFIER, "VERIFIER_TIMED_OUT", message, self._phase) from None
+        except (RolloutFailed, TimeoutError) as error:
+            if isinstance(error, TimeoutError):
+                message = f"the verifier took longer than {self._spec.limits.verify_s:g} s"
+                failure = Failure(Cause.VERIFIER, "VERIFIER_TIMED_OUT", message, False, self._phase)
+            else:
+                failure = error.failure
+            raise RolloutFailed(await self._asked.explained(failure) if self._asked else failure) from error
         finally:
             self._outcome = replace(self._outcome, grading=grader.grading)
         self._outcome = replace(self._outcome, reward=reward)

@@ -105,6 +105,27 @@ async def test_a_judge_that_does_not_answer_is_no_failure_of_the_verifier(
     assert is_the_models == (ended[0] == "JUDGE_UNANSWERED")
 
 
+@pytest.mark.requirement("R134", "R43")
+@pytest.mark.parametrize(
+    ("lost", "ended"), [(1, ("JUDGE_UNANSWERED", True)), (0, ("VERIFIER_TIMED_OUT", False))], ids=["lost", "answered"]
+)
+async def test_a_verifier_that_asks_a_silent_judge_until_its_time_is_over_has_not_failed(
+    driver: Driver,
+    judged: Callable[..., RolloutSpec],
+    monkeypatch: pytest.MonkeyPatch,
+    lost: int,
+    ended: tuple[str, bool],
+) -> None:
+    async def too_long(*_: object) -> None:
+        raise TimeoutError
+
+    monkeypatch.setattr(grader.Grader, "grade", too_long)
+    driver.gate.judging = GateClosing(calls=3, unanswered=2, lost=lost, last_failure="UPSTREAM_UNREACHABLE")
+    failure = (await driver.run(judged("true"))).failure
+    assert (failure.reason, failure.retriable) == ended
+    assert "the verifier took longer than" in failure.message
+
+
 @pytest.mark.requirement("R134", "R127")
 @pytest.mark.parametrize("lost", ["closed", "unknown"])
 async def test_a_judge_that_the_gate_has_lost_is_the_gates_failure(
