@@ -32,6 +32,7 @@ from penstock_driver.domain.ports import (
 )
 from penstock_driver.domain.rollout import TAIL_BYTES, Cause, Component, Limits, Phase, RolloutSpec, Task, failed
 from penstock_driver.environments.packages import TaskPackages
+from penstock_driver.environments.throttle import never, while_full
 
 CHECK_TIMEOUT_S: Final = 120.0
 """For an agent's check command: the first start of a native program reads hundreds of megabytes."""
@@ -108,14 +109,21 @@ class Environments:
         return self._contents.get(_snapshot_key(spec), "")
 
     async def get(
-        self, spec: RolloutSpec, on_line: Callable[[str], None], *, again: bool = False
+        self,
+        spec: RolloutSpec,
+        on_line: Callable[[str], None],
+        *,
+        again: bool = False,
+        has_room_elsewhere: Callable[[], bool] = never,
     ) -> PreparedEnvironment:
         """Return the state that `spec` starts from: one for equal `environment_key`, agent and backend. The namespace
         is a part of the key.
 
         `on_line` receives all lines of an installation in progress, also one that another rollout started. `again`
-        discards the earlier result, for when the sandbox service no longer knows it. SetupFailed when a setup command
-        or the agent's check failed; TimeoutError after the limits of the spec that started the work.
+        discards the earlier result, for when the sandbox service no longer knows it. A full service is waited for
+        during `limits.prepare`, unless another one has room. SetupFailed when a setup command or the agent's check
+        failed; TimeoutError after the limits of the spec that started the work, counted anew after each wait;
+        ResourceExhausted if the service stays full.
         """
         agent = spec.agent.spec
         toolbox_name = agent.name if agent.toolbox != Toolbox() else _EMPTY
@@ -148,15 +156,18 @@ class Environments:
             async with asyncio.timeout(spec.limits.prepare_s + spec.limits.setup_s):
                 return await self._snapshot(spec, toolbox, packages, facts)
 
-        async def make() -> PreparedEnvironment:
+        async def attempts() -> PreparedEnvironment:
             try:
-                made = await attempt(again)
+                return await attempt(again)
             except NotFound as error:
                 if error.reason != "TOOLBOX_UNKNOWN":
                     raise
                 # The sandbox service evicted a toolbox since it was prepared.
                 self._toolboxes.forget(toolbox_key)
-                made = await attempt(True)
+                return await attempt(True)
+
+        async def make() -> PreparedEnvironment:
+            made = await while_full(attempts, full_s=spec.limits.prepare_s, has_room_elsewhere=has_room_elsewhere)
             self._contents.pop(snapshot_key, None)
             self._contents[snapshot_key] = made.snapshot.key
             if len(self._contents) > KEPT:

@@ -1,7 +1,7 @@
 """Retries of requests to another service that fails for a transient reason.
 
 `AdaptiveThrottle` limits requests that create something, one for each service or backend (R51); `patiently` retries a
-single request of another kind. `Creations` measures creations.
+single request of another kind, and `while_full` a preparation. `Creations` measures creations.
 
 While the service is well, requests go out at once, and the window grows by one with each success. After
 RESOURCE_EXHAUSTED or UNAVAILABLE all callers back off together: exponentially, with jitter, and at least as long as the
@@ -229,6 +229,21 @@ async def patiently(
         if not isinstance(error, ResourceExhausted | Unavailable) or not passes(error):
             return 0.0
         return full_s if isinstance(error, ResourceExhausted) else absent_s
+
+    return await retry(work, _DELAYS, patience_s=patience_s)
+
+
+async def while_full(
+    work: Callable[[], Awaitable[T]], *, full_s: float, has_room_elsewhere: Callable[[], bool] = never
+) -> T:
+    """Run `work` again, for `full_s` seconds, while the sandbox service is full and no other one has room.
+
+    Raises the last error. For work that takes minutes, such as a task's setup: it would hold others up in a throttle.
+    """
+
+    def patience_s(error: Exception) -> float:
+        is_full = isinstance(error, PenstockError) and error.reason in FULL and passes(error)
+        return full_s if is_full and not has_room_elsewhere() else 0.0
 
     return await retry(work, _DELAYS, patience_s=patience_s)
 

@@ -102,7 +102,7 @@ class Attempt:
         self._recorder = recorder
         self._cancellation = cancellation
         self._resources = AttemptResources(attempt, services, recorder)
-        self._environments = AttemptEnvironments(attempt.rollout, services.environments, recorder)
+        self._environments = AttemptEnvironments(attempt.rollout, services, recorder)
         self._gate_closing: GateClosing | None = None
         verifier, spool = self._spec.task.verifier, services.spool
         self._asked = self._judge_of(verifier) if verifier else None

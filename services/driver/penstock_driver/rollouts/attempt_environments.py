@@ -17,21 +17,23 @@ from penstock_driver.domain.rollout import (
     failed,
 )
 from penstock_driver.environments.prepare import (
-    Environments,
     PreparedEnvironment,
     SetupFailed,
     for_verifier,
     setup_of,
 )
+from penstock_driver.environments.throttle import never
+from penstock_driver.placement.services import RunnerServices
 from penstock_driver.rollouts.recorder import RolloutRecorder
 
 
 class AttemptEnvironments:
     """The environments of one attempt, shared with all rollouts that want the same."""
 
-    def __init__(self, spec: RolloutSpec, environments: Environments, recorder: RolloutRecorder) -> None:
+    def __init__(self, spec: RolloutSpec, services: RunnerServices, recorder: RolloutRecorder) -> None:
         self._spec = spec
-        self._environments = environments
+        self._environments = services.environments
+        self._has_room_elsewhere = services.has_room_elsewhere
         self._recorder = recorder
 
     async def for_agent(self, *, again: bool = False) -> PreparedEnvironment:
@@ -53,8 +55,15 @@ class AttemptEnvironments:
         return prepared if spec is self._spec else await self._prepared(spec, again=again)
 
     async def _prepared(self, spec: RolloutSpec, *, again: bool = False) -> PreparedEnvironment:
+        # Once its agent has run, an attempt cannot go elsewhere.
+        may_move = self._recorder.progress.phase < Phase.RUNNING
         try:
-            return await self._environments.get(spec, lambda line: self._recorder.append(Progress(line)), again=again)
+            return await self._environments.get(
+                spec,
+                lambda line: self._recorder.append(Progress(line)),
+                again=again,
+                has_room_elsewhere=self._has_room_elsewhere if may_move else never,
+            )
         except SetupFailed as error:
             raise self._setup_failure(error) from error
         except TimeoutError:

@@ -341,7 +341,8 @@ async def test_an_attempt_that_a_draining_service_refuses_begins_elsewhere_uncou
 
 
 @pytest.mark.requirement("R51", "R119")
-@pytest.mark.parametrize(("call", "has_room"), [("fork", True), ("create", True), ("fork", False)])
+@pytest.mark.parametrize("call", ["fork", "create", "prepare_snapshot"])
+@pytest.mark.parametrize("has_room", [True, False])
 async def test_a_full_sandbox_service_is_waited_for_only_while_no_other_has_room(
     driver: Driver, monkeypatch: pytest.MonkeyPatch, call: str, has_room: bool
 ) -> None:
