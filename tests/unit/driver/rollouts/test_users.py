@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncio import Event
+from asyncio import Event, sleep
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -434,3 +434,67 @@ async def test_that_the_agents_time_was_over_is_known_to_the_next_driver(
     outcome = await driver.outcome(record)
     assert outcome.failure.reason == "AGENT_TIMED_OUT" and outcome.HasField("reward")
     assert [turn[3] for turn in turns(await driver.events(record.rollout_id))] == ["AGENT_TIMED_OUT"]
+
+
+@pytest.mark.requirement("R131")
+async def test_a_user_is_asked_in_no_pause(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent that the backend cannot freeze may end in one."""
+    driver.gate.script, driver.sandboxes.freezes = obeys, False
+    driver.gate.hold, classified = Event(), Event()
+    asked: list[int] = []
+    answered, ask_user = driver.gate.answered, driver.gate.ask_user
+
+    async def counted(rollout_id: str) -> GateClosing:
+        classified.set()
+        return await answered(rollout_id)
+
+    async def noted(rollout_id: str, body: bytes, timeout_s: float) -> str:
+        asked.append(driver.manager.paused_count([rollout_id]))
+        return await ask_user(rollout_id, body, timeout_s)
+
+    monkeypatch.setattr(driver.gate, "answered", counted)
+    monkeypatch.setattr(driver.gate, "ask_user", noted)
+    record = await driver.start(at_once(with_user(driver, User(2, model=UserModel("p", empty_terms())))))
+    await driver.gate.called.wait()
+    await driver.manager.pause(record.rollout_id, "", None, 30.0)
+    driver.gate.hold.set()  # its gate is no real one: it answers
+    await classified.wait()
+    for _ in range(20):
+        await sleep(0)
+    await driver.manager.resume(record.rollout_id, 30.0)
+    outcome = await driver.outcome(record)
+    assert outcome.reward.value == 1.0 and not outcome.HasField("failure"), outcome
+    assert asked == [0]
+
+
+@pytest.mark.requirement("R131")
+@pytest.mark.parametrize(
+    "error", [FailedPrecondition("no answer", reason="USER_UNANSWERED"), TimeoutError()], ids=["unanswered", "time"]
+)
+async def test_a_question_whose_time_a_pause_took_is_asked_again(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """It is the same question, so the gate has the answer if there was one."""
+    driver.gate.script, reached, fails = obeys, Event(), Event()
+    bodies: list[bytes] = []
+    ask_user = driver.gate.ask_user
+
+    async def kept(rollout_id: str, body: bytes, timeout_s: float) -> str:
+        bodies.append(body)
+        if len(bodies) == 1:
+            reached.set()
+            await fails.wait()
+            raise error
+        return await ask_user(rollout_id, body, timeout_s)
+
+    monkeypatch.setattr(driver.gate, "ask_user", kept)
+    spec = at_once(with_user(driver, User(2, model=UserModel("p", empty_terms())), limits=Limits(agent_s=100.0)))
+    record = await driver.start(spec)
+    await reached.wait()
+    await driver.manager.pause(record.rollout_id, "", None, 30.0)
+    fails.set()
+    await driver.manager.resume(record.rollout_id, 30.0)
+    outcome = await driver.outcome(record)
+    assert outcome.reward.value == 1.0 and not outcome.HasField("failure"), outcome
+    assert len(bodies) == 2 and bodies[0] == bodies[1]
+    assert turns(await driver.events(record.rollout_id))[-1][3] == "USER_ENDED"

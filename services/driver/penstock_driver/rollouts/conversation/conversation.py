@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
 from penstock_driver.agents.launch import Start
 from penstock_driver.domain.ports import Gate, ModelRequest
-from penstock_driver.domain.rollout import Cause, Failure, Phase
+from penstock_driver.domain.rollout import Cause, Failure, Phase, RolloutFailed
 from penstock_driver.domain.unended import AttemptPlace
 from penstock_driver.domain.users import EndReason, UserTurn
 from penstock_driver.environments.cleanup import DRIVER_LABEL
@@ -32,6 +32,7 @@ class Conversation:
         self._task = attempt.rollout.task.instruction
         self._user = _user_of(attempt, gate)
         self._limit_s = attempt.rollout.limits.agent_s
+        self._pausing = attempt.pausing
         self._held_s = attempt.pausing.held_s
         self._until = 0.0  # by the loop's clock, without the time in which it was held
 
@@ -109,12 +110,26 @@ class Conversation:
         if self._user is None or self.is_over:
             return False
         if await classified() is None:
-            turn = await self._user.turn(turns, agent_message, self.left_s)
+            turn = await self._asked(self._user, turns, agent_message)
         else:
             turn = UserTurn(len(turns) + 1, agent_message, end_reason=EndReason.AGENT_FAILED)
         self._recorder.append(turn)
         await self._recorder.secure()
         return bool(turn.instruction)
+
+    async def _asked(self, user: RolloutUser, turns: Sequence[UserTurn], agent_message: str) -> UserTurn:
+        """What the user decides. It is asked in no pause, and again where a pause took some of the time for it."""
+        while True:
+            await self._pausing.passed()
+            held_s = self._held_s()
+            try:
+                turn = await user.turn(turns, agent_message, self.left_s)
+            except RolloutFailed:
+                if self._held_s() == held_s:
+                    raise
+            else:
+                if turn.end_reason != EndReason.AGENT_TIMED_OUT or self._held_s() == held_s:
+                    return turn
 
 
 def _user_of(attempt: AttemptSpec, gate: Gate) -> RolloutUser | None:
