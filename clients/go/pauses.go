@@ -55,7 +55,11 @@ func (p *pauses) want(pause *interceptionv1.PauseCalls) {
 // again is the pause in force for what is left of it, which a new stream says again: the gate may have forgotten it. It is nil
 // where there is none, or where a question that is open decides.
 func (p *pauses) again() *interceptionv1.PauseCalls {
-	if len(p.asked) > 0 || p.wanted == nil {
+	if p.wanted == nil {
+		return nil
+	}
+	if len(p.asked) > 0 {
+		p.unconfirmed = true // an older pause may be in force, which this question was to lengthen
 		return nil
 	}
 	left := time.Until(p.until)

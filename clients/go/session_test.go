@@ -429,6 +429,25 @@ func TestAPauseThatIsOverIsNotAskedForAgain(t *testing.T) {
 	}
 }
 
+// A gate that comes back has forgotten the pause, and leases calls before it reads that the pause is to last longer (R26).
+func TestWhatAGateLeasesBeforeItReadsOfALongerPauseIsPutBack(t *testing.T) {
+	asked := pauses{}
+	asked.ask(&interceptionv1.PauseCalls{Reason: "push"})
+	asked.paused(0)
+	asked.ask(&interceptionv1.PauseCalls{Reason: "push", MaxDuration: durationpb.New(time.Hour)})
+	if pause := asked.again(); pause != nil || !asked.unconfirmed {
+		t.Fatalf("it asked for %v, unconfirmed: %t", pause, asked.unconfirmed)
+	}
+	asked.paused(0)
+	if asked.unconfirmed {
+		t.Fatal("calls are put back once the gate knows of the pause")
+	}
+	asked.ask(nil)
+	if asked.again(); asked.unconfirmed {
+		t.Fatal("calls are put back that may flow")
+	}
+}
+
 // A context that is over ends a wait with the context's own error; the answer stays under way.
 func TestAContextThatIsOverEndsTheWaitOnly(t *testing.T) {
 	_, session, talk := opened(t)

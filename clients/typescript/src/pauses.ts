@@ -65,7 +65,11 @@ export class Pauses {
 
   /** Asks a new stream for what is left of the pause: the gate may have forgotten it. A question that is open decides instead. */
   beganStream(): void {
-    if (this.#asked.length > 0 || this.#wanted === undefined) {
+    if (this.#wanted === undefined) {
+      return;
+    }
+    if (this.#asked.length > 0) {
+      this.isUnconfirmed = true; // an older pause may be in force, which this question was to lengthen
       return;
     }
     const left = this.#wanted.until - performance.now();

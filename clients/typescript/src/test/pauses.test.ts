@@ -82,6 +82,20 @@ describe("pauses of a session", () => {
     }
   });
 
+  it("that are to last longer put back what a gate leases that has forgotten them", async () => {
+    const pausing = pauses.pause("push", 120_000);
+    pauses.paused(0);
+    await pausing;
+    const longer = pauses.pause("push", 240_000);
+    assert.deepEqual([unanswered(), askedAnew(), pauses.isUnconfirmed], [["pause"], [], true]);
+    pauses.paused(3);
+    assert.deepEqual([await longer, pauses.isUnconfirmed], [3, false]);
+    const resuming = pauses.resume();
+    assert.deepEqual([askedAnew(), pauses.isUnconfirmed], [[], false]);
+    pauses.resumed();
+    await resuming;
+  });
+
   it("reject when the session ends", async () => {
     const asked = Promise.allSettled([pauses.pause("", undefined), pauses.resume()]);
     const lost = new SessionLost("gone", { reason: "SESSION_LOST" });

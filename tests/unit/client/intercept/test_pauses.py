@@ -64,3 +64,26 @@ async def test_a_pause_of_which_nothing_is_left_is_not_requested_again(
     sent.clear()
     pauses.began_stream()
     assert not sent and not pauses.is_unconfirmed
+
+
+@pytest.mark.requirement("R26")
+async def test_a_pause_in_force_that_is_lengthened_while_the_gate_is_away_puts_back_what_the_gate_leases(
+    sent: list[pb.InterceptRequest], pass_time: Callable[[float], None]
+) -> None:
+    """The gate has forgotten the pause, and leases calls before it reads that it is to last longer."""
+    pauses = Pauses(sent.append)
+    await _held(pauses, 120.0)
+    pass_time(102.0)
+    longer = pauses.pause("push", 120.0)
+    (frame,) = pauses.unanswered()
+    sent.clear()
+    pauses.began_stream()
+    assert pauses.is_unconfirmed and not sent, "the open request is sent already"
+    assert frame.pause.max_duration.ToSeconds() == 120
+    pauses.paused(3)
+    assert await longer == 3 and not pauses.is_unconfirmed
+    resumed = pauses.resume()
+    pauses.began_stream()
+    assert not pauses.is_unconfirmed, "calls may flow"
+    pauses.resumed()
+    await resumed

@@ -68,7 +68,10 @@ class Pauses:
         """Requests the current pause again for what is left of it, unless an open request decides: the gate may have
         forgotten it.
         """
-        if self._asked or self._wanted is None:
+        if self._wanted is None:
+            return
+        if self._asked:
+            self.is_unconfirmed = True  # an older pause may be in force, which this request was to lengthen
             return
         left = self._wanted.until - asyncio.get_running_loop().time()
         self.is_unconfirmed = left > 0
