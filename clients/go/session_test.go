@@ -448,6 +448,39 @@ func TestWhatAGateLeasesBeforeItReadsOfALongerPauseIsPutBack(t *testing.T) {
 	}
 }
 
+// A gate that comes back after the pause would hold calls once more, for nobody; it still has to answer (R26, R118).
+func TestAPauseThatBeganWithoutAGateLastsThereForWhatIsLeftOfIt(t *testing.T) {
+	minute := &interceptionv1.PauseCalls{Reason: "weights", MaxDuration: durationpb.New(time.Minute)}
+	asked := pauses{}
+	asked.ask(minute)
+	for _, test := range []struct {
+		waits       bool
+		left        time.Duration
+		least, most time.Duration
+	}{
+		{true, 0, time.Minute, time.Minute}, // it begins when the gate answers, and whoever is told so may rely on it
+		{false, 40 * time.Second, time.Millisecond, 40 * time.Second},
+		{false, -time.Hour, time.Millisecond, time.Millisecond},
+		{true, -time.Hour, time.Minute, time.Minute},
+	} {
+		if asked.ask(minute); !test.waits {
+			asked.beganWithoutIt()
+		}
+		asked.until = time.Now().Add(test.left)
+		open := asked.unanswered()
+		if len(open) != 1 || open[0].GetReason() != "weights" {
+			t.Fatalf("open are %v", open)
+		}
+		if limit := open[0].GetMaxDuration().AsDuration(); limit < test.least || limit > test.most {
+			t.Errorf("of %v it asked for %v", test, limit)
+		}
+	}
+	asked.ask(nil)
+	if open := asked.unanswered(); len(open) != 2 || open[1] != nil {
+		t.Fatalf("open are %v", open)
+	}
+}
+
 // A context that is over ends a wait with the context's own error; the answer stays under way.
 func TestAContextThatIsOverEndsTheWaitOnly(t *testing.T) {
 	_, session, talk := opened(t)

@@ -87,3 +87,38 @@ async def test_a_pause_in_force_that_is_lengthened_while_the_gate_is_away_puts_b
     assert not pauses.is_unconfirmed, "calls may flow"
     pauses.resumed()
     await resumed
+
+
+@pytest.mark.requirement("R26", "R118")
+@pytest.mark.parametrize(("away", "left_ms"), [(20.0, 40_000), (300.0, 1)])
+async def test_a_pause_that_began_without_a_gate_lasts_there_for_what_is_left_of_it(
+    sent: list[pb.InterceptRequest], pass_time: Callable[[float], None], away: float, left_ms: int
+) -> None:
+    """A gate that comes back after the pause would hold calls once more, for nobody; it still has to answer."""
+    pauses = Pauses(sent.append)
+    answer = pauses.pause("weights", 60.0)
+    pauses.began_without_it()
+    pass_time(away)
+    (frame,) = pauses.unanswered()
+    assert (frame.pause.reason, frame.pause.max_duration.ToMilliseconds()) == ("weights", left_ms)
+    pauses.began_stream()
+    pauses.paused(0)
+    assert await answer == 0 and not pauses.is_unconfirmed
+
+
+@pytest.mark.requirement("R26")
+@pytest.mark.parametrize("before", [False, True])
+async def test_a_pause_that_waits_for_the_gate_lasts_whole(
+    sent: list[pb.InterceptRequest], pass_time: Callable[[float], None], *, before: bool
+) -> None:
+    """It begins when the gate answers: whoever is told so may rely on it."""
+    pauses = Pauses(sent.append)
+    if before:
+        pauses.pause("weights", 60.0)
+        pauses.began_without_it()
+    answer = pauses.pause("weights", 60.0)
+    pass_time(300.0)
+    (frame,) = pauses.unanswered()
+    assert frame.pause.max_duration.ToSeconds() == 60
+    pauses.paused(0)
+    assert await answer == 0
