@@ -220,7 +220,7 @@ function readConnection(file: string, found: FoundToken | undefined, tls: Tls | 
  * root that one group may read.
  */
 export function isClosed({ uid, mode }: { readonly uid: number; readonly mode: number }, user: number | undefined): boolean {
-  return uid === user ? (mode & 0o077) === 0 : uid === 0 && (mode & 0o037) === 0;
+  return uid === 0 ? (mode & 0o037) === 0 : uid === user && (mode & 0o077) === 0;
 }
 
 /**

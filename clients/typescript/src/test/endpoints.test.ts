@@ -93,7 +93,7 @@ describe("where the services are", () => {
   });
 
   it("refuses files that are open, broken or absent", () => {
-    assert.equal(refused({ connectionFile: file({ addresses: {}, token: null }, 0o640) }), "CONNECTION_FILE_OPEN");
+    assert.equal(refused({ connectionFile: file({ addresses: {}, token: null }, 0o644) }), "CONNECTION_FILE_OPEN");
     assert.equal(refused({ connectionFile: file("{") }), "CONNECTION_FILE");
     assert.equal(refused({ connectionFile: file("[]") }), "CONNECTION_FILE");
     assert.equal(refused({ connectionFile: join(folder, "none") }), "CONNECTION_FILE");
@@ -107,7 +107,9 @@ describe("where the services are", () => {
       [0, 1000, 0o460, false],
       [0, 1000, 0o444, false],
       [0, 0, 0o400, true],
-      [0, 0, 0o440, false],
+      [0, 0, 0o440, true],
+      [0, 0, 0o460, false],
+      [0, 0, 0o444, false],
       [1000, 1000, 0o600, true],
       [1000, 1000, 0o440, false],
       [1001, 1000, 0o400, false],

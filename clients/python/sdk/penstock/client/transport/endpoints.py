@@ -291,9 +291,9 @@ def _is_closed(info: os.stat_result) -> bool:
 
     Cluster managers mount a secret as a file of root that one group may read.
     """
-    if info.st_uid == os.getuid():
-        return not info.st_mode & 0o077
-    return info.st_uid == 0 and not info.st_mode & 0o037
+    if info.st_uid == 0:
+        return not info.st_mode & 0o037
+    return info.st_uid == os.getuid() and not info.st_mode & 0o077
 
 
 def _addresses(target: str | Mapping[str, str]) -> dict[ServiceName, str]:
