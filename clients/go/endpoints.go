@@ -10,6 +10,7 @@ import (
 	"os"
 	"path/filepath"
 	"regexp"
+	"slices"
 	"strconv"
 	"strings"
 	"syscall"
@@ -227,9 +228,20 @@ type connection struct {
 	Discover  any                `json:"discover"` // false = the addresses are all that may be used
 }
 
+// all are its addresses, with those on loopback where it has none.
+func (c *connection) all() Addresses {
+	found := onHost("127.0.0.1")
+	for _, service := range services {
+		if address := c.Addresses[service]; address != nil {
+			*found.of(service) = *address
+		}
+	}
+	return found
+}
+
 // isLive tells whether the file is there and the stack that wrote it still runs: one that was killed leaves it behind.
-// A stack of another machine, with which this one shares the directory, counts as running: its process is not seen from
-// here.
+// A stack of another machine, with which this one shares the directory, counts as running, since its process is not seen
+// from here, unless it has an address that leads to this machine here.
 func isLive(file string) bool {
 	content, err := os.ReadFile(file)
 	if errors.Is(err, fs.ErrNotExist) {
@@ -240,7 +252,8 @@ func isLive(file string) bool {
 		return true // reading it again tells what is wrong, if anything
 	}
 	if here, err := os.Hostname(); err == nil && said.Host != nil && *said.Host != here {
-		return true
+		found := said.all()
+		return !slices.ContainsFunc(services, func(service string) bool { return isLocal(*found.of(service)) })
 	}
 	process, err := os.FindProcess(*said.PID)
 	if err != nil {
@@ -268,13 +281,8 @@ func readConnection(file string, token foundToken, tls *TLS) (*endpoints, error)
 			"%s is not a connection file: remove it, or start `penstock up` again", file)
 	}
 	found := &endpoints{
-		addresses: onHost("127.0.0.1"), token: token, tls: tls, unnamed: said.Addresses["driver"] == nil,
+		addresses: said.all(), token: token, tls: tls, unnamed: said.Addresses["driver"] == nil,
 		alone: said.Discover == false,
-	}
-	for _, service := range services {
-		if address := said.Addresses[service]; address != nil {
-			*found.addresses.of(service) = *address
-		}
 	}
 	if token.text == "" && said.Token != nil {
 		found.token = foundToken{*said.Token, file}

@@ -93,13 +93,28 @@ func TestAConnectionFileOfAnotherMachineIsBelieved(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	for host, expected := range map[string]string{"another-node": "localhost:1", here: "127.0.0.1:7702"} {
-		content := fmt.Sprintf(
-			`{"pid": %d, "host": %q, "token": null, "addresses": {"driver": "localhost:1"}}`, gone.Process.Pid, host,
-		)
+	far := `{"sandbox": "10.0.0.1:1", "driver": "10.0.0.1:2", "interception": "far.example:3", "inference": ""}`
+	for host, expected := range map[string]string{"another-node": "10.0.0.1:2", here: "127.0.0.1:7702"} {
+		content := fmt.Sprintf(`{"pid": %d, "host": %q, "token": null, "addresses": %s}`, gone.Process.Pid, host, far)
 		t.Setenv("PENSTOCK_CONNECTION", write(t, content, 0o600))
 		if found, _ := resolved(t); found.addresses.Driver != expected {
 			t.Errorf("of %s, found was %v", host, found)
+		}
+	}
+}
+
+// Home directories on NFS: whoever listens at such an address here is a stranger to the token (R11, R125).
+func TestAConnectionFileWithAddressesThatOnlyAnotherMachineReachesIsVoid(t *testing.T) {
+	nowhereElse(t)
+	for _, driver := range []string{`"127.0.0.1:7702"`, `"[::1]:7702"`, `"localhost:7702"`, `"unix:/run/driver"`, "null"} {
+		content := fmt.Sprintf(
+			`{"pid": %d, "host": "another-node", "token": "filed", "ca": "ca.pem", "addresses":
+				{"sandbox": "10.0.0.1:1", "driver": %s, "interception": "10.0.0.1:3", "inference": "10.0.0.1:4"}}`,
+			os.Getpid(), driver,
+		)
+		t.Setenv("PENSTOCK_CONNECTION", write(t, content, 0o600))
+		if found, _ := resolved(t); found.token.text != "" || found.addresses != onHost("127.0.0.1") {
+			t.Errorf("with the driver at %s, found was %v", driver, found)
 		}
 	}
 }

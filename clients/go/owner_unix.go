@@ -17,8 +17,8 @@ func isOursAlone(info fs.FileInfo) bool {
 // isClosed tells the same by a file's owner and mode, for a user. Kubernetes mounts a Secret as a file of root that one
 // group may read.
 func isClosed(owner, user int, mode fs.FileMode) bool {
-	if owner == user {
-		return mode&0o077 == 0
+	if owner == 0 {
+		return mode&0o037 == 0
 	}
-	return owner == 0 && mode&0o037 == 0
+	return owner == user && mode&0o077 == 0
 }

@@ -24,7 +24,12 @@ type pauses struct {
 	asked  []asked
 	// unconfirmed: the session is paused and this gate does not know it yet. Calls that it leases are put back.
 	unconfirmed bool
+	// begun: the newest question is of a pause that began without this gate. Nobody waits for its answer.
+	begun bool
 }
+
+// shortestPause is of a pause that is over and still has to be answered.
+const shortestPause = time.Millisecond
 
 type asked struct {
 	pause  *interceptionv1.PauseCalls
@@ -35,6 +40,7 @@ type asked struct {
 // newest question says what holds in the end.
 func (p *pauses) ask(pause *interceptionv1.PauseCalls) (*promise, bool) {
 	p.want(pause)
+	p.begun = false
 	if last := len(p.asked) - 1; last >= 0 && proto.Equal(p.asked[last].pause, pause) {
 		return p.asked[last].answer, false
 	}
@@ -55,7 +61,11 @@ func (p *pauses) want(pause *interceptionv1.PauseCalls) {
 // again is the pause in force for what is left of it, which a new stream says again: the gate may have forgotten it. It is nil
 // where there is none, or where a question that is open decides.
 func (p *pauses) again() *interceptionv1.PauseCalls {
-	if len(p.asked) > 0 || p.wanted == nil {
+	if p.wanted == nil {
+		return nil
+	}
+	if len(p.asked) > 0 {
+		p.unconfirmed = true // an older pause may be in force, which this question was to lengthen
 		return nil
 	}
 	left := time.Until(p.until)
@@ -72,8 +82,22 @@ func (p *pauses) again() *interceptionv1.PauseCalls {
 // beganWithoutIt: the session's pause has begun, and did not wait for this gate, which could not be reached.
 func (p *pauses) beganWithoutIt() {
 	if len(p.asked) > 0 && p.wanted != nil {
-		p.unconfirmed = true
+		p.unconfirmed, p.begun = true, true
 	}
+}
+
+// unanswered are the open questions, which each stream asks again; nil = that calls flow. A pause that began without this gate
+// is asked for what is left of it. One that is over is asked too, for a moment: the gate answers in order.
+func (p *pauses) unanswered() []*interceptionv1.PauseCalls {
+	var open []*interceptionv1.PauseCalls
+	for _, question := range p.asked {
+		open = append(open, question.pause)
+	}
+	if last := len(open) - 1; last >= 0 && p.begun && p.wanted != nil {
+		open[last] = proto.Clone(p.wanted).(*interceptionv1.PauseCalls)
+		open[last].MaxDuration = durationpb.New(max(time.Until(p.until), shortestPause))
+	}
+	return open
 }
 
 // paused: the gate says that a pause is in force.

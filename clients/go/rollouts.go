@@ -266,7 +266,7 @@ func (r *Rollout) Annotate(ctx context.Context, annotations ...*trajectoryv1.Ann
 }
 
 // Events yields what happened after the event of that sequence number (0 = all) and what happens, until the rollout has
-// ended. It goes on where it was when the stream breaks. An error is the last thing that it yields.
+// ended; nothing, at once, where an ended one has none. It goes on where it was when the stream breaks. An error is the last thing that it yields.
 func (r *Rollout) Events(ctx context.Context, after int64) iter.Seq2[*driverv1.RolloutEvent, error] {
 	return func(yield func(*driverv1.RolloutEvent, error) bool) {
 		over := false
@@ -282,7 +282,13 @@ func (r *Rollout) Events(ctx context.Context, after int64) iter.Seq2[*driverv1.R
 				over = !yield(event, nil) || event.GetEnded() != nil
 				return !over
 			}
-			return receive(ctx, r.at.stub().WatchRollout, request, each)
+			if err := receive(ctx, r.at.stub().WatchRollout, request, each); err != nil || over {
+				return err
+			}
+			// The driver itself ended the stream: it sends nothing more where the end is not after `after`.
+			now, err := r.Get(ctx)
+			over = err == nil && now.GetOutcome() != nil && after >= now.GetLastSequence()
+			return err
 		}, func() bool { return over })
 		if err != nil {
 			yield(nil, err)

@@ -255,6 +255,26 @@ func TestAWatchThatBreaksGoesOnWhereItWas(t *testing.T) {
 	}
 }
 
+// Whoever watched a rollout to its end, and goes on later from there, need not wait for an error (R71).
+func TestAnEndedRolloutHasNoEventsAfterItsLastOne(t *testing.T) {
+	server, ps := serve(t)
+	watches := 0
+	server.watch = func(*driverv1.WatchRolloutRequest, driverv1.RolloutService_WatchRolloutServer) error {
+		watches++
+		return nil
+	}
+	server.getRollout = func(context.Context, *driverv1.GetRolloutRequest) (*driverv1.GetRolloutResponse, error) {
+		over := &driverv1.Rollout{RolloutId: "r", LastSequence: 4, Outcome: &driverv1.Outcome{}}
+		return &driverv1.GetRolloutResponse{Rollout: over}, nil
+	}
+	for event, err := range (&Rollout{"r", ps, givenDriver(ps)}).Events(bounded(t), 4) {
+		t.Fatalf("it gave %v, %v", event, err)
+	}
+	if watches != 1 {
+		t.Fatalf("it watched %d times", watches)
+	}
+}
+
 // A poll that is not answered in its time is asked again: the caller set no deadline.
 func TestAWaitOutlastsAPollThatIsNotAnswered(t *testing.T) {
 	server, ps := serve(t)

@@ -429,6 +429,58 @@ func TestAPauseThatIsOverIsNotAskedForAgain(t *testing.T) {
 	}
 }
 
+// A gate that comes back has forgotten the pause, and leases calls before it reads that the pause is to last longer (R26).
+func TestWhatAGateLeasesBeforeItReadsOfALongerPauseIsPutBack(t *testing.T) {
+	asked := pauses{}
+	asked.ask(&interceptionv1.PauseCalls{Reason: "push"})
+	asked.paused(0)
+	asked.ask(&interceptionv1.PauseCalls{Reason: "push", MaxDuration: durationpb.New(time.Hour)})
+	if pause := asked.again(); pause != nil || !asked.unconfirmed {
+		t.Fatalf("it asked for %v, unconfirmed: %t", pause, asked.unconfirmed)
+	}
+	asked.paused(0)
+	if asked.unconfirmed {
+		t.Fatal("calls are put back once the gate knows of the pause")
+	}
+	asked.ask(nil)
+	if asked.again(); asked.unconfirmed {
+		t.Fatal("calls are put back that may flow")
+	}
+}
+
+// A gate that comes back after the pause would hold calls once more, for nobody; it still has to answer (R26, R118).
+func TestAPauseThatBeganWithoutAGateLastsThereForWhatIsLeftOfIt(t *testing.T) {
+	minute := &interceptionv1.PauseCalls{Reason: "weights", MaxDuration: durationpb.New(time.Minute)}
+	asked := pauses{}
+	asked.ask(minute)
+	for _, test := range []struct {
+		waits       bool
+		left        time.Duration
+		least, most time.Duration
+	}{
+		{true, 0, time.Minute, time.Minute}, // it begins when the gate answers, and whoever is told so may rely on it
+		{false, 40 * time.Second, time.Millisecond, 40 * time.Second},
+		{false, -time.Hour, time.Millisecond, time.Millisecond},
+		{true, -time.Hour, time.Minute, time.Minute},
+	} {
+		if asked.ask(minute); !test.waits {
+			asked.beganWithoutIt()
+		}
+		asked.until = time.Now().Add(test.left)
+		open := asked.unanswered()
+		if len(open) != 1 || open[0].GetReason() != "weights" {
+			t.Fatalf("open are %v", open)
+		}
+		if limit := open[0].GetMaxDuration().AsDuration(); limit < test.least || limit > test.most {
+			t.Errorf("of %v it asked for %v", test, limit)
+		}
+	}
+	asked.ask(nil)
+	if open := asked.unanswered(); len(open) != 2 || open[1] != nil {
+		t.Fatalf("open are %v", open)
+	}
+}
+
 // A context that is over ends a wait with the context's own error; the answer stays under way.
 func TestAContextThatIsOverEndsTheWaitOnly(t *testing.T) {
 	_, session, talk := opened(t)

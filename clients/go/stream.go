@@ -391,8 +391,8 @@ func (s *stream) hello() *interceptionv1.Hello {
 	if s.credits.Calls == 0 {
 		s.send(creditsFrame(s.credits))
 	}
-	for _, question := range s.pauses.asked {
-		s.send(flowFrame(question.pause))
+	for _, pause := range s.pauses.unanswered() {
+		s.send(flowFrame(pause))
 	}
 	largest := int64(MaxMessageBytes)
 	hello := &interceptionv1.Hello{

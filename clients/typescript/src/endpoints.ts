@@ -220,26 +220,30 @@ function readConnection(file: string, found: FoundToken | undefined, tls: Tls | 
  * root that one group may read.
  */
 export function isClosed({ uid, mode }: { readonly uid: number; readonly mode: number }, user: number | undefined): boolean {
-  return uid === user ? (mode & 0o077) === 0 : uid === 0 && (mode & 0o037) === 0;
+  return uid === 0 ? (mode & 0o037) === 0 : uid === user && (mode & 0o077) === 0;
 }
 
 /**
  * Whether the file is there and the stack that wrote it still runs: one that was killed leaves its file behind. A stack of another
- * machine, with which this one shares the directory, counts as running: its process is not seen from here.
+ * machine, with which this one shares the directory, counts as running, since its process is not seen from here, unless it has an
+ * address that leads to this machine here.
  */
 function isLive(file: string): boolean {
-  let pid: unknown;
-  let host: unknown;
+  let said: { readonly pid?: unknown; readonly host?: string; readonly addresses: Record<string, string> };
   try {
-    ({ pid, host } = JSON.parse(readFileSync(file, "utf-8")));
+    said = JSON.parse(readFileSync(file, "utf-8"));
+    if (typeof said.pid === "number" && (said.host ?? hostname()) !== hostname()) {
+      const found = checked(said.addresses, { token: undefined, origin: file }, undefined);
+      return !Object.values(found.addresses).some(isLocal);
+    }
   } catch (error) {
     return (error as NodeJS.ErrnoException).code !== "ENOENT"; // reading it again tells the person what is wrong
   }
-  if (typeof pid !== "number" || (host ?? hostname()) !== hostname()) {
-    return true; // files of earlier versions name no host
+  if (typeof said.pid !== "number") {
+    return true;
   }
   try {
-    kill(pid, 0);
+    kill(said.pid, 0); // also where files of earlier versions name no host
     return true;
   } catch (error) {
     return (error as NodeJS.ErrnoException).code !== "ESRCH";

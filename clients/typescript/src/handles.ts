@@ -71,7 +71,10 @@ export class RolloutHandle {
     return this.info;
   }
 
-  /** Its events with a sequence number greater than `after`, the past ones first, until its end. Taken up again where it breaks. */
+  /**
+   * Its events with a sequence number greater than `after`, the past ones first, until its end; none, at once, where an ended one has
+   * none. Taken up again where it breaks.
+   */
   events({ after = 0, signal }: Abortable & { readonly after?: number } = {}): AsyncGenerator<RolloutEvent, void> {
     const driver = this.#driver;
     const { rolloutId } = this;
@@ -89,7 +92,9 @@ export class RolloutHandle {
           }
         }
       }
-      return false;
+      // The driver itself ended the stream: it sends nothing more where the end is not after `position`.
+      const { rollout } = await service.call((options) => client.getRollout({ rolloutId }, options), { signal, repeatable: true });
+      return rollout?.outcome !== undefined && position >= rollout.lastSequence;
     }, signal, driver.follow);
   }
 

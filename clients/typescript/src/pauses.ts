@@ -12,6 +12,8 @@ import type { Frame } from "./conversations.js";
 import type { PenstockError } from "./errors.js";
 import { duration } from "./wire.js";
 
+/** Milliseconds of a pause that is over and still has to be answered. */
+const LEAST_MS = 1;
 /** Milliseconds of a pause without a duration. */
 export const PAUSE_MS = 600_000;
 
@@ -33,6 +35,8 @@ export class Pauses {
   /** With when it ends, on the clock of `performance`. */
   #wanted: { readonly reason: string; readonly until: number } | undefined;
   readonly #asked: Asked[] = [];
+  /** Whether the newest question is of a pause that began without this gate: nobody waits for its answer. */
+  #hasBegun = false;
   /** Whether the session is paused and this gate does not know it yet: calls that it leases are put back. */
   isUnconfirmed = false;
 
@@ -53,9 +57,17 @@ export class Pauses {
     await this.#ask(undefined);
   }
 
-  /** What was asked and is not answered: each stream asks it again. */
+  /**
+   * What was asked and is not answered: each stream asks it again. A pause that began without this gate is asked for what is left of
+   * it. One that is over is asked too, for a moment: the gate answers in order.
+   */
   get unanswered(): Frame[] {
-    return this.#asked.map(({ wish }) => frameOf(wish));
+    const wishes = this.#asked.map(({ wish }) => wish);
+    if (wishes.length > 0 && this.#hasBegun && this.#wanted !== undefined) {
+      const { reason, until } = this.#wanted;
+      wishes[wishes.length - 1] = { reason, maxDurationMs: Math.max(Math.ceil(until - performance.now()), LEAST_MS) };
+    }
+    return wishes.map(frameOf);
   }
 
   /** A pause of the session, of which so much is left, that this gate gets with its next stream. */
@@ -65,7 +77,11 @@ export class Pauses {
 
   /** Asks a new stream for what is left of the pause: the gate may have forgotten it. A question that is open decides instead. */
   beganStream(): void {
-    if (this.#asked.length > 0 || this.#wanted === undefined) {
+    if (this.#wanted === undefined) {
+      return;
+    }
+    if (this.#asked.length > 0) {
+      this.isUnconfirmed = true; // an older pause may be in force, which this question was to lengthen
       return;
     }
     const left = this.#wanted.until - performance.now();
@@ -81,6 +97,7 @@ export class Pauses {
   beganWithoutIt(): void {
     if (this.#asked.length > 0 && this.#wanted !== undefined) {
       this.isUnconfirmed = true;
+      this.#hasBegun = true;
     }
   }
 
@@ -114,6 +131,7 @@ export class Pauses {
 
   /** Joins whoever asked the same last: only the newest question says what holds in the end. */
   #ask(wish: Wish | undefined): Promise<number> {
+    this.#hasBegun = false;
     const newest = this.#asked.at(-1);
     if (newest !== undefined && same(newest.wish, wish)) {
       return newest.answer.promise;

@@ -170,6 +170,15 @@ async def test_a_machine_that_is_broken_at_the_start_ends_it_with_the_reason(tmp
             pass
 
 
+@pytest.mark.requirement("R125")
+async def test_a_machine_that_is_broken_at_the_start_ends_no_stack_that_has_enough(tmp_path: Path) -> None:
+    """Without `nodes` the block waits for one sandbox service, however many come while a model loads."""
+    stack = Reporting(state_dir=tmp_path / "stack", scratch=tmp_path)
+    stack.failing = ("n1",)
+    async with stack:
+        assert stack._failure is None and stack.members["sandbox"] == {"n0": "n0:7000"}
+
+
 class RayReporting(Reporting, RayStack):
     """A stack on Ray without Ray."""
 

@@ -32,10 +32,18 @@ function unknown(reason: string): ConnectError {
 /** Answers polls by the group's id. */
 function routes(router: ConnectRouter): void {
   router.service(RolloutService, {
-    getRollout: ({ rolloutId }) => ({ rollout: { rolloutId, phase: Phase.RUNNING } }),
+    getRollout: ({ rolloutId }) => ({
+      rollout:
+        rolloutId === "over"
+          ? { rolloutId, phase: Phase.ENDED, outcome: {}, lastSequence: 4n }
+          : { rolloutId, phase: Phase.RUNNING },
+    }),
     // biome-ignore lint/correctness/useYield: a stream that breaks has nothing
-    watchRollout: async function* () {
+    watchRollout: async function* ({ rolloutId }) {
       streams += 1;
+      if (rolloutId === "over") {
+        return;
+      }
       throw streams === 1 ? new ConnectError("gone", Code.Unavailable) : unknown("ROLLOUT_UNKNOWN");
     },
     getGroup: ({ groupId }) => ({ group: { groupId } }),
@@ -93,6 +101,14 @@ it("names a driver that comes back without its state", async () => {
     }
   }, noted);
   assert.deepEqual(reasons, ["HOME_LOST", "GROUP_UNKNOWN", "HOME_LOST"]);
+});
+
+it("gives no events after the last one of an ended rollout, at once", async () => {
+  const rollout = await ps.rollouts.attach("over");
+  for await (const event of rollout.events({ after: 4 })) {
+    assert.fail(`it gave ${event.sequence}`);
+  }
+  assert.equal(streams, 1);
 });
 
 it("ends with the client, though the driver is waited for", async () => {

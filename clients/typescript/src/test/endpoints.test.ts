@@ -68,11 +68,23 @@ describe("where the services are", () => {
   });
 
   it("is what a stack of another machine said, whose process is not seen from here", () => {
-    const content = { pid: 2 ** 22 + 1, addresses: { driver: "127.0.0.1:3" }, token: "filed" };
+    const addresses = { sandbox: "10.0.0.1:1", driver: "10.0.0.1:2", interception: "far.example:3", inference: "" };
+    const content = { pid: 2 ** 22 + 1, addresses, token: "filed", ca: "ca.pem" };
     env["PENSTOCK_CONNECTION"] = file({ ...content, host: "another-node" });
-    assert.deepEqual([resolve().addresses.driver, resolve().token], ["127.0.0.1:3", "filed"]);
+    assert.deepEqual([resolve().addresses.driver, resolve().token], ["10.0.0.1:2", "filed"]);
     env["PENSTOCK_CONNECTION"] = file({ ...content, host: hostname() });
     assert.deepEqual([resolve().addresses.driver, resolve().token], ["127.0.0.1:7702", undefined]);
+  });
+
+  it("is not what a stack of another machine said whose addresses only that machine reaches", () => {
+    // Home directories on NFS: whoever listens at such an address here is a stranger to the token.
+    const far = { sandbox: "10.0.0.1:1", interception: "10.0.0.1:3", inference: "10.0.0.1:4" };
+    for (const driver of ["127.0.0.1:7702", "[::1]:7702", "localhost:7702", "unix:/run/driver", undefined]) {
+      const addresses = { ...far, driver };
+      env["PENSTOCK_CONNECTION"] = file({ pid, host: "another-node", addresses, token: "filed", ca: "ca.pem" });
+      const { addresses: found, token } = resolve();
+      assert.deepEqual([found.sandbox, found.driver, token], ["127.0.0.1:7701", "127.0.0.1:7702", undefined], driver);
+    }
   });
 
   it("names a certificate beside the file that names it", () => {
@@ -81,7 +93,7 @@ describe("where the services are", () => {
   });
 
   it("refuses files that are open, broken or absent", () => {
-    assert.equal(refused({ connectionFile: file({ addresses: {}, token: null }, 0o640) }), "CONNECTION_FILE_OPEN");
+    assert.equal(refused({ connectionFile: file({ addresses: {}, token: null }, 0o644) }), "CONNECTION_FILE_OPEN");
     assert.equal(refused({ connectionFile: file("{") }), "CONNECTION_FILE");
     assert.equal(refused({ connectionFile: file("[]") }), "CONNECTION_FILE");
     assert.equal(refused({ connectionFile: join(folder, "none") }), "CONNECTION_FILE");
@@ -95,7 +107,9 @@ describe("where the services are", () => {
       [0, 1000, 0o460, false],
       [0, 1000, 0o444, false],
       [0, 0, 0o400, true],
-      [0, 0, 0o440, false],
+      [0, 0, 0o440, true],
+      [0, 0, 0o460, false],
+      [0, 0, 0o444, false],
       [1000, 1000, 0o600, true],
       [1000, 1000, 0o440, false],
       [1001, 1000, 0o400, false],

@@ -2,9 +2,11 @@
 
 import assert from "node:assert/strict";
 import { beforeEach, describe, it, mock } from "node:test";
+import type { Duration } from "@bufbuild/protobuf/wkt";
 import type { Frame } from "../conversations.js";
 import { SessionLost } from "../errors.js";
 import { Pauses } from "../pauses.js";
+import { milliseconds } from "../wire.js";
 
 describe("pauses of a session", () => {
   let sent: (string | undefined)[] = [];
@@ -77,6 +79,45 @@ describe("pauses of a session", () => {
       now += 30_000;
       pauses.beganStream();
       assert.deepEqual([left, pauses.isUnconfirmed], [[90, 30], false]);
+    } finally {
+      mock.restoreAll();
+    }
+  });
+
+  it("that are to last longer put back what a gate leases that has forgotten them", async () => {
+    const pausing = pauses.pause("push", 120_000);
+    pauses.paused(0);
+    await pausing;
+    const longer = pauses.pause("push", 240_000);
+    assert.deepEqual([unanswered(), askedAnew(), pauses.isUnconfirmed], [["pause"], [], true]);
+    pauses.paused(3);
+    assert.deepEqual([await longer, pauses.isUnconfirmed], [3, false]);
+    const resuming = pauses.resume();
+    assert.deepEqual([askedAnew(), pauses.isUnconfirmed], [[], false]);
+    pauses.resumed();
+    await resuming;
+  });
+
+  it("that began without a gate last there for what is left of them, and whole for whoever waits for it", async () => {
+    let now = 1000;
+    mock.method(performance, "now", () => now);
+    try {
+      const left = () =>
+        pauses.unanswered.map((frame) => {
+          assert.equal(frame.case, "pause");
+          return milliseconds(frame.value.maxDuration as Duration);
+        });
+      const asked = [pauses.pause("weights", 60_000)];
+      pauses.beganWithoutIt();
+      now += 20_000;
+      assert.deepEqual(left(), [40_000]);
+      now += 300_000;
+      assert.deepEqual(left(), [1]); // it still has to answer
+      asked.push(pauses.pause("weights", 60_000));
+      now += 300_000;
+      assert.deepEqual(left(), [60_000]);
+      pauses.paused(2);
+      assert.deepEqual(await Promise.all(asked), [2, 2]);
     } finally {
       mock.restoreAll();
     }

@@ -10,6 +10,7 @@ import pytest
 
 from penstock.client import ConfigurationError, Endpoints, Penstock, Tls, connect
 from penstock.client.transport.endpoints import (
+    DEFAULT_PORTS,
     connection_file,
     of_state_dir,
     read_connection,
@@ -68,7 +69,10 @@ def test_the_file_of_a_stack_that_is_gone_is_not_believed() -> None:
 def test_a_connection_file_of_another_machine_is_believed() -> None:
     """Nodes of a job share the file's directory: a process's number says nothing on the others."""
     gone = 2**22 + 1
-    write_connection(connection_file(), Endpoints(token="file"), pid=gone)
+    addresses = {service: f"10.0.0.1:{port}" for service, port in DEFAULT_PORTS.items() if service != "inference"}
+    tls = Tls(Path("ca.pem"))
+    written = Endpoints(**addresses, inference="", token="file", tls=tls, discover=True)
+    write_connection(connection_file(), written, pid=gone)
     content = orjson.loads(connection_file().read_bytes())
     assert content["host"] == os.uname().nodename
     connection_file().write_bytes(orjson.dumps({**content, "host": "another-node"}))
@@ -80,6 +84,32 @@ def test_a_connection_file_of_another_machine_is_believed() -> None:
     assert resolve().token is None and of_state_dir(connection_file().parent) is None
     write_connection(connection_file(), Endpoints(token="file"), pid=None)
     assert "host" not in orjson.loads(connection_file().read_bytes())
+
+
+@pytest.mark.requirement("R11", "R125")
+@pytest.mark.parametrize("local", ["127.0.0.1:7703", "[::1]:7703", "localhost:7703", "unix:/run/gate", None])
+def test_a_connection_file_with_addresses_that_only_another_machine_reaches_is_void(local: str | None) -> None:
+    """Home directories on NFS: whoever listens at that address here is a stranger to the token."""
+    addresses = {service: f"10.0.0.1:{port}" for service, port in DEFAULT_PORTS.items()}
+    written = Endpoints(**addresses, token="file", tls=Tls(Path("ca.pem")), discover=True)
+    write_connection(connection_file(), written, pid=os.getpid())
+    content = {**orjson.loads(connection_file().read_bytes()), "host": "another-node"}
+    del content["addresses"]["interception"]  # absent = the default, on loopback
+    if local is not None:
+        content["addresses"]["interception"] = local
+    connection_file().write_bytes(orjson.dumps(content))
+    assert resolve().token is None and of_state_dir(connection_file().parent) is None
+    assert "another machine" in resolve().token_advice
+
+
+@pytest.mark.requirement("R125")
+def test_a_connection_file_of_another_machine_that_is_malformed_is_refused() -> None:
+    """It may have been meant for this machine."""
+    write_connection(connection_file(), Endpoints(token="file"), pid=os.getpid())
+    content = orjson.loads(connection_file().read_bytes())
+    connection_file().write_bytes(orjson.dumps({**content, "host": "another-node", "addresses": "10.0.0.1"}))
+    with pytest.raises(ConfigurationError):
+        resolve()
 
 
 @pytest.mark.requirement("R1")
@@ -103,7 +133,9 @@ def test_the_connection_file_is_readable_by_its_owner_only_and_refused_otherwise
         (0, 1000, 0o460, False),
         (0, 1000, 0o444, False),
         (0, 0, 0o400, True),
-        (0, 0, 0o440, False),
+        (0, 0, 0o440, True),
+        (0, 0, 0o460, False),
+        (0, 0, 0o444, False),
         (1000, 1000, 0o600, True),
         (1000, 1000, 0o440, False),
         (1001, 1000, 0o400, False),

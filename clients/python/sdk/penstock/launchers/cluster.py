@@ -285,12 +285,13 @@ class ClusterStack(LocalStack):
     def lost_for_good(self, name: str, service: ServiceName, failure: StackFailed) -> None:
         """Handles that a service of another machine has failed for good.
 
-        The stack ends if no other of its kind is left, or if it has not started yet and waits for this one.
+        The stack ends if no other of its kind is left, or if it has not started yet and too few of its kind are ready.
         """
         if (service, name) in self._given_up or self._stopping or self._failure is not None:
             return
         self._given_up.add((service, name))
-        if (self._started or (service, name) in self._were_ready) and self.members[service].keys() - {name}:
+        needed = 1 if self._started else (self._counts | {"sandbox": self.nodes or 1})[service]
+        if len(self.members[service].keys() - {name}) >= needed:
             _log.error("%s", failure)
             self.left(name, service)
         else:

@@ -17,6 +17,8 @@ from penstock.client.errors import PenstockError
 from penstock.client.wire.chat import duration
 from penstock.interception.v1 import intercept_service_pb2 as pb
 
+_LEAST_S: Final = 0.001
+"""Seconds of a pause that is over and still has to be answered."""
 PAUSE_S: Final = 600.0
 """Seconds of a pause without a duration."""
 
@@ -42,6 +44,8 @@ class Pauses:
         self._send = send
         self._wanted: _Pause | None = None
         self._asked: deque[_Asked] = deque()
+        self._has_begun = False
+        """Whether the newest request is of a pause that began without this gate: nobody waits for its answer."""
         self.is_unconfirmed = False
         """Whether the session is paused and this gate does not know it yet: calls that it leases are put back."""
 
@@ -57,8 +61,16 @@ class Pauses:
         return self._answer(pb.InterceptRequest(resume=pb.ResumeCalls()))
 
     def unanswered(self) -> Iterator[pb.InterceptRequest]:
-        """Yields the open requests: each new stream sends them again."""
-        yield from (asked.frame for asked in self._asked)
+        """Yields the open requests: each new stream sends them again.
+
+        A pause that began without this gate is requested for what is left of it. One that is over is requested too,
+        for a moment, since the gate answers requests in order.
+        """
+        frames = [asked.frame for asked in self._asked]
+        if frames and self._has_begun and self._wanted is not None:
+            left = self._wanted.until - asyncio.get_running_loop().time()
+            frames[-1] = _frame(self._wanted.reason, max(left, _LEAST_S))
+        yield from frames
 
     def adopt(self, reason: str, left: float) -> None:
         """A pause of the session, with `left` seconds left of it, that this gate gets with its next stream."""
@@ -68,7 +80,10 @@ class Pauses:
         """Requests the current pause again for what is left of it, unless an open request decides: the gate may have
         forgotten it.
         """
-        if self._asked or self._wanted is None:
+        if self._wanted is None:
+            return
+        if self._asked:
+            self.is_unconfirmed = True  # an older pause may be in force, which this request was to lengthen
             return
         left = self._wanted.until - asyncio.get_running_loop().time()
         self.is_unconfirmed = left > 0
@@ -80,7 +95,7 @@ class Pauses:
     def began_without_it(self) -> None:
         """The session's pause has begun, and did not wait for this gate, which could not be reached."""
         if self._asked and self._wanted is not None:
-            self.is_unconfirmed = True
+            self._has_begun = self.is_unconfirmed = True
 
     def paused(self, open_calls: int) -> None:
         """The gate reports a pause in force."""
@@ -101,6 +116,7 @@ class Pauses:
 
     def _answer(self, frame: pb.InterceptRequest) -> asyncio.Future[int]:
         """Joins an identical newest request: only the newest one decides the final state."""
+        self._has_begun = False
         if not self._asked or self._asked[-1].frame != frame:
             self._asked.append(_Asked(frame, asyncio.get_running_loop().create_future()))
             self._send(frame)

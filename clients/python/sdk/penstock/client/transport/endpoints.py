@@ -107,7 +107,9 @@ class Endpoints:
         """Advice for the case that the services refuse the token, or there is none."""
         file = connection_file()
         if self.token is None:
-            state = "is from services that have ended" if file.exists() else "does not exist"
+            state = "does not exist"
+            if file.exists():
+                state = "is from services that have ended, or that only another machine reaches"
             return (
                 "No token was sent: set PENSTOCK_TOKEN to one of theirs, PENSTOCK_TOKEN_FILE to a file with it, or"
                 " PENSTOCK_CONNECTION to a connection file; or, for services of `penstock up --state-dir DIR`, give the"
@@ -222,7 +224,8 @@ def write_connection(file: Path, endpoints: Endpoints, *, pid: int | None) -> No
     Args:
         file: its path; its directory is created.
         endpoints: its content. A CA's relative path is relative to the file; a client's certificate is not written.
-        pid: of the process of this machine whose end makes the file void; None = it is valid until removed.
+        pid: of the process of this machine whose end makes the file void; None = it is valid until removed. With a pid
+            and an address on loopback, the file is void on other machines.
     """
     content: dict[str, object] = {
         "version": 1,
@@ -288,9 +291,9 @@ def _is_closed(info: os.stat_result) -> bool:
 
     Cluster managers mount a secret as a file of root that one group may read.
     """
-    if info.st_uid == os.getuid():
-        return not info.st_mode & 0o077
-    return info.st_uid == 0 and not info.st_mode & 0o037
+    if info.st_uid == 0:
+        return not info.st_mode & 0o037
+    return info.st_uid == os.getuid() and not info.st_mode & 0o077
 
 
 def _addresses(target: str | Mapping[str, str]) -> dict[ServiceName, str]:
@@ -379,18 +382,20 @@ def _check_token(token: str, origin: str) -> None:
 def _is_live(file: Path) -> bool:
     """Whether the file exists and the stack that wrote it still runs: a killed one leaves its file behind.
 
-    A stack of another machine, with which this one shares the directory, counts as running: its process is not seen
-    from here. Files of earlier versions do not name the machine.
+    A stack of another machine, with which this one shares the directory, counts as running, since its process is not
+    seen from here, unless it has an address that leads to this machine here. Files of earlier versions do not name the
+    machine.
     """
     try:
         content = orjson.loads(file.read_bytes())
         pid, host = content["pid"], content.get("host")
+        if host not in (None, os.uname().nodename):
+            found = Endpoints(**_addresses(content["addresses"]), tls=None, discover=False)
+            return not any(is_local(found.address(service)) for service in SERVICES)
     except FileNotFoundError:
         return False
-    except (OSError, orjson.JSONDecodeError, KeyError, TypeError):
+    except (OSError, orjson.JSONDecodeError, ConfigurationError, KeyError, TypeError, AttributeError):
         return True  # reading it again gives the user the error
-    if host not in (None, os.uname().nodename):
-        return True
     try:
         os.kill(int(pid), 0)
     except ProcessLookupError:

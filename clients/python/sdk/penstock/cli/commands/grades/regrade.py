@@ -16,7 +16,7 @@ from penstock.cli.commands.grades.chosen import Chosen, chosen
 from penstock.cli.connections.options import AsJson, FilesFrom, StateDir
 from penstock.cli.connections.service_selection import services
 from penstock.cli.terminal.console import FAILED, OK, clean, counted, emit, err, out, read, run
-from penstock.client import Penstock, Regraded, Verifier
+from penstock.client import Penstock, PenstockError, Regraded, Verifier
 from penstock.tasks.verifiers import load_verifiers
 
 
@@ -49,9 +49,9 @@ def regrade(
             if which is None:
                 return FAILED
             began = monotonic()
-            found = await _all(ps, given, name, concurrency, which, emit if as_json else None)
+            found, broken = await _all(ps, given, name, concurrency, which, emit if as_json else None)
             seconds = monotonic() - began
-        if isinstance(given, Mapping) and not found:
+        if isinstance(given, Mapping) and not found and broken is None:
             tasks = ", ".join(sorted(given)[:8])
             err.print(escape(clean(f"no rollout of {run_id} is of a task of {verifier}: {tasks}")), soft_wrap=True)
         failed = Counter(one.error.reason for one in found if one.error is not None)
@@ -60,6 +60,8 @@ def regrade(
             emit({"run": run_id, "graded": graded, "errors": dict(failed), "seconds": round(seconds, 3)})
         else:
             _print(found, failed, seconds)
+        if broken is not None:
+            raise broken
         return OK if found and not failed else FAILED
 
     run(work())
@@ -72,19 +74,24 @@ async def _all(
     concurrency: int,
     which: Chosen,
     each: Callable[[object], None] | None,
-) -> list[Regraded]:
+) -> tuple[list[Regraded], PenstockError | None]:
+    """Regrades all; returns what was done, and the error that ended it early, such as that of a driver that is away."""
+    broken: PenstockError | None = None
     found: list[Regraded] = []
     look = (TextColumn("regrading"), BarColumn(), MofNCompleteColumn())
     with Progress(*look, console=err, transient=True) as progress:
         bar = progress.add_task("", total=which.ended)
         grading = ps.rollouts.regrade_all(given, name=name, concurrency=concurrency, **which.where)
         async with aclosing(grading):
-            async for one in grading:
-                found.append(one)
-                if each is not None:
-                    each(_row(one))
-                progress.advance(bar)
-    return found
+            try:
+                async for one in grading:
+                    found.append(one)
+                    if each is not None:
+                        each(_row(one))
+                    progress.advance(bar)
+            except PenstockError as error:
+                broken = error
+    return found, broken
 
 
 def _row(one: Regraded) -> dict[str, Any]:
