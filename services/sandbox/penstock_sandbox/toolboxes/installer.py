@@ -27,8 +27,9 @@ from penstock.values.locks import NpmLock
 from penstock_chassis.aio.retry import Delays, Pause, retry
 from penstock_chassis.aio.tasks import TaskOwner
 from penstock_chassis.errors import FailedPrecondition, Unavailable
+from penstock_sandbox.domain.free_space import Watermark
 from penstock_sandbox.domain.model import PythonTarget
-from penstock_sandbox.toolboxes import npm_settings, pip_settings, python_packages, runtimes
+from penstock_sandbox.toolboxes import moving, npm_settings, pip_settings, python_packages, runtimes
 from penstock_sandbox.toolboxes.python_packages import Verdict
 from penstock_sandbox.toolboxes.turns import Turn
 
@@ -224,9 +225,9 @@ class Installer:
         numbers = count(1)
 
         async def once() -> None:
-            async with turn():
+            async with turn() as space:
                 report(f"{work.name} install {work.what} (attempt {next(numbers)} of {_ATTEMPTS})")
-                status, lines = await self._attempt(work, target, report)
+                status, lines = await self._attempt(work, target, report, space)
             if status != 0:
                 raise _InstallFailed(work, status, work.verdict(lines))
 
@@ -243,10 +244,12 @@ class Installer:
             report(str(failed))
             raise Unavailable(failed.advice, reason="INSTALL_FAILED", metadata=failed.metadata) from None
 
-    async def _attempt(self, work: _Work, target: Path, report: Callable[[str], None]) -> tuple[int, list[str]]:
+    async def _attempt(
+        self, work: _Work, target: Path, report: Callable[[str], None], space: Watermark | None
+    ) -> tuple[int, list[str]]:
         # In the system's temporary directory: the installer's user may not be able to enter the target's parents.
-        with tempfile.TemporaryDirectory(prefix=f"penstock-{work.name}-", ignore_cleanup_errors=True) as name:
-            home = Path(name)
+        home = Path(tempfile.mkdtemp(prefix=f"penstock-{work.name}-"))
+        try:
             prefix = home / "prefix"
             prefix.mkdir()
             argv, environment = await work.ready(home, prefix)
@@ -272,9 +275,10 @@ class Installer:
                 await asyncio.to_thread(process.wait)
             if code == 0:
                 await asyncio.to_thread(take_over, prefix)
-                # To its end also where this is cancelled: the caller then removes the target.
-                await TaskOwner().finish(asyncio.to_thread(shutil.move, prefix / work.folder, target))
+                await moving.move(prefix / work.folder, target / work.folder, space)
             return code, lines
+        finally:
+            await TaskOwner().finish(asyncio.to_thread(shutil.rmtree, home, ignore_errors=True))
 
 
 def _npm() -> list[str]:

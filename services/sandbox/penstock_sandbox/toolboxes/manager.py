@@ -31,6 +31,7 @@ import structlog
 
 from penstock.values.locks import LockProblem, debian_lock, npm_lock
 from penstock_chassis.aio.shared_work import SharedWork
+from penstock_chassis.aio.tasks import TaskOwner
 from penstock_chassis.auth import DEFAULT_NAMESPACE
 from penstock_chassis.errors import FailedPrecondition, NotFound, Violation
 from penstock_chassis.validation import invalid
@@ -229,8 +230,8 @@ class Toolboxes:
             )
             partial.rename(self._folder / toolbox_id)
         except BaseException:
-            if partial.exists():
-                layers.remove(partial)
+            # It may have a hundred thousand files, and the service has other work.
+            await TaskOwner().finish(asyncio.to_thread(layers.remove, partial))
             raise
         toolbox = Toolbox(toolbox_id, spec.name, _mount_path(spec), size, created_at)
         kept = replace(spec, npm_packages=(), files=(), python_packages=(), npm_lock="", debian_lock="")

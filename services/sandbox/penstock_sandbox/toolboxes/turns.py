@@ -18,8 +18,8 @@ AT_ONCE: Final = 4
 """Attempts: each is a process of pip or npm, of hundreds of megabytes, for up to a quarter of an hour."""
 _AT_ONCE_EACH: Final = 3
 
-Turn: TypeAlias = Callable[[], AbstractAsyncContextManager[None]]
-"""Makes the context of one attempt, which waits until it may begin."""
+Turn: TypeAlias = Callable[[], AbstractAsyncContextManager[Watermark | None]]
+"""Makes the context of one attempt, which waits until it may begin, and gives the free space that it leaves."""
 
 
 class Turns:
@@ -37,13 +37,13 @@ class Turns:
         return partial(self._turn, namespace, report)
 
     @asynccontextmanager
-    async def _turn(self, namespace: str, report: Callable[[str], None]) -> AsyncIterator[None]:
+    async def _turn(self, namespace: str, report: Callable[[str], None]) -> AsyncIterator[Watermark]:
         if not self._queue.room(namespace):
             report("other toolboxes are being installed: this one waits for its turn")
         await self._queue.take(namespace)
         try:
             self._space.check()
             async with self._space.kept():
-                yield
+                yield self._space
         finally:
             self._queue.give_back(namespace)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -13,6 +15,7 @@ from tests.support.waiting import eventually
 
 from penstock_chassis.auth import DEFAULT_NAMESPACE
 from penstock_chassis.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted, Unavailable
+from penstock_sandbox.backends.host import layers
 from penstock_sandbox.domain.free_space import Free, Watermark
 from penstock_sandbox.domain.model import Runtime, RuntimeKind, Toolbox, ToolboxFile, ToolboxSpec
 from penstock_sandbox.toolboxes.installer import Installer
@@ -470,6 +473,56 @@ async def test_an_installation_is_refused_or_stopped_when_the_disk_is_low(tmp_pa
     looks.clear()
     installer.go_on.release()
     await install(toolboxes, PACKAGES)
+
+
+@pytest.mark.requirement("R95")
+async def test_packages_from_another_disk_are_copied_only_where_they_leave_the_minimum(
+    npm: Npm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The installer's own disk is not the one that is watched."""
+    rename = os.rename
+
+    def across(source: str | Path, target: str | Path) -> None:
+        if Path(source).name == "node_modules":
+            raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", across)
+    npm(failures=0)
+    free = 105
+    space = Watermark(tmp_path, 100, free=lambda _: Free(free, None))
+    uid = 61235 if os.geteuid() == 0 else None
+    toolboxes = Toolboxes(tmp_path / "toolboxes", Installer(uid), space=space)
+    toolboxes.open()
+    with pytest.raises(ResourceExhausted, match="beside the 9 that this takes") as refused:
+        await install(toolboxes, PACKAGES)
+    assert refused.value.reason == "DISK_LOW" and not any((tmp_path / "toolboxes").iterdir())
+    free = 109
+    _, box = await install(toolboxes, PACKAGES)
+    tool = toolboxes.mounted(box.id).source / "node_modules/.bin/tool"
+    assert (tool.read_text(), tool.stat().st_mode & 0o777) == ("echo ran\n", 0o755)
+
+
+@pytest.mark.requirement("R67", "R95")
+async def test_what_a_failed_installation_leaves_is_removed_beside_other_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[threading.Thread] = []
+    remove = layers.remove
+
+    def removed(folder: Path) -> None:
+        threads.append(threading.current_thread())
+        remove(folder)
+
+    monkeypatch.setattr(layers, "remove", removed)
+    installer = Held()
+    toolboxes = Toolboxes(tmp_path / "toolboxes", installer)
+    toolboxes.open()
+    installer.go_on.release()
+    with pytest.raises(Unavailable):
+        await install(toolboxes, ToolboxSpec("agent", npm_packages=("bad@1.0.0",)))
+    assert len(threads) == 1 and threads[0] is not threading.main_thread()
+    assert not any((tmp_path / "toolboxes").iterdir())
 
 
 @pytest.mark.requirement("R95", "R151")
