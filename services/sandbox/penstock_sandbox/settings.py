@@ -182,8 +182,8 @@ class SandboxSettings(ServiceSettings):
     min_free_bytes: int = Field(
         1024**3,
         ge=0,
-        description="bytes that must be free on the disk of the state directory to create a sandbox; below half of "
-        "it, local sandboxes are ended, the largest first",
+        description="bytes that must be free on the disk of the state directory to create a sandbox, pull an image "
+        "(`local`) or install a toolbox; below half of it, local sandboxes are ended, the largest first",
     )
     min_free_inodes: int = Field(
         10_000,

@@ -196,11 +196,13 @@ class Processes:
                 process.feeding = asyncio.create_task(_feed(process, stdin))
             await process.ended.wait()
         except BaseException:
-            if process.callers == 1:
-                await asyncio.shield(asyncio.ensure_future(_kill_begun(process)))
-            raise
-        finally:
             process.callers -= 1
+            if process.callers == 0:
+                await asyncio.shield(asyncio.ensure_future(_kill_begun(process, unless_joined=True)))
+            raise
+        else:
+            process.callers -= 1
+        finally:
             if process.callers == 0 or process.exit is not None:
                 await process.stop_feeding()
         assert process.exit is not None
@@ -273,10 +275,13 @@ def _digest(stdin: bytes | None, files: Sequence[SeedFile]) -> bytes | None:
     return hashlib.sha256(repr(parts).encode()).digest()
 
 
-async def _kill_begun(process: RunningProcess) -> None:
-    """Kills a process, unless its start fails: nothing is left of it then, and its error is its own caller's."""
+async def _kill_begun(process: RunningProcess, *, unless_joined: bool = False) -> None:
+    """Kills a process, unless its start fails: nothing is left of it then, and its error is its own caller's.
+
+    ``unless_joined``: nor if, once it has started, a caller waits for its end.
+    """
     await asyncio.wait([process.started])
-    if process.started.exception() is None:
+    if process.started.exception() is None and not (unless_joined and process.callers):
         await process.kill()
 
 

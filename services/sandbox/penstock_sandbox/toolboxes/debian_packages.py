@@ -19,6 +19,7 @@ import math
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final
 
@@ -33,6 +34,7 @@ from penstock_sandbox.backends.images.store import ENTRY_BYTES, entries_within, 
 from penstock_sandbox.egress import no_answer
 from penstock_sandbox.toolboxes import debian_tree
 from penstock_sandbox.toolboxes.installer import take_over
+from penstock_sandbox.toolboxes.turns import Turn
 
 if TYPE_CHECKING:
     import aiohttp
@@ -95,10 +97,16 @@ class DebianPackages:
         self._uid = uid
         self._pause = pause
 
-    async def install(self, packages: Sequence[DebianPackage], target: Path, report: Callable[[str], None]) -> None:
-        """Unpacks ``packages`` into ``target``/debian.
+    async def install(
+        self,
+        packages: Sequence[DebianPackage],
+        target: Path,
+        report: Callable[[str], None],
+        turn: Turn = nullcontext,
+    ) -> None:
+        """Unpacks ``packages`` into ``target``/debian, in a ``turn``.
 
-        Raises FailedPrecondition (CAPABILITY_MISSING), Unavailable (INSTALL_FAILED).
+        Raises FailedPrecondition (CAPABILITY_MISSING), Unavailable (INSTALL_FAILED), and what turns raise.
         """
         if not self._mirrors:
             raise FailedPrecondition(
@@ -111,7 +119,8 @@ class DebianPackages:
         packages = ordered(packages)
         try:
             try:
-                await self._install(packages, target, report)
+                async with turn():
+                    await self._install(packages, target, report)
             except (OSError, ValueError, RecursionError) as error:
                 if isinstance(error, OSError) and error.errno in DISK_REFUSED:
                     raise

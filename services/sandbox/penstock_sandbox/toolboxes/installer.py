@@ -3,7 +3,7 @@
 Invariants: an installer gets the settings that it has for the service's user (npm_settings.py, pip_settings.py) and
 none of the service's own variables; no package's code runs, and npm starts no other program; under root the installer
 runs as an ordinary user that owns only its own directory, and root owns the result afterwards. Each failure is
-reported; a transient one is retried with a growing pause, a permanent one is not (R56).
+reported; a transient one is retried with a growing pause, a permanent one is not (R56). Each attempt has its own turn.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -26,9 +27,11 @@ from penstock.values.locks import NpmLock
 from penstock_chassis.aio.retry import Delays, Pause, retry
 from penstock_chassis.aio.tasks import TaskOwner
 from penstock_chassis.errors import FailedPrecondition, Unavailable
+from penstock_sandbox.domain.free_space import Watermark
 from penstock_sandbox.domain.model import PythonTarget
-from penstock_sandbox.toolboxes import npm_settings, pip_settings, python_packages, runtimes
+from penstock_sandbox.toolboxes import moving, npm_settings, pip_settings, python_packages, runtimes
 from penstock_sandbox.toolboxes.python_packages import Verdict
+from penstock_sandbox.toolboxes.turns import Turn
 
 _ATTEMPTS = 4
 _DELAYS = Delays(1.0, 4.0)
@@ -122,18 +125,25 @@ class Installer:
         self._uid = uid
         self._pause = pause
 
-    async def npm(self, packages: Sequence[str], target: Path, report: Callable[[str], None]) -> None:
-        """Installs ``packages`` under ``target``/node_modules. Raises Unavailable (INSTALL_FAILED)."""
+    async def npm(
+        self, packages: Sequence[str], target: Path, report: Callable[[str], None], turn: Turn = nullcontext
+    ) -> None:
+        """Installs ``packages`` under ``target``/node_modules, each attempt in a ``turn``.
+
+        Raises Unavailable (INSTALL_FAILED), and what turns raise.
+        """
         command = _npm()
 
         async def ready(home: Path, prefix: Path) -> tuple[Sequence[str], Mapping[str, str]]:
             return [*command, *_npm_arguments(prefix, packages)], await npm_settings.environment(command, home)
 
         await self._attempts(
-            _Work("npm", " ".join(packages), ready, "node_modules", _npm_verdict, self._uid), target, report
+            _Work("npm", " ".join(packages), ready, "node_modules", _npm_verdict, self._uid), target, report, turn
         )
 
-    async def npm_locked(self, lock: NpmLock, target: Path, report: Callable[[str], None]) -> None:
+    async def npm_locked(
+        self, lock: NpmLock, target: Path, report: Callable[[str], None], turn: Turn = nullcontext
+    ) -> None:
         """Installs exactly the packages of ``lock`` under ``target``/node_modules. Raises as `npm`."""
         command = _npm()
         if lock.with_scripts:
@@ -146,10 +156,15 @@ class Installer:
             return argv, await npm_settings.environment(command, home)
 
         what = f"of {lock.packages} locked packages"
-        await self._attempts(_Work("npm", what, ready, "node_modules", _npm_verdict, self._uid), target, report)
+        await self._attempts(_Work("npm", what, ready, "node_modules", _npm_verdict, self._uid), target, report, turn)
 
     async def python_for(
-        self, packages: Sequence[str], sandboxes: PythonTarget, target: Path, report: Callable[[str], None]
+        self,
+        packages: Sequence[str],
+        sandboxes: PythonTarget,
+        target: Path,
+        report: Callable[[str], None],
+        turn: Turn = nullcontext,
     ) -> None:
         """Installs ``packages``, lines as in `python`, under ``target``/python, for the Python of ``sandboxes``.
 
@@ -157,17 +172,23 @@ class Installer:
         """
         executable = Path(sys.executable)
         options = python_packages.for_target(sandboxes)
-        await self._pip(packages, executable, options, f"Python {sandboxes.version} of sandboxes", target, report)
+        whose = f"Python {sandboxes.version} of sandboxes"
+        await self._pip(packages, executable, options, whose, target, report, turn)
         await asyncio.to_thread(python_packages.write_plain_programs, target)
 
     async def python(
-        self, packages: Sequence[str], runtime: runtimes.FoundRuntime, target: Path, report: Callable[[str], None]
+        self,
+        packages: Sequence[str],
+        runtime: runtimes.FoundRuntime,
+        target: Path,
+        report: Callable[[str], None],
+        turn: Turn = nullcontext,
     ) -> None:
         """Installs ``packages``, lines of a requirements file with hashes, under ``target``/python, for ``runtime``.
 
-        Raises FailedPrecondition (RUNTIME_MISSING), Unavailable (INSTALL_FAILED).
+        Raises FailedPrecondition (RUNTIME_MISSING), Unavailable (INSTALL_FAILED), and what turns raise.
         """
-        await self._pip(packages, runtime.executable, (), f"Python {runtime.version}", target, report)
+        await self._pip(packages, runtime.executable, (), f"Python {runtime.version}", target, report, turn)
         await asyncio.to_thread(python_packages.write_programs, target, runtimes.minor_of(runtime.version))
 
     async def _pip(
@@ -178,6 +199,7 @@ class Installer:
         whose: str,
         target: Path,
         report: Callable[[str], None],
+        turn: Turn,
     ) -> None:
         pip = python_packages.pip()
         if pip is None:
@@ -197,14 +219,15 @@ class Installer:
 
         what = f"of {len(packages)} packages for {whose}"
         work = _Work("pip", what, ready, python_packages.FOLDER, python_packages.verdict, uid)
-        await self._attempts(work, target, report)
+        await self._attempts(work, target, report, turn)
 
-    async def _attempts(self, work: _Work, target: Path, report: Callable[[str], None]) -> None:
+    async def _attempts(self, work: _Work, target: Path, report: Callable[[str], None], turn: Turn) -> None:
         numbers = count(1)
 
         async def once() -> None:
-            report(f"{work.name} install {work.what} (attempt {next(numbers)} of {_ATTEMPTS})")
-            status, lines = await self._attempt(work, target, report)
+            async with turn() as space:
+                report(f"{work.name} install {work.what} (attempt {next(numbers)} of {_ATTEMPTS})")
+                status, lines = await self._attempt(work, target, report, space)
             if status != 0:
                 raise _InstallFailed(work, status, work.verdict(lines))
 
@@ -221,10 +244,12 @@ class Installer:
             report(str(failed))
             raise Unavailable(failed.advice, reason="INSTALL_FAILED", metadata=failed.metadata) from None
 
-    async def _attempt(self, work: _Work, target: Path, report: Callable[[str], None]) -> tuple[int, list[str]]:
+    async def _attempt(
+        self, work: _Work, target: Path, report: Callable[[str], None], space: Watermark | None
+    ) -> tuple[int, list[str]]:
         # In the system's temporary directory: the installer's user may not be able to enter the target's parents.
-        with tempfile.TemporaryDirectory(prefix=f"penstock-{work.name}-", ignore_cleanup_errors=True) as name:
-            home = Path(name)
+        home = Path(tempfile.mkdtemp(prefix=f"penstock-{work.name}-"))
+        try:
             prefix = home / "prefix"
             prefix.mkdir()
             argv, environment = await work.ready(home, prefix)
@@ -250,9 +275,10 @@ class Installer:
                 await asyncio.to_thread(process.wait)
             if code == 0:
                 await asyncio.to_thread(take_over, prefix)
-                # To its end also where this is cancelled: the caller then removes the target.
-                await TaskOwner().finish(asyncio.to_thread(shutil.move, prefix / work.folder, target))
+                await moving.move(prefix / work.folder, target / work.folder, space)
             return code, lines
+        finally:
+            await TaskOwner().finish(asyncio.to_thread(shutil.rmtree, home, ignore_errors=True))
 
 
 def _npm() -> list[str]:

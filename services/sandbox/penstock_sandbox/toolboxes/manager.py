@@ -10,7 +10,7 @@ Invariants
   Install scripts never run. When the service is root the installer is not.
 - A toolbox in use is not removed. Above ``max_bytes``, and while the disk is low, the least recently used of the others
   are. While the disk is low nothing is installed: an installation that makes it so is stopped, and nothing of it stays.
-- Few installations run at once; the others wait, in the order in which they came.
+- Few installations run at once; the others wait for their turns (turns.py).
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ import structlog
 
 from penstock.values.locks import LockProblem, debian_lock, npm_lock
 from penstock_chassis.aio.shared_work import SharedWork
+from penstock_chassis.aio.tasks import TaskOwner
 from penstock_chassis.auth import DEFAULT_NAMESPACE
 from penstock_chassis.errors import FailedPrecondition, NotFound, Violation
 from penstock_chassis.validation import invalid
@@ -42,6 +43,7 @@ from penstock_sandbox.domain.model import PythonTarget, Runtime, RuntimeKind, To
 from penstock_sandbox.toolboxes import debian_packages, own_files, python_packages, runtimes
 from penstock_sandbox.toolboxes.debian_packages import DebianPackages
 from penstock_sandbox.toolboxes.installer import Installer
+from penstock_sandbox.toolboxes.turns import Turn, Turns
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 _PACKAGE = re.compile(r"(@[a-z0-9][a-z0-9._-]*/)?[a-z0-9][a-z0-9._-]*@[0-9][A-Za-z0-9.+-]*")
@@ -51,8 +53,6 @@ _PLATFORM = re.compile(r"(manylinux|musllinux)_[0-9]{1,3}_[0-9]{1,3}_[a-z0-9_]{1
 _LAST_USED = 16
 """Toolboxes that are never evicted: a sandbox that is about to be created may name them."""
 _META = "toolbox.json"
-_AT_ONCE = 4
-"""Installations: each is a process of pip or npm, of hundreds of megabytes, for up to an hour."""
 
 _log = structlog.get_logger(__name__)
 
@@ -97,7 +97,7 @@ class Toolboxes:
         self._debian = debian or DebianPackages((), 0)
         self._max_bytes = max_bytes
         self._space = space or Watermark(folder)
-        self._turns = asyncio.Semaphore(_AT_ONCE)
+        self._turns = Turns(self._space)
         self._working: dict[str, SharedWork[str, Toolbox]] = {}
         self._known: dict[str, _Installed] = {}
         self._users: Counter[tuple[str, str]] = Counter()
@@ -205,7 +205,7 @@ class Toolboxes:
             for folder in (partial, content):
                 folder.chmod(0o755)
             if spec.npm_packages or spec.npm_lock or spec.python_packages or spec.debian_lock:
-                await self._add_packages(spec, found, content, report)
+                await self._add_packages(spec, found, content, report, self._turns.of(namespace, report))
             own_files.put(content, spec.files)
             size = layers.size(content)
             created_at = time.time()
@@ -230,8 +230,8 @@ class Toolboxes:
             )
             partial.rename(self._folder / toolbox_id)
         except BaseException:
-            if partial.exists():
-                layers.remove(partial)
+            # It may have a hundred thousand files, and the service has other work.
+            await TaskOwner().finish(asyncio.to_thread(layers.remove, partial))
             raise
         toolbox = Toolbox(toolbox_id, spec.name, _mount_path(spec), size, created_at)
         kept = replace(spec, npm_packages=(), files=(), python_packages=(), npm_lock="", debian_lock="")
@@ -242,24 +242,24 @@ class Toolboxes:
         return toolbox
 
     async def _add_packages(
-        self, spec: ToolboxSpec, found: Sequence[runtimes.FoundRuntime], content: Path, report: Callable[[str], None]
+        self,
+        spec: ToolboxSpec,
+        found: Sequence[runtimes.FoundRuntime],
+        content: Path,
+        report: Callable[[str], None],
+        turn: Turn,
     ) -> None:
-        if self._turns.locked():
-            report(f"{_AT_ONCE} other toolboxes are being installed: this one waits for its turn")
-        async with self._turns:
-            self._space.check()
-            async with self._space.kept():
-                if spec.npm_packages:
-                    await self._installer.npm(spec.npm_packages, content, report)
-                if spec.npm_lock:
-                    lock = await asyncio.to_thread(npm_lock, spec.npm_lock)
-                    await self._installer.npm_locked(lock, content, report)
-                if spec.python_packages and spec.python_target is not None:
-                    await self._installer.python_for(spec.python_packages, spec.python_target, content, report)
-                elif spec.python_packages:
-                    await self._installer.python(spec.python_packages, _python_of(spec, found), content, report)
-                if spec.debian_lock:
-                    await self._debian.install(debian_lock(spec.debian_lock), content, report)
+        if spec.npm_packages:
+            await self._installer.npm(spec.npm_packages, content, report, turn)
+        if spec.npm_lock:
+            lock = await asyncio.to_thread(npm_lock, spec.npm_lock)
+            await self._installer.npm_locked(lock, content, report, turn)
+        if spec.python_packages and spec.python_target is not None:
+            await self._installer.python_for(spec.python_packages, spec.python_target, content, report, turn)
+        elif spec.python_packages:
+            await self._installer.python(spec.python_packages, _python_of(spec, found), content, report, turn)
+        if spec.debian_lock:
+            await self._debian.install(debian_lock(spec.debian_lock), content, report, turn)
 
     def mounted(
         self, toolbox_id: str, namespace: str = DEFAULT_NAMESPACE, *, host_programs: bool = True

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import resource
 import stat
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,8 @@ from tests.support.services.processes import descriptors
 
 from penstock_sandbox.backends.host import layers
 from penstock_sandbox.backends.local.copying import copy
+from penstock_sandbox.guest.common import files as guest_files
+from penstock_sandbox.guest.common import walk
 
 
 def described(folder: Path) -> dict[str, tuple[object, ...]]:
@@ -159,3 +163,53 @@ def test_hard_links_at_any_depth_are_kept_if_a_path_can_say_the_first(tmp_path: 
     os.close(opened)
     assert copy(source, tmp_path / "copy") == len(b"content") + 2 * len(b"other")
     assert (tmp_path / "copy/first").stat().st_nlink == 61
+
+
+@pytest.mark.requirement("R44", "R52")
+def test_what_another_walk_has_opened_for_a_while_is_copied_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As while the sandbox is measured: what is closed to its owner is open to both, until the last has left it."""
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    source = tmp_path / "source"
+    closed, file = source / "closed", source / "closed/file"
+    closed.mkdir(parents=True)
+    file.write_bytes(b"x")
+    file.chmod(0o000)
+    closed.chmod(0o000)
+
+    def modes(top: Path) -> tuple[int, int]:
+        return mode(top / "closed"), mode(top / "closed/file")
+
+    def mode(path: Path) -> int:
+        return stat.S_IMODE(path.stat().st_mode)
+
+    measuring = walk.walk(str(source), unlocks=True)
+    assert [next(measuring)[1] for _ in range(2)] == ["closed", "file"]
+    folder = os.open(closed, os.O_RDONLY)
+    reading = guest_files.unlocked(folder, "file")
+    assert reading is not None and modes(source) == (0o700, 0o700)
+    copy(source, tmp_path / "copy")
+    assert modes(tmp_path / "copy") == (0, 0)
+    # Those that began before still need them open.
+    assert modes(source) == (0o700, 0o700)
+    described = [piece for piece in layers.diff(source) if isinstance(piece, bytes)]
+    with tarfile.open(fileobj=io.BytesIO(b"".join(described))) as archive:
+        assert {member.name: member.mode for member in archive} == {"closed": 0, "closed/file": 0}
+    reading.lock(folder, "file")
+    os.close(folder)
+    assert list(measuring) == []
+    assert modes(source) == (0, 0) and not guest_files._unlocked
+
+
+@pytest.mark.requirement("R44", "R67")
+def test_a_directory_that_is_moved_while_it_is_open_for_a_while_is_forgotten(tmp_path: Path) -> None:
+    closed = tmp_path / "source/closed"
+    closed.mkdir(parents=True)
+    (closed / "file").write_bytes(b"x")
+    closed.chmod(0o000)
+    walking = walk.walk(str(tmp_path / "source"), unlocks=True)
+    assert [next(walking)[1] for _ in range(2)] == ["closed", "file"]
+    assert guest_files._unlocked
+    closed.rename(tmp_path / "moved")
+    assert list(walking) == [] and not guest_files._unlocked

@@ -152,6 +152,40 @@ async def test_a_run_whose_last_caller_goes_while_it_starts_is_killed_once_it_ha
     assert callers[0].cancelled() and runs.program.kills == 1
 
 
+@pytest.mark.requirement("R22", "R23", "R32")
+@pytest.mark.parametrize("stays", [True, False])
+async def test_a_run_that_a_caller_joins_again_while_it_starts_is_killed_only_if_that_caller_goes_too(
+    tmp_path: Path, stays: bool
+) -> None:
+    """As a client whose call broke, and that calls again by the same id."""
+    runs = Runs(tmp_path)
+    runs.machine.starts.clear()
+    first = await runs.call()
+    first.cancel()
+    await pass_turns()
+    second = await runs.call()
+    if not stays:
+        # Twice: a second cancellation ends the wait of a caller, not the kill.
+        first.cancel()
+        second.cancel()
+        await pass_turns()
+    runs.machine.starts.set()
+    async with asyncio.timeout(30):
+        await asyncio.wait([first])
+    assert first.cancelled()
+    await pass_turns()
+    if stays:
+        assert runs.program.kills == 0
+        runs.program.end(0)
+    async with asyncio.timeout(30):
+        await asyncio.wait([second])
+    assert second.cancelled() is not stays
+    if stays:
+        assert second.result().exit.reason is ExitReason.EXITED
+    else:
+        assert runs.program.kills > 0
+
+
 @pytest.mark.requirement("R23")
 async def test_a_program_that_ends_without_reading_its_input_leaves_nothing_that_writes(tmp_path: Path) -> None:
     before = len(asyncio.all_tasks())

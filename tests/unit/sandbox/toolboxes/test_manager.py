@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 from tests.support.waiting import eventually
 
+from penstock_chassis.auth import DEFAULT_NAMESPACE
 from penstock_chassis.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted, Unavailable
+from penstock_sandbox.backends.host import layers
 from penstock_sandbox.domain.free_space import Free, Watermark
 from penstock_sandbox.domain.model import Runtime, RuntimeKind, Toolbox, ToolboxFile, ToolboxSpec
 from penstock_sandbox.toolboxes.installer import Installer
 from penstock_sandbox.toolboxes.manager import Toolboxes, toolbox_hash
+from penstock_sandbox.toolboxes.turns import Turn
 
 Npm = Callable[..., Path]
 
@@ -75,9 +81,11 @@ def toolboxes(tmp_path: Path, pauses: list[float]) -> Toolboxes:
     return made
 
 
-async def install(toolboxes: Toolboxes, spec: ToolboxSpec) -> tuple[list[str], Toolbox]:
+async def install(
+    toolboxes: Toolboxes, spec: ToolboxSpec, namespace: str = DEFAULT_NAMESPACE
+) -> tuple[list[str], Toolbox]:
     lines, box = [], None
-    async for event in toolboxes.prepare(spec):
+    async for event in toolboxes.prepare(spec, namespace):
         if isinstance(event, Toolbox):
             box = event
         else:
@@ -345,13 +353,63 @@ class Held(Installer):
         self.began: list[str] = []
         self.go_on = asyncio.Semaphore(0)
 
-    async def npm(self, packages: Sequence[str], target: Path, report: Callable[[str], None]) -> None:
-        self.began.append(packages[0])
-        report("begun")
-        await self.go_on.acquire()
-        if packages[0].startswith("bad"):
-            raise Unavailable("bad", reason="INSTALL_FAILED")
-        (target / "node_modules").mkdir()
+    async def npm(
+        self, packages: Sequence[str], target: Path, report: Callable[[str], None], turn: Turn = nullcontext
+    ) -> None:
+        async with turn():
+            self.began.append(packages[0])
+            report("begun")
+            await self.go_on.acquire()
+            if packages[0].startswith("bad"):
+                raise Unavailable("bad", reason="INSTALL_FAILED")
+            (target / "node_modules").mkdir()
+
+
+@pytest.mark.requirement("R26", "R51")
+async def test_a_namespaces_installations_leave_a_turn_to_others(tmp_path: Path) -> None:
+    installer = Held()
+    toolboxes = Toolboxes(tmp_path / "toolboxes", installer)
+    toolboxes.open()
+    boxes = [ToolboxSpec(f"box{number}", npm_packages=(f"tool@{number}.0.0",)) for number in range(8)]
+    making = [asyncio.create_task(install(toolboxes, spec, "greedy")) for spec in boxes[:6]]
+    await eventually(lambda: len(installer.began) == 3, "as many have begun as one namespace may")
+    making.append(asyncio.create_task(install(toolboxes, boxes[6], "other")))
+    await eventually(lambda: len(installer.began) == 4, "another namespace's has begun")
+    assert installer.began[3] == "tool@6.0.0"
+    making.append(asyncio.create_task(install(toolboxes, boxes[7], "other")))
+    await eventually(lambda: toolboxes._turns._queue.queued == 4, "all others wait")
+    installer.go_on.release()
+    await eventually(lambda: len(installer.began) == 5, "the next has begun")
+    # Not one of the three that came before it.
+    assert installer.began[4] == "tool@7.0.0"
+    for _ in making:
+        installer.go_on.release()
+    await asyncio.gather(*making)
+
+
+@pytest.mark.requirement("R26", "R56")
+async def test_an_installation_that_waits_for_its_next_attempt_stops_no_other(
+    npm: Npm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock_sandbox.toolboxes.turns.AT_ONCE", 1)
+    pausing, go_on = asyncio.Event(), asyncio.Event()
+
+    async def pause(_: float) -> None:
+        pausing.set()
+        await go_on.wait()
+
+    log = npm(failures=1)
+    uid = 61235 if os.geteuid() == 0 else None
+    toolboxes = Toolboxes(tmp_path / "toolboxes", Installer(uid, pause))
+    toolboxes.open()
+    first = asyncio.create_task(install(toolboxes, PACKAGES))
+    async with asyncio.timeout(60):
+        await pausing.wait()
+        lines, _ = await install(toolboxes, ToolboxSpec("other", npm_packages=("tool@1.0.0",)))
+    assert not any("waits for its turn" in line for line in lines)
+    go_on.set()
+    await first
+    assert log.read_text().count("run") == 3
 
 
 @pytest.mark.requirement("R26", "R57")
@@ -362,21 +420,21 @@ async def test_few_installations_run_at_once_and_the_others_say_that_they_wait(t
     toolboxes.open()
     specs = [ToolboxSpec(f"box{number}", npm_packages=(f"tool@{number}.0.0",)) for number in range(6)]
     making = [asyncio.create_task(install(toolboxes, spec)) for spec in specs]
-    await eventually(lambda: len(installer.began) == 4, "the first have begun")
+    await eventually(lambda: len(installer.began) == 3, "the first have begun")
     await install(toolboxes, ToolboxSpec("files", files=(ToolboxFile("a", b"x"),)))
-    assert len(installer.began) == 4
-    for begun in (5, 6):
+    assert len(installer.began) == 3
+    for begun in (4, 5, 6):
         installer.go_on.release()
         await eventually(lambda begun=begun: len(installer.began) == begun, "the next has begun")  # type: ignore[misc]
-    for _ in range(4):
+    for _ in range(3):
         installer.go_on.release()
-    waited = ["4 other toolboxes are being installed: this one waits for its turn", "begun"]
-    assert [lines for lines, _ in await asyncio.gather(*making)] == [["begun"]] * 4 + [waited] * 2
+    waited = ["other toolboxes are being installed: this one waits for its turn", "begun"]
+    assert [lines for lines, _ in await asyncio.gather(*making)] == [["begun"]] * 3 + [waited] * 3
 
 
 @pytest.mark.requirement("R26")
 async def test_a_turn_comes_free_with_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock_sandbox.toolboxes.manager._AT_ONCE", 1)
+    monkeypatch.setattr("penstock_sandbox.toolboxes.turns.AT_ONCE", 1)
     installer = Held()
     toolboxes = Toolboxes(tmp_path / "toolboxes", installer)
     toolboxes.open()
@@ -415,6 +473,56 @@ async def test_an_installation_is_refused_or_stopped_when_the_disk_is_low(tmp_pa
     looks.clear()
     installer.go_on.release()
     await install(toolboxes, PACKAGES)
+
+
+@pytest.mark.requirement("R95")
+async def test_packages_from_another_disk_are_copied_only_where_they_leave_the_minimum(
+    npm: Npm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The installer's own disk is not the one that is watched."""
+    rename = os.rename
+
+    def across(source: str | Path, target: str | Path) -> None:
+        if Path(source).name == "node_modules":
+            raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", across)
+    npm(failures=0)
+    free = 105
+    space = Watermark(tmp_path, 100, free=lambda _: Free(free, None))
+    uid = 61235 if os.geteuid() == 0 else None
+    toolboxes = Toolboxes(tmp_path / "toolboxes", Installer(uid), space=space)
+    toolboxes.open()
+    with pytest.raises(ResourceExhausted, match="beside the 9 that this takes") as refused:
+        await install(toolboxes, PACKAGES)
+    assert refused.value.reason == "DISK_LOW" and not any((tmp_path / "toolboxes").iterdir())
+    free = 109
+    _, box = await install(toolboxes, PACKAGES)
+    tool = toolboxes.mounted(box.id).source / "node_modules/.bin/tool"
+    assert (tool.read_text(), tool.stat().st_mode & 0o777) == ("echo ran\n", 0o755)
+
+
+@pytest.mark.requirement("R67", "R95")
+async def test_what_a_failed_installation_leaves_is_removed_beside_other_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[threading.Thread] = []
+    remove = layers.remove
+
+    def removed(folder: Path) -> None:
+        threads.append(threading.current_thread())
+        remove(folder)
+
+    monkeypatch.setattr(layers, "remove", removed)
+    installer = Held()
+    toolboxes = Toolboxes(tmp_path / "toolboxes", installer)
+    toolboxes.open()
+    installer.go_on.release()
+    with pytest.raises(Unavailable):
+        await install(toolboxes, ToolboxSpec("agent", npm_packages=("bad@1.0.0",)))
+    assert len(threads) == 1 and threads[0] is not threading.main_thread()
+    assert not any((tmp_path / "toolboxes").iterdir())
 
 
 @pytest.mark.requirement("R95", "R151")

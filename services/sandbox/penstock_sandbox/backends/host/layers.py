@@ -130,7 +130,7 @@ def _add(
     writer: DiffWriter, links: _Links, folder: int, name: str, path: str, status: os.stat_result
 ) -> Iterator[bytes]:
     member = tarfile.TarInfo(path[1:])
-    member.mode = stat.S_IMODE(status.st_mode)
+    member.mode = files.own_mode(folder, name, status)
     trees.set_time(member, status.st_mtime_ns)
     if stat.S_ISDIR(status.st_mode):
         member.type = tarfile.DIRTYPE

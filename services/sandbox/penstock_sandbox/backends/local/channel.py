@@ -1,13 +1,15 @@
 """The service's end of the channel to a spawner or sandbox helper: requests with numbered replies, and events.
 
 Invariants: everything happens on the event loop's thread and nothing blocks it; when the peer ends, or a message of it
-is lost, every request in flight fails with ``ChannelClosed`` and ``on_close`` runs once. Descriptors received belong to
-the caller.
+is lost, every request in flight fails with ``ChannelClosed`` and ``on_close`` runs once. Where only the descriptors of
+a reply are lost, and nothing else came of the request, that request alone fails. Descriptors received belong to the
+caller.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import socket
 from collections.abc import Callable, Sequence
@@ -19,6 +21,9 @@ from penstock_sandbox.backends.local.spawner import wire
 from penstock_sandbox.domain.errno import Refused
 
 Reply = tuple[wire.Message, list[int]]
+
+# Requests that leave nothing behind when the descriptor of the reply is closed. The others make a file or a process.
+_UNDONE_BY_CLOSING = ("open_read", "listen")
 
 _log = structlog.get_logger(__name__)
 
@@ -69,6 +74,11 @@ class Channel:
             if not reply.cancelled() and reply.exception() is None:
                 _close(reply.result()[1])
             raise
+        except wire.DescriptorsLost as lost:
+            if message["op"] in _UNDONE_BY_CLOSING:
+                raise Refused(errno.EMFILE, "the service has too many files open") from lost
+            self._unreadable(lost)
+            raise ChannelClosed from lost
         if "errno" in answer:
             raise Refused(answer["errno"], answer["what"])
         return answer, given
@@ -98,11 +108,15 @@ class Channel:
             return
         except ConnectionResetError:
             received = None
+        except wire.DescriptorsLost as lost:
+            reply = self._replies.pop(lost.message["seq"])
+            if not reply.done():
+                reply.set_exception(lost)
+            return
         except OSError as error:
-            # As when this process has no descriptor left: nobody knows whose reply it was.
-            _log.error("a message of a helper process could not be read", error=repr(error))
-            self.failed = True
-            received = None
+            # As a long message, when this process has no descriptor left: nobody knows whose reply it was.
+            self._unreadable(error)
+            return
         if received is None:
             self.close()
             return
@@ -116,6 +130,11 @@ class Channel:
             _close(descriptors)
         else:
             reply.set_result((message, descriptors))
+
+    def _unreadable(self, error: OSError) -> None:
+        _log.error("a message of a helper process could not be read", error=repr(error))
+        self.failed = True
+        self.close()
 
     def close(self) -> None:
         """Closes this end; harmless if it is closed already."""

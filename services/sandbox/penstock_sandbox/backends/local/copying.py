@@ -5,7 +5,7 @@ links, holes and whiteouts. Blocks are shared if the file system can (FICLONE).
 
 Invariants: the tree is walked by descriptor and no link is followed, since an agent made these names and the service
 may be root; for any depth names stay short, and few descriptors are open. A service that is not root owns all files,
-and opens what is closed to their owner while it copies it.
+and opens what is closed to their owner while it copies it, as others may that measure or read the tree meanwhile.
 """
 
 from __future__ import annotations
@@ -175,16 +175,19 @@ class _Copier:
             return
         with ExitStack() as stack:
             folder = self._source.here
-            closed = self._unlocks and not status.st_mode & stat.S_IRUSR
+            mode = stat.S_IMODE(status.st_mode)
+            # Closed to its owner, or as what another thread has opened for a while.
+            closed = self._unlocks and (not mode & stat.S_IRUSR or mode & stat.S_IRWXU == stat.S_IRWXU)
             if closed and (unlocked := files.unlocked(folder, name)) is not None:
                 stack.callback(unlocked.lock, folder, name)
+                mode = unlocked.mode
             source = os.open(name, _SOURCE, dir_fd=folder)
             stack.callback(os.close, source)
             target = os.open(name, _TARGET, 0o600, dir_fd=self._target.here)
             stack.callback(os.close, target)
             self._content(source, target, status.st_size)
             _copy_all_but_mode(source, target, status)
-            os.fchmod(target, stat.S_IMODE(status.st_mode))
+            os.fchmod(target, mode)
         self.bytes += status.st_size
 
     def _link(self, name: str, status: os.stat_result) -> bool:

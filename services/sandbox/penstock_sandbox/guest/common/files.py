@@ -14,6 +14,7 @@ Invariants
 
 from __future__ import annotations
 
+import _thread
 import bisect
 import errno
 import os
@@ -333,46 +334,106 @@ def unlock(folder: Optional[int], name: str, status: os.stat_result, *, always: 
 
 
 class Unlocked:
-    """Something that was closed to its owner and is open for a while; keeps no descriptor."""
+    """Something that was closed to its owner and is open for a while; keeps no descriptor.
+
+    All that open it at the same time, in several threads, share one of these: it is closed again by the last of them.
+    """
 
     def __init__(self, mode: int, opened: os.stat_result) -> None:
         self.mode = mode
         """That it had, and gets again."""
         self._opened = opened
+        self._holders = 1
+
+    def is_as_opened(self, now: os.stat_result) -> bool:
+        """Whether nobody else has changed it since, or put another in its place."""
+        then = self._opened
+        return os.path.samestat(now, then) and (now.st_ctime_ns, now.st_mode) == (then.st_ctime_ns, then.st_mode)
+
+    def join(self) -> None:
+        """Counts one more that needs it open."""
+        self._holders += 1
 
     def lock(self, folder: Optional[int], name: str) -> None:
-        """Restores its mode, if it still has its name. A mode changed by others meanwhile is kept."""
-        try:
-            found = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
-        except FileNotFoundError:
-            return
-        try:
-            now, then = os.fstat(found), self._opened
-            if os.path.samestat(now, then) and (now.st_ctime_ns, now.st_mode) == (then.st_ctime_ns, then.st_mode):
-                os.chmod(f"/proc/self/fd/{found}", self.mode)
-        finally:
-            os.close(found)
+        """Restores its mode, if nobody else needs it open and it still has its name.
+
+        A mode changed by others meanwhile is kept.
+        """
+        with _UNLOCKING:
+            if not self._left():
+                return
+            try:
+                found = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+            except FileNotFoundError:
+                return
+            try:
+                if self.is_as_opened(os.fstat(found)):
+                    os.chmod(f"/proc/self/fd/{found}", self.mode)
+            finally:
+                os.close(found)
+
+    def abandon(self) -> None:
+        """As ``lock`` where its name is not known any more."""
+        with _UNLOCKING:
+            self._left()
+
+    def _left(self) -> bool:
+        """Counts one less; returns whether nobody is left."""
+        self._holders -= 1
+        if self._holders:
+            return False
+        key = (self._opened.st_dev, self._opened.st_ino)
+        if _unlocked.get(key) is self:
+            del _unlocked[key]
+        return True
+
+
+# Without the module threading, which nothing else in a sandbox helper needs.
+_UNLOCKING = _thread.allocate_lock()
+_unlocked: Dict[Tuple[int, int], Unlocked] = {}
+"""What is open for a while in any thread of this process, by its identity."""
 
 
 def unlocked(folder: Optional[int], name: str) -> Optional[Unlocked]:
     """Opens a closed directory or file to its owner, the caller; returns None if it is open, or another owner's.
 
-    Raises OSError if it is gone.
+    What another thread has opened for a while is closed. Raises OSError if it is gone.
     """
     found = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
     try:
-        status = os.fstat(found)
-        needed = 0o500 if stat.S_ISDIR(status.st_mode) else 0o400
-        if stat.S_ISLNK(status.st_mode) or status.st_mode & needed == needed:
-            return None
-        mode = stat.S_IMODE(status.st_mode)
-        # By descriptor: a link put in its place meanwhile cannot redirect the change.
-        os.chmod(f"/proc/self/fd/{found}", mode | 0o700)
-        return Unlocked(mode, os.fstat(found))
+        with _UNLOCKING:
+            status = os.fstat(found)
+            key = (status.st_dev, status.st_ino)
+            shared = _unlocked.get(key)
+            if shared is not None and shared.is_as_opened(status):
+                shared.join()
+                return shared
+            needed = 0o500 if stat.S_ISDIR(status.st_mode) else 0o400
+            if stat.S_ISLNK(status.st_mode) or status.st_mode & needed == needed:
+                return None
+            mode = stat.S_IMODE(status.st_mode)
+            # By descriptor: a link put in its place meanwhile cannot redirect the change.
+            os.chmod(f"/proc/self/fd/{found}", mode | 0o700)
+            _unlocked[key] = made = Unlocked(mode, os.fstat(found))
+            return made
     except PermissionError:
         return None
     finally:
         os.close(found)
+
+
+def own_mode(folder: int, name: str, status: os.stat_result) -> int:
+    """Returns the mode of a directory or file as its owner set it, whoever has opened it for a while.
+
+    ``status`` is from before. Raises OSError if it is gone.
+    """
+    if status.st_mode & 0o700 == 0o700:
+        with _UNLOCKING:
+            status = os.stat(name, dir_fd=folder, follow_symlinks=False)
+            shared = _unlocked.get((status.st_dev, status.st_ino))
+            if shared is not None and shared.is_as_opened(status):
+                return shared.mode
+    return stat.S_IMODE(status.st_mode)
 
 
 def program(name: str, path: str) -> str:

@@ -98,8 +98,11 @@ class Descent:
         """As ``up``; locks again what ``enter`` unlocked."""
         left = self.levels[-1]
         found = self.up()
-        if found and left.unlocked is not None:
-            left.unlocked.lock(self.here, left.name)
+        if left.unlocked is not None:
+            if found:
+                left.unlocked.lock(self.here, left.name)
+            else:
+                left.unlocked.abandon()
         return found
 
     def _again(self) -> bool:
@@ -109,14 +112,21 @@ class Descent:
             try:
                 self._move(os.open(level.name, _FOLDER, dir_fd=self.here))
             except OSError:
-                del self.levels[depth:]
+                self._cut(depth)
                 return False
             if _identity(self.here) != level.identity:
                 # Another directory has its name: it and its content are not part of this walk.
-                del self.levels[depth:]
+                self._cut(depth)
                 self._again()
                 return False
         return True
+
+    def _cut(self, depth: int) -> None:
+        """Forgets the levels from this depth on, which are gone."""
+        for level in self.levels[depth:]:
+            if level.unlocked is not None:
+                level.unlocked.abandon()
+        del self.levels[depth:]
 
     def _move(self, to: int) -> None:
         os.close(self.here)

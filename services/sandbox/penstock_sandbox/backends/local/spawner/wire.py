@@ -7,6 +7,7 @@ may block, by their mode.
 
 from __future__ import annotations
 
+import errno
 import marshal
 import os
 import socket
@@ -27,8 +28,16 @@ _INLINE, _BY_DESCRIPTOR = b"\0", b"\1"
 _ANCILLARY_BYTES = socket.CMSG_LEN(_MAX_DESCRIPTORS * _INT.itemsize)
 # Plain numbers: combining the socket module's own is slower than receiving.
 _CLOEXEC, _NO_SIGNAL = int(socket.MSG_CMSG_CLOEXEC), int(socket.MSG_NOSIGNAL)
-_CUT = int(socket.MSG_TRUNC) | int(socket.MSG_CTRUNC)
+_CUT, _LOST = int(socket.MSG_TRUNC), int(socket.MSG_CTRUNC)
 _SOCKET, _RIGHTS = int(socket.SOL_SOCKET), int(socket.SCM_RIGHTS)
+
+
+class DescriptorsLost(OSError):
+    """A message arrived whole, but without its descriptors: this process has no free one. ``message`` is it."""
+
+    def __init__(self, message: Message) -> None:
+        super().__init__(errno.EMFILE, "a message arrived without its descriptors: too many files are open")
+        self.message = message
 
 
 def send(channel: socket.socket, message: Message, descriptors: Sequence[int] = ()) -> None:
@@ -53,7 +62,10 @@ def _send(channel: socket.socket, parts: Sequence[bytes], descriptors: Sequence[
 
 
 def receive(channel: socket.socket) -> tuple[Message, list[int]] | None:
-    """Receives one message and its descriptors, or None at the end. The caller owns (and closes) the descriptors."""
+    """Receives one message and its descriptors, or None at the end. The caller owns (and closes) the descriptors.
+
+    Raises DescriptorsLost, OSError for a message that is not whole.
+    """
     # Not socket.recv_fds: it ignores its flags, and a descriptor without close-on-exec would leak into sandboxes.
     packet, ancillary, flags, _ = channel.recvmsg(_INLINE_LIMIT + 1024, _ANCILLARY_BYTES, _CLOEXEC)
     descriptors: list[int] = []
@@ -62,9 +74,12 @@ def receive(channel: socket.socket) -> tuple[Message, list[int]] | None:
             descriptors.extend(memoryview(data)[: len(data) - len(data) % _INT.itemsize].cast("i"))
     if not packet:
         return None
-    if flags & _CUT:
+    if flags & (_CUT | _LOST):
         for descriptor in descriptors:
             os.close(descriptor)
+        # The kernel drops descriptors for which there is no room, and gives all bytes all the same.
+        if not flags & _CUT and packet[:1] == _INLINE:
+            raise DescriptorsLost(cast(Message, marshal.loads(packet[1:])))
         raise OSError("a message was truncated: the process is out of file descriptors")
     if packet[:1] == _INLINE:
         return cast(Message, marshal.loads(packet[1:])), descriptors
