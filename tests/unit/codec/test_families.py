@@ -465,6 +465,21 @@ def test_written_calls_of_each_family_are_read_back(
     assert all(isinstance(part, ReasoningPart) for part in thoughts)
 
 
+@pytest.mark.requirement("R81", "R82")
+@pytest.mark.parametrize("name", NAMES)
+def test_calls_of_an_answer_that_may_have_none_stay_text(name: str) -> None:
+    """Its reasoning is still reasoning, and no character of the rest is lost."""
+    codec, speech = codec_of(name), Speech(codec_of(name))
+    written = speech.thought("hm", speech.calls('{"command": "ls"}', '{"command": "pwd"}'))
+    parsed = codec.parse(codec.bytewise(written), tools=TOOLS, calls=False)
+    assert (parsed.message.reasoning, parsed.message.tool_calls) == ("hm", ())
+    # Harmony's header and end of a message stay, too: they say which tool it is for.
+    ends = {codec.decode([index]) for index in codec.stop_token_ids if name != "harmony"}
+    shown = written.partition("\n\n")[2]
+    assert parsed.message.text.endswith(next((shown.removesuffix(end) for end in ends if shown.endswith(end)), shown))
+    assert parsed.finish_reason is FinishReason.STOP
+
+
 @pytest.mark.requirement("R82")
 def test_every_family_with_calls_can_be_spoken() -> None:
     """The suite that users run knows how each parser's calls are written."""

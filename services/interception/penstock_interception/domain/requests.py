@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final, Protocol, TypeAlias
 
-from penstock_codec.chat import ImagePart, Message, Role, Sampling, TextPart, Tool, ToolChoice
+from penstock_codec.chat import ImagePart, Message, Role, Sampling, TextPart, Tool, ToolChoice, ToolChoiceMode
 from penstock_codec.fast_dataclass import quick
 from penstock_interception import cache
 from penstock_interception.domain.calls import AgentHints
@@ -96,6 +96,11 @@ class ChatRequest:
         if self.provider_tools:
             names = tuple(name[:MOST_NAME_CHARS] for name in self.provider_tools[:MOST_NOTES])
             object.__setattr__(self, "provider_tools", names)
+
+    @property
+    def callable_tools(self) -> tuple[tuple[Tool, ...], bytes]:
+        """The tools that an answer may call, and their digest; empty where it may call none."""
+        return ((), b"") if self.tool_choice.mode is ToolChoiceMode.NONE else (self.tools, self.tools_sha256)
 
     @property
     def images(self) -> tuple[ImagePart, ...]:
