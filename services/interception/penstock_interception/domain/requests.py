@@ -85,6 +85,8 @@ class ChatRequest:
     body: bytes = field(default=b"", compare=False, repr=False)
     # Digest of the tools; empty without tools.
     tools_sha256: bytes = field(default=b"", repr=False)
+    # Tools that the model may call although the prompt does not begin with them: a message defines them once found.
+    deferred: tuple[Tool, ...] = ()
 
     def __post_init__(self) -> None:
         if self.tools and not self.tools_sha256:
@@ -99,8 +101,10 @@ class ChatRequest:
 
     @property
     def callable_tools(self) -> tuple[tuple[Tool, ...], bytes]:
-        """The tools that an answer may call, and their digest; empty where it may call none."""
-        return ((), b"") if self.tool_choice.mode is ToolChoiceMode.NONE else (self.tools, self.tools_sha256)
+        """The tools that an answer may call, deferred ones too, and their digest; empty where it may call none."""
+        if self.tool_choice.mode is ToolChoiceMode.NONE:
+            return (), b""
+        return _tool_set((*self.tools, *self.deferred)) if self.deferred else (self.tools, self.tools_sha256)
 
     @property
     def images(self) -> tuple[ImagePart, ...]:
@@ -126,6 +130,7 @@ class ChatRequest:
             None,
             body,
             self.tools_sha256,
+            self.deferred,
         )
 
     def without_content(self, spell: Spell | None = None) -> ChatRequest:
