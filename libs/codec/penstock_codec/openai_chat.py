@@ -21,6 +21,7 @@ from penstock_codec.chat import (
     ToolChoiceMode,
     Usage,
 )
+from penstock_codec.parsers.grammar import new_call_id
 
 _FINISH = {
     "stop": FinishReason.STOP,
@@ -55,7 +56,10 @@ def write_tool_choice(choice: ToolChoice) -> Any:
 
 
 def read_message(value: Mapping[str, Any]) -> Message:
-    """Reads an endpoint's assistant message. Raises KeyError, TypeError or similar for an invalid one."""
+    """Reads an endpoint's assistant message. Raises KeyError, TypeError or similar for an invalid one.
+
+    A call without arguments has the empty object, and one without an id gets one: agents refer to calls by their ids.
+    """
     parts: list[TextPart | ReasoningPart | ToolCallPart] = []
     reasoning = value.get("reasoning_content") or value.get("reasoning")
     if isinstance(reasoning, str) and reasoning:
@@ -65,7 +69,9 @@ def read_message(value: Mapping[str, Any]) -> Message:
         parts.append(TextPart(text))
     for call in value.get("tool_calls") or ():
         function = call["function"]
-        parts.append(ToolCallPart(str(call["id"]), str(function["name"]), str(function["arguments"])))
+        arguments, given = function.get("arguments"), call.get("id")
+        call_id = given if isinstance(given, str) and given else new_call_id()
+        parts.append(ToolCallPart(call_id, str(function["name"]), str(arguments or "{}")))
     return Message(Role.ASSISTANT, tuple(parts))
 
 

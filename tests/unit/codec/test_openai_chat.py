@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from penstock_codec.chat import MOST_TOKENS, Usage
-from penstock_codec.openai_chat import read_usage
+from penstock_codec.chat import MOST_TOKENS, ToolCallPart, Usage
+from penstock_codec.openai_chat import read_message, read_usage
 
 
 @pytest.mark.requirement("R88")
@@ -24,3 +24,20 @@ def test_token_counts_up_to_the_limit_are_read() -> None:
     """An absent count is 0."""
     assert read_usage({"prompt_tokens": MOST_TOKENS}) == Usage(MOST_TOKENS, 0)
     assert read_usage(None) == Usage(0, 0)
+
+
+@pytest.mark.requirement("R88")
+@pytest.mark.parametrize("arguments", [{"arguments": ""}, {"arguments": None}, {}])
+def test_a_call_without_arguments_has_none(arguments: dict[str, Any]) -> None:
+    """Servers write them in all of these ways; a tool got the text "None" as an argument."""
+    call = {"id": "c", "type": "function", "function": {"name": "now", **arguments}}
+    assert read_message({"content": None, "tool_calls": [call]}).tool_calls == (ToolCallPart("c", "now", "{}"),)
+
+
+@pytest.mark.requirement("R88")
+@pytest.mark.parametrize("identifier", [{"id": ""}, {"id": None}, {"id": 7}, {}])
+def test_calls_without_an_id_get_one_each(identifier: dict[str, Any]) -> None:
+    """Agents tell the results of several calls apart by it."""
+    call = {**identifier, "type": "function", "function": {"name": "now", "arguments": "{}"}}
+    first, second = read_message({"content": None, "tool_calls": [call, call]}).tool_calls
+    assert first.id.startswith("call_") and second.id.startswith("call_") and first.id != second.id
