@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from penstock_codec.chat import MOST_TOKENS, ToolCallPart, Usage
+from penstock_codec.chat import MOST_TOKENS, ReasoningPart, TextPart, ToolCallPart, Usage
 from penstock_codec.openai_chat import read_message, read_usage
 
 
@@ -41,3 +41,41 @@ def test_calls_without_an_id_get_one_each(identifier: dict[str, Any]) -> None:
     call = {**identifier, "type": "function", "function": {"name": "now", "arguments": "{}"}}
     first, second = read_message({"content": None, "tool_calls": [call, call]}).tool_calls
     assert first.id.startswith("call_") and second.id.startswith("call_") and first.id != second.id
+
+
+@pytest.mark.requirement("R88")
+@pytest.mark.parametrize(
+    ("content", "parts"),
+    [
+        (None, ()),
+        ("", ()),
+        ([], ()),
+        ("Answer", (TextPart("Answer"),)),
+        ([{"type": "text", "text": "An"}, {"type": "text", "text": "swer"}], (TextPart("An"), TextPart("swer"))),
+        (
+            [
+                {"type": "thinking", "thinking": [{"type": "text", "text": "hm"}, {"type": "text", "text": "m"}]},
+                {"type": "text", "text": "Answer"},
+            ],
+            (ReasoningPart("hmm"), TextPart("Answer")),
+        ),
+        ([{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": ""}], (ReasoningPart("hm"),)),
+    ],
+)
+def test_content_is_read_whole_or_in_parts(content: Any, parts: tuple[Any, ...]) -> None:
+    """Mistral's API gives thinking and text as parts; the agent got an empty answer."""
+    assert read_message({"content": content}).parts == parts
+
+
+@pytest.mark.requirement("R88")
+@pytest.mark.parametrize(
+    "content",
+    [
+        *(7, {}, {"type": "text", "text": "a"}, ["a"], [None], [{"type": "text"}], [{"type": "text", "text": 7}]),
+        *([{"type": "image_url"}], [{"type": "thinking"}], [{"type": "thinking", "thinking": [{"text": 7}]}], [{}]),
+    ],
+)
+def test_content_that_nobody_can_show_is_no_empty_answer(content: Any) -> None:
+    """An answer that cannot be read fails as one."""
+    with pytest.raises(TypeError):
+        read_message({"content": content})
