@@ -128,6 +128,7 @@ class Codec:
         silent = frozenset({*controls.values(), *self.stop_token_ids} - markup.keys())
         self._vocabulary = Vocabulary(markup, silent, frozenset(self.stop_token_ids), self.vocab_size)
         self._reading = Reading(self._grammar, self._vocabulary)
+        self._reading_without_calls = Reading(self._grammar.without_calls(), self._vocabulary)
         self._spelled = set(self._open_think) - set(markup.values())
 
     @classmethod
@@ -290,11 +291,12 @@ class Codec:
         *,
         prompt_ids: Sequence[int] | IntArray = (),
         tools: Sequence[Tool] = (),
+        calls: bool = True,
         call_id: Callable[[], str] | None = None,
     ) -> CompletionParser:
         """Returns an incremental parser. `prompt_ids` show whether the prompt already opened the reasoning."""
         return self._parser(
-            self._reading,
+            self._reading if calls else self._reading_without_calls,
             self._detokenizer,
             tools=tools,
             reasoning_open=self.reasoning_open(prompt_ids),
@@ -307,14 +309,16 @@ class Codec:
         *,
         prompt_ids: Sequence[int] | IntArray = (),
         tools: Sequence[Tool] = (),
+        calls: bool = True,
         finish_reason: FinishReason | None = None,
         call_id: Callable[[], str] | None = None,
     ) -> ParsedCompletion:
         """Parses a whole completion, its stop token included, to an assistant message. Never raises on any ids.
 
-        `tools` are the request's, for families that write arguments without their types (Qwen3-Coder, GLM).
+        `tools` are the request's, for families that write arguments without their types (Qwen3-Coder, GLM). Without
+        `calls` the answer may have none: what would be one stays text.
         """
-        parser = self.stream_parser(prompt_ids=prompt_ids, tools=tools, call_id=call_id)
+        parser = self.stream_parser(prompt_ids=prompt_ids, tools=tools, calls=calls, call_id=call_id)
         parser.feed(_as_list(ids))
         return parser.finish(finish_reason)[1]
 

@@ -21,6 +21,7 @@ from penstock_codec.chat import (
     ToolChoiceMode,
     Usage,
 )
+from penstock_codec.parsers.grammar import new_call_id
 
 _FINISH = {
     "stop": FinishReason.STOP,
@@ -55,18 +56,48 @@ def write_tool_choice(choice: ToolChoice) -> Any:
 
 
 def read_message(value: Mapping[str, Any]) -> Message:
-    """Reads an endpoint's assistant message. Raises KeyError, TypeError or similar for an invalid one."""
+    """Reads an endpoint's assistant message. Raises KeyError, TypeError or similar for an invalid one.
+
+    A call without arguments has the empty object, and one without an id gets one: agents refer to calls by their ids.
+    """
     parts: list[TextPart | ReasoningPart | ToolCallPart] = []
     reasoning = value.get("reasoning_content") or value.get("reasoning")
     if isinstance(reasoning, str) and reasoning:
         parts.append(ReasoningPart(reasoning))
-    text = value.get("content")
-    if isinstance(text, str) and text:
-        parts.append(TextPart(text))
+    parts += _read_content(value.get("content"))
     for call in value.get("tool_calls") or ():
         function = call["function"]
-        parts.append(ToolCallPart(str(call["id"]), str(function["name"]), str(function["arguments"])))
+        arguments, given = function.get("arguments"), call.get("id")
+        call_id = given if isinstance(given, str) and given else new_call_id()
+        parts.append(ToolCallPart(call_id, str(function["name"]), str(arguments or "{}")))
     return Message(Role.ASSISTANT, tuple(parts))
+
+
+def _read_content(content: Any) -> Iterator[TextPart | ReasoningPart]:
+    """Reads a text, or a list of texts and thinking as Mistral's API gives it. Raises TypeError for anything else.
+
+    What nobody can show must not pass for an empty answer.
+    """
+    if content is None:
+        return
+    for part in [{"type": "text", "text": content}] if isinstance(content, str) else _listed(content):
+        kind = part.get("type")
+        if kind == "text" and isinstance(text := part.get("text"), str):
+            if text:
+                yield TextPart(text)
+        elif kind == "thinking":
+            thought = part.get("thinking")
+            shown = thought if isinstance(thought, str) else "".join([item["text"] for item in _listed(thought)])
+            if shown:
+                yield ReasoningPart(shown)
+        else:
+            raise TypeError("a part of the content is neither text nor thinking")
+
+
+def _listed(value: Any) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+        raise TypeError("neither a text nor a list of parts")
+    return value
 
 
 def read_finish_reason(value: Any) -> FinishReason:

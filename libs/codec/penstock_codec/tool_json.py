@@ -27,6 +27,10 @@ _STRING = re.compile(r'[^"\\]*+(?:\\.[^"\\]*+)*+', re.DOTALL)
 _STRINGS = re.compile(rf'[^"]*+(?:"{_STRING.pattern}"[^"]*+){{0,1000}}', re.DOTALL)
 _WHOLE_STRING = re.compile(f'"{_STRING.pattern}"', re.DOTALL)
 _SPACE = re.compile(r"[ \t\r\n]*")
+# Every escape in JSON text, a whole surrogate pair as one; the group is there for half of one.
+_ESCAPE = re.compile(
+    r"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(u[dD][89a-fA-F][0-9a-fA-F]{2})|.)", re.DOTALL
+)
 # The form of nearly every call; of its arguments only the boundaries are known.
 _USUAL = re.compile(
     r'\{[ \t\r\n]*"name"[ \t\r\n]*:[ \t\r\n]*"([^"\\\x00-\x1f]*)"[ \t\r\n]*,'
@@ -220,12 +224,17 @@ def parse_value(text: str) -> JsonValue | None:
 
 
 def _checked(text: str) -> str | Malformed:
-    """Strips the text; Malformed if it is empty, too large or too deep."""
+    """Strips the text; Malformed if it is empty, too large or too deep, or spells half of a surrogate pair.
+
+    JSON can spell such a half, but no message or journal can hold it, and strict readers of JSON refuse it.
+    """
     if len(text) > MAX_CALL_CHARS:
         return Malformed("TOO_LARGE")
     text = text.strip(" \t\r\n")
     if not text:
         return Malformed("EMPTY")
+    if ("\\ud" in text or "\\uD" in text) and any(escape[1] for escape in _ESCAPE.finditer(text)):
+        return Malformed("NOT_JSON")
     if text.count("{") + text.count("[") <= MAX_DEPTH:
         return text
     _, deepest = depths(text)
@@ -242,7 +251,7 @@ def _call(
         if not members[identifier].startswith('"'):
             return None
         call_id = json.loads(members[identifier])
-        if not _is_name(call_id):
+        if len(call_id) > MAX_NAME_CHARS:
             return None
     if any(constants.get(key) != members[key] for key in extra):
         return None
@@ -250,14 +259,9 @@ def _call(
     if not name_text.startswith('"') or not value.startswith("{"):
         return None
     name: str = json.loads(name_text)
-    if not name.strip() or not _is_name(name):
+    if not name.strip() or len(name) > MAX_NAME_CHARS:
         return None
     return CallText(name, value, call_id)
-
-
-def _is_name(text: str) -> bool:
-    """Whether it is short valid text: JSON can spell lone surrogates, which no message or journal can hold."""
-    return len(text) <= MAX_NAME_CHARS and (text.isascii() or not any("\ud800" <= c <= "\udfff" for c in text))
 
 
 def _members(text: str, at: int) -> tuple[dict[str, str] | None, int]:

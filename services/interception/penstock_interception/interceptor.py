@@ -154,7 +154,7 @@ class Interceptor:
             # What repeats this request is a new call, as this one was: no retry of the last call with its key.
             rollout.by_retry_key.pop(request.retry_key, None)
             raise
-        conversation.add_tools(parsed)
+        call.callable_sha256 = conversation.add_tools(parsed)
         if not self._prepare_inline(call, parsed):
             self.gate.journal(call)  # the insert; the lease is an update of its row
             self._tasks.create_task(self._prepare_in_thread(call, parsed))
@@ -380,7 +380,7 @@ class Interceptor:
             self.gate.fail(call, Failure("REQUEST_UNREADABLE"))
             return
         # The journal has tools in bodies only, and the body that they were looked for in may be unreadable.
-        self.conversations[call.rollout.id].add_tools(parsed)
+        call.callable_sha256 = self.conversations[call.rollout.id].add_tools(parsed)
         self._prepare(call, parsed, lease)
 
     def _prepare_inline(self, call: Call, request: ChatRequest) -> bool:

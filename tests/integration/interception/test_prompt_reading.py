@@ -119,7 +119,11 @@ async def test_a_source_names_the_parser_that_its_template_does_not_show(
         rollout = await service.open(source=source(name="odd", tool_call_parser="hermes"))
         trainer = await service.trainer()
         asked = asyncio.create_task(
-            rollout.client().chat.completions.create(model="m", messages=[{"role": "user", "content": "q"}])
+            rollout.client().chat.completions.create(
+                model="m",
+                messages=[{"role": "user", "content": "q"}],
+                tools=[{"type": "function", "function": {"name": "bash"}}],
+            )
         )
         await trainer.answer('<tool_call>{"name": "bash", "arguments": {}}</tool_call>')
         calls = (await asked).choices[0].message.tool_calls

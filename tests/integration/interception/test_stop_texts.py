@@ -9,6 +9,7 @@ from typing import Any
 import aiohttp
 import numpy as np
 import pytest
+from tests.integration.interception.test_sources import PROXY, from_caller, said, upstream
 
 from penstock.chat.v1 import chat_pb2, completion_pb2
 from penstock.interception.v1 import intercept_service_pb2 as intercept
@@ -110,6 +111,50 @@ async def test_agents_text_ends_before_the_stop_and_its_tokens_do_not(
     assert spans[0] == (len(before) - ids.size, len(before), "") and not spans[1][2]
     assert captured.calls[0].completion.span.token_ids == ids.tobytes()
     assert captured.calls[0].completion.stop_text == "END"
+
+
+@pytest.mark.requirement("R30", "R101")
+@pytest.mark.parametrize(
+    ("told", "reason"),
+    [("END", ("stop_sequence", "END")), ("other", ("end_turn", None)), (7, ("end_turn", None))],
+)
+async def test_the_stop_text_that_an_upstream_tells_is_told_to_the_agent(
+    service: Any, told: Any, reason: tuple[str, str | None]
+) -> None:
+    """As vLLM tells it: a text that was asked for, or the id of a token."""
+    body = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": ASK}], "stop_sequences": ["END"]}
+
+    def answer(_request: Any, _body: dict[str, Any]) -> dict[str, Any]:
+        told_answer = said("so ")
+        told_answer["choices"][0]["stop_reason"] = told
+        return told_answer
+
+    async with upstream(answer) as (url, seen), aiohttp.ClientSession() as http:
+        rollout = await service.open(mode=PROXY, source=from_caller(url))
+        headers = {"x-api-key": rollout.token, "anthropic-version": "2023-06-01"}
+        async with http.post(f"{rollout.base_url}/messages", json=body, headers=headers) as response:
+            answered = await response.json()
+    assert seen[0][1]["stop"] == ["END"]
+    assert (answered["stop_reason"], answered["stop_sequence"]) == reason
+    assert answered["content"] == [{"type": "text", "text": "so "}]
+
+
+@pytest.mark.requirement("R101")
+async def test_an_answer_that_is_to_show_its_stop_text_does(service: Any) -> None:
+    """A field of vLLM's, which the agent's body carries there."""
+
+    def answer(_request: Any, _body: dict[str, Any]) -> dict[str, Any]:
+        shown = said("so END")
+        shown["choices"][0]["stop_reason"] = "END"
+        return shown
+
+    async with upstream(answer) as (url, _):
+        rollout = await service.open(mode=PROXY, source=from_caller(url))
+        asked = {"messages": [{"role": "user", "content": ASK}], "stop": "END"}
+        answered = await rollout.client().chat.completions.create(
+            model="m", **asked, extra_body={"include_stop_str_in_output": True}
+        )
+    assert answered.choices[0].message.content == "so END"
 
 
 @pytest.mark.requirement("R101")

@@ -162,7 +162,7 @@ def test_calls_are_read_as_each_family_writes_them(name: str, text: str, message
         ("mistral", '[TOOL_CALLS] [{"name": "bash", "arguments": {}}, {"name": "bash"}]', "NOT_A_CALL"),
         ("mistral", '[TOOL_CALLS] [{"name": "bash", "arguments": {}}', "UNCLOSED"),
         ("mistral", '[TOOL_CALLS]bash[ARGS]{"command": "ls', "UNCLOSED"),
-        ("mistral", '[TOOL_CALLS] [{"name": "bash", "arguments": {}, "id": "\\udfff"}]', "NOT_A_CALL"),
+        ("mistral", '[TOOL_CALLS] [{"name": "bash", "arguments": {}, "id": "\\udfff"}]', "NOT_JSON"),
         ("mistral", f'[TOOL_CALLS] [{{"name": "bash", "arguments": {{}}, "id": "{"a" * 257}"}}]', "NOT_A_CALL"),
         ("qwen3_coder", "<tool_call>\n<function=bash>\n<parameter=n>\n1\n</function>\n</tool_call>", "NOT_A_CALL"),
         ("qwen3_coder", '<tool_call>{"name": "bash", "arguments": {}}</tool_call>', "NOT_A_CALL"),
@@ -463,6 +463,21 @@ def test_written_calls_of_each_family_are_read_back(
     if name not in ("qwen3_coder", "glm"):
         assert call.arguments_json == text
     assert all(isinstance(part, ReasoningPart) for part in thoughts)
+
+
+@pytest.mark.requirement("R81", "R82")
+@pytest.mark.parametrize("name", NAMES)
+def test_calls_of_an_answer_that_may_have_none_stay_text(name: str) -> None:
+    """Its reasoning is still reasoning, and no character of the rest is lost."""
+    codec, speech = codec_of(name), Speech(codec_of(name))
+    written = speech.thought("hm", speech.calls('{"command": "ls"}', '{"command": "pwd"}'))
+    parsed = codec.parse(codec.bytewise(written), tools=TOOLS, calls=False)
+    assert (parsed.message.reasoning, parsed.message.tool_calls) == ("hm", ())
+    # Harmony's header and end of a message stay, too: they say which tool it is for.
+    ends = {codec.decode([index]) for index in codec.stop_token_ids if name != "harmony"}
+    shown = written.partition("\n\n")[2]
+    assert parsed.message.text.endswith(next((shown.removesuffix(end) for end in ends if shown.endswith(end)), shown))
+    assert parsed.finish_reason is FinishReason.STOP
 
 
 @pytest.mark.requirement("R82")

@@ -23,6 +23,8 @@ from penstock_codec.tool_json import (
     depths,
     parse_call,
     parse_calls,
+    parse_value,
+    read_arguments,
 )
 
 GOOD = '<tool_call>\n{"name": "bash", "arguments": {"command":  "ls"}}\n</tool_call>'
@@ -93,7 +95,10 @@ def test_markup_inside_an_argument_is_what_the_model_talks_about(codec: Codec) -
         ('{"name": 3, "arguments": {}}', "NOT_A_CALL"),
         ('{"name": " ", "arguments": {}}', "NOT_A_CALL"),
         ('{"name": "bash"}', "NOT_A_CALL"),
-        ('{"name": "\\ud800", "arguments": {}}', "NOT_A_CALL"),
+        ('{"name": "\\ud800", "arguments": {}}', "NOT_JSON"),
+        ('{"name": "bash", "arguments": {"command": "\\ud83d"}}', "NOT_JSON"),
+        ('{"name": "bash", "arguments": {"command": "\\uD83D\\uD83D\\uDE00"}}', "NOT_JSON"),
+        ('{"name": "bash", "arguments": {"\\\\\\ude00": 1}}', "NOT_JSON"),
         ('["bash", {}]', "NOT_A_CALL"),
         ("{}", "NOT_A_CALL"),
         ("42", "NOT_A_CALL"),
@@ -109,6 +114,26 @@ def test_invalid_call_stays_text_with_a_flag(codec: Codec, body: str, reason: st
     assert parsed.message == Message.assistant(text)
     assert [(item.text, item.reason) for item in parsed.malformed] == [(f"<tool_call>{body}</tool_call>", reason)]
     assert parsed.finish_reason is FinishReason.STOP
+
+
+@pytest.mark.requirement("R80", "R82")
+@pytest.mark.parametrize("text", ['"\\ud83d\\ude00"', '"\\uD83D\\uDE00 \\u00e9"', '"\\\\ud83d"', '"\\\\\\\\ud83d"'])
+def test_whole_surrogate_pairs_and_escaped_backslashes_are_text(text: str) -> None:
+    """Only half of a pair is none."""
+    arguments = f'{{"a": {text}}}'
+    assert parse_call(f'{{"name": "b", "arguments": {arguments}}}') == CallText("b", arguments)
+    assert read_arguments(arguments) == arguments
+
+
+@pytest.mark.requirement("R80", "R81")
+@pytest.mark.parametrize(
+    "text", ['{"a": "\\ud83d"}', '{"a": ["\\\\\\ud83d"]}', '{"a": "\\ude00\\ud83d"}', '{"\\udE00x": 1}']
+)
+def test_half_a_surrogate_pair_makes_no_arguments(text: str) -> None:
+    """Agents send calls back, and no strict reader of JSON, no message and no journal takes the half."""
+    assert read_arguments(text) == Malformed("NOT_JSON")
+    assert parse_calls(f'{{"name": "b", "parameters": {text}}}', arguments="parameters") == Malformed("NOT_JSON")
+    assert parse_value(text) is None
 
 
 @pytest.mark.requirement("R80")

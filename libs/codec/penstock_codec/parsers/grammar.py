@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Final, TypeAlias
 
@@ -61,6 +61,15 @@ class Grammar:
     turn_openings: tuple[str, ...] = ()
     """For families that close no turn: the tokens that open the next turn and so end the previous one."""
     new_call_id: Callable[[], str] = new_call_id
+    makes_calls: bool = True
+    """Whether calls become calls; otherwise they stay text."""
+
+    def without_calls(self) -> Grammar:
+        """Returns the grammar of an answer that may call nothing: only reasoning is told from text."""
+        if self.own_markup:  # which parts an answer into its messages, too
+            return replace(self, makes_calls=False)
+        thinking = {text: mark for text, mark in self.marks.items() if mark in (Mark.OPEN_THINK, Mark.CLOSE_THINK)}
+        return replace(self, marks=thinking, may_begin_bare=None, makes_calls=False)
 
 
 THINK: Final[Mapping[str, Mark]] = {"<think>": Mark.OPEN_THINK, "</think>": Mark.CLOSE_THINK}

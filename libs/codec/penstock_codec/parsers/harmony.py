@@ -136,7 +136,7 @@ class HarmonyParser(CompletionParser):
         self._state = State.CONTENT
 
     def _read_call(self, body: str) -> Sequence[CallText] | Malformed:
-        if not self._name or len(self._name) > MAX_NAME_CHARS:
+        if not self._grammar.makes_calls or not self._name or len(self._name) > MAX_NAME_CHARS:
             return Malformed("NOT_A_CALL")
         arguments = read_arguments(body)
         return arguments if isinstance(arguments, Malformed) else (CallText(self._name, arguments),)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final, Protocol, TypeAlias
 
-from penstock_codec.chat import ImagePart, Message, Role, Sampling, TextPart, Tool, ToolChoice
+from penstock_codec.chat import ImagePart, Message, Role, Sampling, TextPart, Tool, ToolChoice, ToolChoiceMode
 from penstock_codec.fast_dataclass import quick
 from penstock_interception import cache
 from penstock_interception.domain.calls import AgentHints
@@ -85,6 +85,8 @@ class ChatRequest:
     body: bytes = field(default=b"", compare=False, repr=False)
     # Digest of the tools; empty without tools.
     tools_sha256: bytes = field(default=b"", repr=False)
+    # Tools that the model may call although the prompt does not begin with them: a message defines them once found.
+    deferred: tuple[Tool, ...] = ()
 
     def __post_init__(self) -> None:
         if self.tools and not self.tools_sha256:
@@ -96,6 +98,13 @@ class ChatRequest:
         if self.provider_tools:
             names = tuple(name[:MOST_NAME_CHARS] for name in self.provider_tools[:MOST_NOTES])
             object.__setattr__(self, "provider_tools", names)
+
+    @property
+    def callable_tools(self) -> tuple[tuple[Tool, ...], bytes]:
+        """The tools that an answer may call, deferred ones too, and their digest; empty where it may call none."""
+        if self.tool_choice.mode is ToolChoiceMode.NONE:
+            return (), b""
+        return _tool_set((*self.tools, *self.deferred)) if self.deferred else (self.tools, self.tools_sha256)
 
     @property
     def images(self) -> tuple[ImagePart, ...]:
@@ -121,6 +130,7 @@ class ChatRequest:
             None,
             body,
             self.tools_sha256,
+            self.deferred,
         )
 
     def without_content(self, spell: Spell | None = None) -> ChatRequest:

@@ -513,6 +513,8 @@ class Call:
     holder: Session | None = None
     # Answered by the call's model source, not by a trainer.
     delegated: bool = False
+    # Digest of the tools that its answer may call; empty: none. Not in the journal, which has the body of an open call.
+    callable_sha256: bytes = b""
     # Position of its model in the rollout's; None: not chosen yet, or the rollout has one model.
     model: int | None = None
     # The policy that shall answer, or did; "" with one model.

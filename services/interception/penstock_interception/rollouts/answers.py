@@ -100,7 +100,7 @@ class AnswerHandler:
         plan = call.plan
         if plan is None:
             raise RuntimeError("an answer was accepted before its prompt was ready")
-        tools = call.request.tools_sha256
+        tools = call.callable_sha256
         if completion.count <= INLINE_TOKENS:
             parsed = conversation.parse(plan, completion, tools)
         else:

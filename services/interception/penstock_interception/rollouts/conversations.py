@@ -90,13 +90,17 @@ class Conversation:
         self.graph = TokenGraph.restore_unbroken(spec.rollout_id, codec, records, vocab_size=vocab_size)
         # Held from making an answer's record to its commit: the next record builds on it.
         self.recording = asyncio.Lock()
-        # The tools of all calls, by digest.
+        # The tools of all calls, and those that their answers may call, by digest.
         self.tools: dict[bytes, tuple[Tool, ...]] = {}
 
-    def add_tools(self, request: ChatRequest) -> None:
-        """Stores the tools of a new call: its answer is parsed with them."""
+    def add_tools(self, request: ChatRequest) -> bytes:
+        """Stores the tools of a new call; returns the digest of those that its answer may call and is parsed with."""
         if request.tools:
             self.tools.setdefault(request.tools_sha256, request.tools)
+        tools, digest = request.callable_tools
+        if tools:
+            self.tools.setdefault(digest, tools)
+        return digest
 
     def plan(
         self, request: ChatRequest, session: Sequence[tuple[str, str]] = (), inline_bytes: int | None = None
@@ -153,14 +157,20 @@ class Conversation:
         """Returns the text of token ids; "" without a tokenizer."""
         return "" if self._codec is None else self._codec.decode(ids)
 
-    def parse(self, plan: Plan, completion: Completion, tools_sha256: bytes) -> ParsedAnswer | None:
-        """Parses a completion's tokens; returns None without tokens or without a tokenizer. CPU work."""
+    def parse(self, plan: Plan, completion: Completion, callable_sha256: bytes) -> ParsedAnswer | None:
+        """Parses a completion's tokens; returns None without tokens or without a tokenizer. CPU work.
+
+        `callable_sha256` is what `add_tools` returned for the call. Where its answer may call nothing, what would be a
+        call stays text: the agent may use a protocol of its own, and one that excluded calls does not expect them.
+        """
         if completion.tokens is None or self._codec is None:
             return None
+        tools = self.tools.get(callable_sha256, ())
         parsed = self._codec.parse(
             completion.tokens.ids,
             prompt_ids=plan.prompt_ids[-64:],
-            tools=self.tools.get(tools_sha256, ()),
+            tools=tools,
+            calls=bool(tools),
             finish_reason=completion.finish_reason,
         )
         if completion.stop_text is None:

@@ -19,7 +19,7 @@ import structlog
 
 from penstock_chassis.errors import FailedPrecondition, Unavailable
 from penstock_chassis.membership import session_header
-from penstock_codec.chat import Sampling
+from penstock_codec.chat import FinishReason, Sampling
 from penstock_codec.openai_chat import read_finish_reason, read_message, read_usage
 from penstock_interception.domain.calls import Answerer, Dialect, ModelFacts
 from penstock_interception.domain.completions import Completion, Failure, Tokens
@@ -141,7 +141,7 @@ class UpstreamSource(ModelSource):
             written = orjson.dumps(body)
         except TypeError as error:  # a field that is only passed on: orjson parses deeper nesting than it writes
             raise SourceError("FIELD_INVALID", "nested too deeply", retriable=False) from error
-        return await self._ask(written, call)
+        return await self._ask(written, call, _stop_texts(body))
 
     async def answers_others(self, call: Call) -> bool:
         """See ModelSource. One token of a fixed text, of the model that the call asks for."""
@@ -153,7 +153,7 @@ class UpstreamSource(ModelSource):
             return False
         return True
 
-    async def _ask(self, written: bytes, call: Call) -> Completion:
+    async def _ask(self, written: bytes, call: Call, stop_texts: Sequence[str] = ()) -> Completion:
         try:
             async with self._http.post(
                 f"{self.base_url}/chat/completions",
@@ -178,7 +178,7 @@ class UpstreamSource(ModelSource):
             raise SourceError(refused.reason, refused.message, retriable=refused.retriable, may_be_the_request=broke)
         if len(data) > MAX_ANSWER_BYTES:
             raise SourceError("UPSTREAM_ANSWER_TOO_LARGE", retriable=False)
-        return _completion(data)
+        return _completion(data, stop_texts)
 
     async def _body(self, call: Call) -> tuple[dict[str, Any], Sampling]:
         """Returns the agent's request in Chat Completions, and of its sampling what the body may lack."""
@@ -261,7 +261,15 @@ def _top(tables: Sequence[Sequence[dict[str, Any]]]) -> TopLogprobs | None:
     return TopLogprobs(ids, logprobs)
 
 
-def _completion(data: bytes) -> Completion:
+def _stop_texts(body: dict[str, Any]) -> Sequence[str]:
+    """Returns the texts that end an answer without being a part of it."""
+    stop = body.get("stop")
+    if not stop or body.get("include_stop_str_in_output"):  # vLLM's field: the answer is to be shown with its stop text
+        return ()
+    return [stop] if isinstance(stop, str) else [text for text in stop if isinstance(text, str)]
+
+
+def _completion(data: bytes, stop_texts: Sequence[str]) -> Completion:
     try:
         answer = orjson.loads(data)
         choice = answer["choices"][0]
@@ -270,6 +278,8 @@ def _completion(data: bytes) -> Completion:
         finish = read_finish_reason(choice.get("finish_reason"))
         usage = read_usage(answer.get("usage"))
         model = str(answer.get("model", ""))
+        # Not in the API: vLLM tells which stop text ended the answer, or which token.
+        stop = choice.get("stop_reason")
     except (ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError) as error:
         raise SourceError("UPSTREAM_ANSWER_INVALID", type(error).__name__, may_be_the_request=True) from error
     return Completion(
@@ -280,4 +290,5 @@ def _completion(data: bytes) -> Completion:
         engine="openai",
         model=model,
         usage=usage,
+        stop_text=stop if finish is FinishReason.STOP and isinstance(stop, str) and stop in stop_texts else None,
     )

@@ -176,6 +176,7 @@ def _request(body: MessagesBody, sent: bytes) -> ChatRequest:
         provider_tools=(*toolbox.hosted, *servers, *container),
         echo={DISPLAY: display} if display is not None else {},
         body=sent,
+        deferred=tuple(toolbox.deferred.values()),
     )
 
 
