@@ -23,6 +23,7 @@ import structlog
 from penstock_chassis.aio.fair_queue import FairQueue, Ticket
 from penstock_chassis.aio.moment import Moment
 from penstock_chassis.aio.tasks import TaskOwner
+from penstock_chassis.auth import acting_in
 from penstock_chassis.errors import FailedPrecondition, NotFound, ResourceExhausted, Unavailable
 from penstock_driver.domain.pauses import PauseEnd, PauseLimits
 from penstock_driver.domain.ports import CallEnded
@@ -712,19 +713,15 @@ class RolloutManager:
         return {DRIVER_LABEL: self._instance_id, ROLLOUT_LABEL: rollout_id}
 
     async def _release(self, rollout_id: str) -> None:
-        # At a sandbox service that is lost they are over once their leases must have ended: nobody renews them.
-        over = await self._are_sandboxes_over(rollout_id)
-        await self._placement.release(rollout_id, self._labels(rollout_id), sandboxes_over=over)
-
-    async def _are_sandboxes_over(self, rollout_id: str) -> bool:
         try:
             record = await self._records.get(rollout_id)
         except NotFound:
-            return False  # deleted: how long its sandboxes could live is not known any more
-        if record.end_time is None:
-            return False
-        # The last request may have been sent just before the end, and a lease begins when its sandbox is ready.
-        return time.time() > record.end_time + MAKE_S + limits_from_proto(record.spec.limits).sandbox_s
+            record = None  # deleted: how long its sandboxes could live is not known any more
+        # At a sandbox service that is lost they are over once their leases must have ended: nobody renews them.
+        over = record is not None and _are_sandboxes_over(record)
+        # In no namespace it would close another team's rollout of this id: this one may not have been opened there.
+        with acting_in(record.namespace if record else None):
+            await self._placement.release(rollout_id, self._labels(rollout_id), sandboxes_over=over)
 
     def _clean_up_later(self, rollout_id: str) -> None:
         self._cleanups.owe(rollout_id, partial(self._cleaned_up, rollout_id))
@@ -738,6 +735,14 @@ def end_not_recorded() -> Unavailable:
     """The error for callers that wait for an end that the journal did not accept."""
     message = "a rollout's end could not be recorded: the driver's log has the error, and its next start ends it"
     return Unavailable(message, reason="END_NOT_RECORDED", retry_after_s=RETRY_S)
+
+
+def _are_sandboxes_over(record: Record) -> bool:
+    """Whether the leases of all sandboxes of a rollout have ended."""
+    if record.end_time is None:
+        return False
+    # The last request may have been sent just before the end, and a lease begins when its sandbox is ready.
+    return time.time() > record.end_time + MAKE_S + limits_from_proto(record.spec.limits).sandbox_s
 
 
 def _has_ended() -> FailedPrecondition:

@@ -16,6 +16,7 @@ from typing import Final
 from penstock.driver.v1 import rollout_pb2
 from penstock.trajectory.v1 import trajectory_pb2
 from penstock.values.token_tensors import TokenTensor
+from penstock_chassis.auth import acting_in
 from penstock_chassis.errors import AlreadyExists, FailedPrecondition, NotFound, Unavailable
 from penstock_chassis.homes import Home
 from penstock_driver.agents.registry import AgentRegistry
@@ -87,7 +88,9 @@ class RolloutDeletion:
                 message = f"{left[0]} is not exported yet, and would be lost: try again later, see `penstock doctor`"
                 raise Unavailable(message, reason="EXPORT_PENDING", retry_after_s=CLEANUP_RETRY_S)
             for rollout_id in rollout_ids:
-                await self._captures.delete(rollout_id)
+                # For an operator of no namespace it would delete another team's rollout of this id at the gate, too.
+                with acting_in(await self._records.namespace_of(rollout_id)):
+                    await self._captures.delete(rollout_id)
                 await self._manager.delete(rollout_id)
                 if self._end_states:
                     await self._end_states.forget(rollout_id)

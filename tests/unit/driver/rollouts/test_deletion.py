@@ -130,3 +130,12 @@ async def test_a_deleted_rollout_waits_for_no_export_that_is_off(driver: InnerDr
     assert [one.reason for one in ExportHealth(None, (await queue.backlog()).count).troubles()] == ["EXPORT_OFF"]
     await delete(driver, "r1")
     assert not list(ExportHealth(None, (await queue.backlog()).count).troubles())
+
+
+@pytest.mark.requirement("R107")
+async def test_an_operator_deletes_at_the_gate_in_the_rollouts_namespace(driver: InnerDriver) -> None:
+    """Its id may be another team's there."""
+    await create(driver, "a")
+    await wait(driver)
+    await delete(driver, "r1")
+    assert driver.places.deleted_in == {"r1": "default"}
