@@ -207,7 +207,7 @@ class RolloutManager:
             quorum_time = ends[group.plan.quorum - 1] if 0 < group.plan.quorum <= len(ends) else None
             ago_s = 0.0 if quorum_time is None else max(0.0, time.time() - quorum_time)
             # How long a pause lasted within the grace is not known: the grace begins anew after it.
-            is_paused = self.paused_count(group.rollout_ids) > 0
+            is_paused = self.paused_count(self._live_of(group)) > 0
             self._begin_group(group, len(ends), 0.0 if is_paused else ago_s)
         return len(found)
 
@@ -312,17 +312,24 @@ class RolloutManager:
         )
 
     def _begin_group(self, group: GroupRecord, results: int = 0, quorum_ago_s: float = 0.0) -> None:
-        ids = frozenset(group.rollout_ids)
         watch = GroupWatch(
             GroupPolicy(group.plan.size, group.plan.quorum, group.plan.grace_s),
-            running=lambda: ids & self._live.keys(),
+            running=lambda: self._live_of(group),
             cancel=self._cancel_all,
-            is_paused=lambda: self.paused_count(ids) > 0,
+            is_paused=lambda: self.paused_count(self._live_of(group)) > 0,
             results=results,
             quorum_ago_s=quorum_ago_s,
         )
         self._groups[group.group_id] = watch
         self._tasks.start(self._watch_group(group.group_id, watch))
+
+    def _live_of(self, group: GroupRecord) -> Collection[str]:
+        """A group's live rollouts. The id of one that was deleted may be another rollout's by now."""
+        return {
+            rollout_id
+            for rollout_id in group.rollout_ids
+            if (runner := self._live.get(rollout_id)) and runner.recorder.record.group_id == group.group_id
+        }
 
     def _await_slot(self, runner: RolloutRunner, *, has_own_spec: bool) -> None:
         """Start a rollout once its namespace has a slot for it. Until then it has neither a task nor a place, and its
@@ -438,7 +445,8 @@ class RolloutManager:
         return await self.get(rollout_id)
 
     async def cancel_group(self, group: GroupRecord, reason: str) -> None:
-        await self._cancel_all(group.rollout_ids, _cancelled(reason))
+        """End all rollouts of a group that run. Raises as `cancel`."""
+        await self._cancel_all(await self._records.members(group), _cancelled(reason))
         self.check_stays()
 
     # Pauses -----------------------------------------------------------------------------------------------------------

@@ -102,7 +102,8 @@ class RolloutDeletion:
                 group = await self._records.group(group_id)
             except NotFound:
                 return
-            await self.delete(group.rollout_ids)
+            with self._deletes(group.rollout_ids):
+                await self.delete(await self._records.members(group))
             await self._records.delete_group(group_id)
 
     def check_none_of(self, ids: Collection[str]) -> None:
@@ -312,7 +313,8 @@ class RolloutReading:
         group, position = await self._records.group(group_id), 0
         signal = self._event_log.signal(group_id)
         while True:
-            seen, has_ended = signal.number, not any(map(self._manager.is_running, group.rollout_ids))
+            seen = signal.number
+            has_ended = not any(map(self._manager.is_running, await self._records.members(group)))
             page = await self._event_log.group_events(group_id, position, summary=summary)
             for position, event in page:  # noqa: B007 - the next page starts there
                 if event.sequence > after.get(event.rollout_id, 0):
@@ -436,11 +438,12 @@ class RolloutUseCases:
         """
         group, loop = await self._records.group(group_id), asyncio.get_running_loop()
         until = None if timeout_s is None else loop.time() + timeout_s
-        for rollout_id in group.rollout_ids:
+        members = await self._records.members(group)
+        for rollout_id in members:
             if self._manager.is_running(rollout_id):
                 await self._manager.wait(rollout_id, None if until is None else max(0.0, until - loop.time()))
-        is_running = any(map(self._manager.is_running, group.rollout_ids))
-        if not is_running and await self._records.without_end(group.rollout_ids):
+        is_running = any(map(self._manager.is_running, members))
+        if not is_running and await self._records.without_end(members):
             self._manager.check_stays()
             raise end_not_recorded()
         return group
@@ -454,14 +457,15 @@ class RolloutUseCases:
     async def pause_group(self, group_id: str, reason: str, duration_s: float | None, patience_s: float) -> GroupRecord:
         """Pause all rollouts of a group that have not ended. Raises as `RolloutManager.pause`."""
         group = await self._records.group(group_id)
-        if not await self._manager.pause_all(group.rollout_ids, reason, duration_s, patience_s):
+        members = await self._records.members(group)
+        if not await self._manager.pause_all(members, reason, duration_s, patience_s):
             raise FailedPrecondition("all rollouts of the group have ended", reason="ROLLOUT_ENDED")
         return group
 
     async def resume_group(self, group_id: str, patience_s: float) -> GroupRecord:
         """End the pauses of a group's rollouts. Raises as `RolloutManager.resume_all`."""
         group = await self._records.group(group_id)
-        await self._manager.resume_all(group.rollout_ids, patience_s)
+        await self._manager.resume_all(await self._records.members(group), patience_s)
         return group
 
     async def regrade(self, rollout_id: str, verifier: rollout_pb2.Verifier | None, name: str) -> rollout_pb2.Grade:
