@@ -286,6 +286,7 @@ async def wired(
             instance_id=instance_id,
             home=home,
             max_open=settings.max_terminals,
+            quotas=settings.quotas(),
             clock=clock,
         )
         recordings = settings.state_dir / RECORDINGS

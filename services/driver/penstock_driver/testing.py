@@ -54,6 +54,7 @@ class OpenDriver:
             instance_id=self.parts.instance_id,
             home=self.parts.home,
             max_open=self.settings.max_terminals,
+            quotas=self.settings.quotas(),
             clock=clock,
         )
 
