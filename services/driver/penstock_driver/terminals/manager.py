@@ -12,7 +12,7 @@ import sqlite3
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
@@ -57,6 +57,14 @@ TERMINAL_LABEL: Final = "penstock_terminal"
 _log = structlog.get_logger("penstock.driver")
 
 
+@dataclass(frozen=True, slots=True)
+class OpenLimits:
+    """At most `total` episodes are open at once; `quotas` has the most of each namespace that has a quota."""
+
+    total: int
+    quotas: Mapping[str, int]
+
+
 class TerminalManager:
     """All episodes of one driver. Start with `recover()`, stop with `aclose()`."""
 
@@ -69,19 +77,16 @@ class TerminalManager:
         *,
         instance_id: str,
         home: Home,
-        max_open: int,
-        quotas: Mapping[str, int],
+        limits: OpenLimits,
         clock: Callable[[], float] = times.even_time,
     ) -> None:
-        """`max_open` limits all open episodes, `quotas` those of each namespace that has one. `clock` gives monotonic
-        seconds since the epoch: setting the machine's clock ends no episode.
-        """
+        """`clock` gives monotonic seconds since the epoch: setting the machine's clock ends no episode."""
         self._requests = requests
         self._records = records
         self._sandboxes = sandboxes
         self._preflight = preflight
-        self._max_open = max_open
-        self._quotas = Quotas(quotas, "terminals")
+        self._max_open = limits.total
+        self._quotas = Quotas(limits.quotas, "terminals")
         self._held: Counter[str] = Counter()
         """By namespace: the episodes that are open, that are being opened, and the claims."""
         self._clock = clock
@@ -132,7 +137,7 @@ class TerminalManager:
 
     @contextmanager
     def _claim(self, namespace: str) -> Iterator[None]:
-        """Reserve one of the `max_open` slots, which counts towards the namespace's quota."""
+        """Reserve a slot, which counts towards the namespace's quota."""
         if self._closing or self.draining:
             raise draining()
         count = self._held.total()
