@@ -19,7 +19,7 @@ from typing import Any, Final, TypeAlias
 from penstock.ops.v1 import operations_service_pb2 as pb
 from penstock.ops.v1 import operations_service_pb2_grpc as rpc
 from penstock_chassis import times
-from penstock_chassis.auth import Role, caller
+from penstock_chassis.auth import Caller, Role, caller
 from penstock_chassis.errors import Violation
 from penstock_chassis.health import Draining
 from penstock_chassis.limits import MAX_MESSAGE_BYTES, MIN_PING_S
@@ -63,6 +63,15 @@ class Trouble:
     advice: str
     grave: bool = True
     subjects: tuple[str, ...] = ()
+    owners: tuple[str, ...] | None = None
+    """The namespaces of `subjects`, by position; empty = not known, for operators alone. None: they are in none, as
+    members are."""
+
+    def subjects_for(self, who: Caller) -> Sequence[str]:
+        """The subjects that exist for a caller."""
+        if self.owners is None:
+            return self.subjects
+        return [one for one, owner in zip(self.subjects, self.owners, strict=True) if who.may_reach(owner)]
 
 
 Members: TypeAlias = Callable[[], Iterable[pb.Member]]
@@ -193,13 +202,14 @@ class Operations(rpc.OperationsServiceServicer):
             for labels, value in values.items():
                 answer.gauges.add(name=family.name, labels=dict(zip(family.labels, labels, strict=True)), value=value)
         found = [*self._troubles(patience), *_of_process(answer, least), *self._of_restarts(), *self._of_drain()]
+        asking = caller()
         for trouble in sorted(found, key=lambda trouble: not trouble.grave):
             answer.troubles.add(
                 reason=trouble.reason,
                 message=trouble.message,
                 advice=trouble.advice,
                 grave=trouble.grave,
-                subjects=trouble.subjects[:SUBJECTS],
+                subjects=trouble.subjects_for(asking)[:SUBJECTS],
             )
         return answer
 

@@ -57,10 +57,10 @@ CALL_QUEUES = "queues of calls, one call taken from each at a time; the kernel a
 class NamespaceSettings(BaseModel):
     """A namespace: the tokens of those who work in it, and how much it may hold at once.
 
-    `quota` is of what the service counts: rollouts that run (driver), open rollouts (gate), sandboxes (sandbox),
-    requests that are served (inference). `weight` is the namespace's share of the driver's slots against that of others
-    while rollouts of both wait. The default namespace has the tokens of `trainer_token` and `observer_token`
-    beside these.
+    `quota` is of what the service counts: rollouts that run and, apart from them, open terminals (driver), open
+    rollouts (gate), sandboxes (sandbox), requests that are served (inference). `weight` is the
+    namespace's share of the driver's slots against that of others while rollouts of both wait. The default namespace
+    has the tokens of `trainer_token` and `observer_token` beside these.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)

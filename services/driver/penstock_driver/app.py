@@ -81,7 +81,7 @@ from penstock_driver.store.run_metrics import RunMetrics
 from penstock_driver.store.seal import Seal
 from penstock_driver.store.summaries import Summaries
 from penstock_driver.terminals import records as terminal_records
-from penstock_driver.terminals.manager import TerminalManager
+from penstock_driver.terminals.manager import OpenLimits, TerminalManager
 from penstock_driver.terminals.records import TerminalRecords
 from penstock_driver.trajectories.annotating import Annotator
 from penstock_driver.trajectories.exports.destination import Destination, described
@@ -289,7 +289,7 @@ async def wired(
             preflight,
             instance_id=instance_id,
             home=home,
-            max_open=settings.max_terminals,
+            limits=OpenLimits(settings.max_terminals, settings.quotas()),
             clock=clock,
         )
         recordings = settings.state_dir / RECORDINGS

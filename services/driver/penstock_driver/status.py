@@ -72,6 +72,7 @@ class ExportHealth:
                 f"{_rollouts(len(broken))} cannot be exported; the driver's log says why",
                 "read them with `penstock rollout`; they are tried again each hour, and kept until they are stored",
                 subjects=broken,
+                owners=("",) * len(broken),
             )
 
 
@@ -131,6 +132,7 @@ class Health:
                     "place at the gate, is still in use",
                     "check that the sandbox and interception services answer; the driver keeps retrying",
                     subjects=pending,
+                    owners=("",) * len(pending),
                 )
 
     def _rollouts(self) -> dict[tuple[str, ...], float]:

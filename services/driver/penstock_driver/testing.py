@@ -19,7 +19,7 @@ from penstock_driver.rollouts.manager import Capacity, RolloutManager
 from penstock_driver.rollouts.preflight import Preflight
 from penstock_driver.settings import DriverSettings
 from penstock_driver.store.seal import Seal
-from penstock_driver.terminals.manager import TerminalManager
+from penstock_driver.terminals.manager import OpenLimits, TerminalManager
 from penstock_driver.terminals.records import TerminalRecords
 
 
@@ -53,7 +53,7 @@ class OpenDriver:
             Preflight(self.sandboxes, self.gate),
             instance_id=self.parts.instance_id,
             home=self.parts.home,
-            max_open=self.settings.max_terminals,
+            limits=OpenLimits(self.settings.max_terminals, self.settings.quotas()),
             clock=clock,
         )
 

@@ -103,6 +103,7 @@ class Health:
             wait for wait in self._waits if self._clock() - wait.since >= patience_s and self._is_early(wait, stats)
         ]
         if early:
+            waiting = tuple(dict.fromkeys(wait.request.session_id or wait.request.request_id for wait in early))
             yield Trouble(
                 "POLICY_STUCK",
                 f"{len(early)} request{'s wait' if len(early) > 1 else ' waits'} for policy version"
@@ -110,7 +111,8 @@ class Health:
                 f" {stats.policy_version}",
                 "push the weights (ps.inference.update_weights), or check why the trainer announced a version that "
                 "it has not pushed",
-                subjects=tuple(dict.fromkeys(wait.request.session_id or wait.request.request_id for wait in early)),
+                subjects=waiting,
+                owners=("",) * len(waiting),
             )
         paused_for = 0.0 if self._paused is None else self._clock() - self._paused[1]
         if stats.paused and paused_for >= patience_s:

@@ -52,18 +52,19 @@ class Health:
                     "default_backend",
                 )
         now = self._clock()
-        over = tuple(
-            view.id
+        over = [
+            view
             for view in self._sandboxes.table.matching({})
             if view.state is not State.CREATING and now - view.expires_at > patience_s
-        )
+        ]
         if over:
             yield Trouble(
                 "SANDBOXES_OVERDUE",
                 f"{len(over)} sandbox{'es' * (len(over) > 1)} should be gone since their lease ended, and"
                 f" {'are' if len(over) > 1 else 'is'} still there",
                 "the service keeps retrying; its log has the backend's answers",
-                subjects=over,
+                subjects=tuple(view.id for view in over),
+                owners=tuple(view.namespace for view in over),
             )
 
     def _by_state(self) -> dict[tuple[str, ...], float]:

@@ -37,7 +37,7 @@ ENDLESS_S: Final = 2.0
 APART: Final = {
     "penstock.interception.v1.InterceptService/Intercept": "below, since its frames follow each other",
     "penstock.sandbox.v1.ToolboxService/PrepareToolbox": "it makes what it names; test_namespaces_sandbox has it",
-    "penstock.ops.v1.OperationsService/GetStatus": "of the whole service; its diagnostics name ids",
+    "penstock.ops.v1.OperationsService/GetStatus": "of the whole service; test_operations has whose ids it names",
 }
 _TOKENS: Final = {team: secrets.token_hex(32) for team in ("team-a", "team-b")}
 _TIMED_OUT: Final = grpc.StatusCode.DEADLINE_EXCEEDED.name

@@ -20,6 +20,7 @@ from penstock.interception.v1 import rollout_gate_service_pb2
 from penstock.sandbox.v1 import sandbox_pb2
 from penstock.trajectory.v1 import trajectory_pb2
 from penstock_chassis import rpc_status
+from penstock_chassis.auth import acts_in
 from penstock_chassis.errors import FailedPrecondition, NotFound, PenstockError
 from penstock_chassis.journal import Journal
 from penstock_driver.agents.launch import FileToWrite
@@ -245,6 +246,8 @@ class Places:
     def __init__(self) -> None:
         self.open_ones: set[str] = set()
         self.captured: set[str] = set()
+        self.deleted_in: dict[str, str | None] = {}
+        """By rollout: the namespace in which it was deleted."""
         self.ended: asyncio.Queue[CallEnded] = asyncio.Queue()
 
     async def check(
@@ -281,6 +284,7 @@ class Places:
     async def delete(self, rollout_id: str) -> None:
         self.open_ones.discard(rollout_id)
         self.captured.discard(rollout_id)
+        self.deleted_in[rollout_id] = acts_in()
 
     async def stored(self, rollout_id: str, gates: Sequence[str]) -> None:
         raise NotImplementedError  # of drivers that export

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import re
@@ -21,7 +22,7 @@ from penstock.cli.commands.doctor.live import examine
 from penstock.client import Endpoints, Trouble
 from penstock.ops.v1 import operations_service_pb2 as pb
 from penstock.ops.v1 import operations_service_pb2_grpc as rpc
-from penstock_chassis.auth import Authenticator, Role
+from penstock_chassis.auth import Authenticator, Caller, Role, serve_for
 from penstock_chassis.channel import connect, typed_errors
 from penstock_chassis.errors import InvalidArgument, PermissionDenied
 from penstock_chassis.health import Draining
@@ -116,6 +117,25 @@ async def test_status_is_open_to_every_role_and_lists_the_gravest_first(tmp_path
     own = [trouble for trouble in said.troubles if trouble.reason != "LOOP_LAG"]
     assert [(trouble.reason, trouble.grave) for trouble in own] == [("NOW", True), ("LATER", False)]
     assert len(own[0].subjects) == 20
+
+
+@pytest.mark.requirement("R107")
+@pytest.mark.parametrize(
+    ("namespace", "seen"),
+    [(None, ["a", "b", "unknown", "e0"]), ("team-a", ["a", "e0"]), ("team-c", ["e0"])],
+)
+async def test_a_status_names_to_a_team_none_of_another_teams_objects(namespace: str | None, seen: list[str]) -> None:
+    """That something is wrong, everybody is told; also which member of the fleet it is."""
+    of_teams = RowCounts("STUCK", "m", "a", subjects=("a", "b", "unknown"), owners=("team-a", "team-b", ""))
+    watched = Operations("driver", lambda _: [of_teams, RowCounts("LOST", "m", "a", subjects=("e0",))])
+
+    async def asked() -> pb.GetStatusResponse:
+        serve_for(Caller(Role.OPERATOR, namespace))
+        return await watched.GetStatus(pb.GetStatusRequest(min_free_bytes=0), None)
+
+    said = await asyncio.create_task(asked())
+    own = [trouble for trouble in said.troubles if trouble.reason in ("STUCK", "LOST")]
+    assert [subject for trouble in own for subject in trouble.subjects] == seen and len(own) == 2
 
 
 @pytest.mark.requirement("R33")

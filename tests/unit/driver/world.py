@@ -26,6 +26,7 @@ from penstock.chat.v1 import chat_pb2, completion_pb2
 from penstock.interception.v1 import rollout_gate_service_pb2
 from penstock.sandbox.v1 import sandbox_pb2
 from penstock.trajectory.v1 import trajectory_pb2
+from penstock_chassis.auth import acts_in
 from penstock_chassis.errors import FailedPrecondition, NotFound, PenstockError
 from penstock_driver.agents.launch import FileToWrite
 from penstock_driver.agents.specs import Dialect, Toolbox
@@ -541,6 +542,8 @@ class HttpGate:
         self.opened: dict[str, OpenRequest] = {}
         self.held: set[str] = set()
         self.closed: dict[str, str] = {}
+        self.closed_in: dict[str, set[str | None]] = {}
+        """By rollout: the namespaces in which it was closed."""
         self.requested: list[str] = []
         self.deleted: list[str] = []
         self.requests: list[tuple[str, dict[str, str], dict[str, Any]]] = []
@@ -653,6 +656,7 @@ class HttpGate:
     async def close(self, rollout_id: str, reason: str) -> GateClosing:
         self._failing("close")
         self.closed.setdefault(rollout_id, reason)
+        self.closed_in.setdefault(rollout_id, set()).add(acts_in())
         return self.closing
 
     async def calls(self, labels: Mapping[str, str]) -> AsyncIterator[CallEnded]:

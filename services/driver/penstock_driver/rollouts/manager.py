@@ -23,6 +23,7 @@ import structlog
 from penstock_chassis.aio.fair_queue import FairQueue, Ticket
 from penstock_chassis.aio.moment import Moment
 from penstock_chassis.aio.tasks import TaskOwner
+from penstock_chassis.auth import acting_in
 from penstock_chassis.errors import FailedPrecondition, NotFound, ResourceExhausted, Unavailable
 from penstock_driver.domain.pauses import PauseEnd, PauseLimits
 from penstock_driver.domain.ports import CallEnded
@@ -206,7 +207,7 @@ class RolloutManager:
             quorum_time = ends[group.plan.quorum - 1] if 0 < group.plan.quorum <= len(ends) else None
             ago_s = 0.0 if quorum_time is None else max(0.0, time.time() - quorum_time)
             # How long a pause lasted within the grace is not known: the grace begins anew after it.
-            is_paused = self.paused_count(group.rollout_ids) > 0
+            is_paused = self.paused_count(self._live_of(group)) > 0
             self._begin_group(group, len(ends), 0.0 if is_paused else ago_s)
         return len(found)
 
@@ -311,17 +312,24 @@ class RolloutManager:
         )
 
     def _begin_group(self, group: GroupRecord, results: int = 0, quorum_ago_s: float = 0.0) -> None:
-        ids = frozenset(group.rollout_ids)
         watch = GroupWatch(
             GroupPolicy(group.plan.size, group.plan.quorum, group.plan.grace_s),
-            running=lambda: ids & self._live.keys(),
+            running=lambda: self._live_of(group),
             cancel=self._cancel_all,
-            is_paused=lambda: self.paused_count(ids) > 0,
+            is_paused=lambda: self.paused_count(self._live_of(group)) > 0,
             results=results,
             quorum_ago_s=quorum_ago_s,
         )
         self._groups[group.group_id] = watch
         self._tasks.start(self._watch_group(group.group_id, watch))
+
+    def _live_of(self, group: GroupRecord) -> Collection[str]:
+        """A group's live rollouts. The id of one that was deleted may be another rollout's by now."""
+        return {
+            rollout_id
+            for rollout_id in group.rollout_ids
+            if (runner := self._live.get(rollout_id)) and runner.recorder.record.group_id == group.group_id
+        }
 
     def _await_slot(self, runner: RolloutRunner, *, has_own_spec: bool) -> None:
         """Start a rollout once its namespace has a slot for it. Until then it has neither a task nor a place, and its
@@ -437,7 +445,8 @@ class RolloutManager:
         return await self.get(rollout_id)
 
     async def cancel_group(self, group: GroupRecord, reason: str) -> None:
-        await self._cancel_all(group.rollout_ids, _cancelled(reason))
+        """End all rollouts of a group that run. Raises as `cancel`."""
+        await self._cancel_all(await self._records.members(group), _cancelled(reason))
         self.check_stays()
 
     # Pauses -----------------------------------------------------------------------------------------------------------
@@ -712,19 +721,15 @@ class RolloutManager:
         return {DRIVER_LABEL: self._instance_id, ROLLOUT_LABEL: rollout_id}
 
     async def _release(self, rollout_id: str) -> None:
-        # At a sandbox service that is lost they are over once their leases must have ended: nobody renews them.
-        over = await self._are_sandboxes_over(rollout_id)
-        await self._placement.release(rollout_id, self._labels(rollout_id), sandboxes_over=over)
-
-    async def _are_sandboxes_over(self, rollout_id: str) -> bool:
         try:
             record = await self._records.get(rollout_id)
         except NotFound:
-            return False  # deleted: how long its sandboxes could live is not known any more
-        if record.end_time is None:
-            return False
-        # The last request may have been sent just before the end, and a lease begins when its sandbox is ready.
-        return time.time() > record.end_time + MAKE_S + limits_from_proto(record.spec.limits).sandbox_s
+            record = None  # deleted: how long its sandboxes could live is not known any more
+        # At a sandbox service that is lost they are over once their leases must have ended: nobody renews them.
+        over = record is not None and _are_sandboxes_over(record)
+        # In no namespace it would close another team's rollout of this id: this one may not have been opened there.
+        with acting_in(record.namespace if record else None):
+            await self._placement.release(rollout_id, self._labels(rollout_id), sandboxes_over=over)
 
     def _clean_up_later(self, rollout_id: str) -> None:
         self._cleanups.owe(rollout_id, partial(self._cleaned_up, rollout_id))
@@ -738,6 +743,14 @@ def end_not_recorded() -> Unavailable:
     """The error for callers that wait for an end that the journal did not accept."""
     message = "a rollout's end could not be recorded: the driver's log has the error, and its next start ends it"
     return Unavailable(message, reason="END_NOT_RECORDED", retry_after_s=RETRY_S)
+
+
+def _are_sandboxes_over(record: Record) -> bool:
+    """Whether the leases of all sandboxes of a rollout have ended."""
+    if record.end_time is None:
+        return False
+    # The last request may have been sent just before the end, and a lease begins when its sandbox is ready.
+    return time.time() > record.end_time + MAKE_S + limits_from_proto(record.spec.limits).sandbox_s
 
 
 def _has_ended() -> FailedPrecondition:

@@ -16,6 +16,7 @@ from typing import Final
 from penstock.driver.v1 import rollout_pb2
 from penstock.trajectory.v1 import trajectory_pb2
 from penstock.values.token_tensors import TokenTensor
+from penstock_chassis.auth import acting_in
 from penstock_chassis.errors import AlreadyExists, FailedPrecondition, NotFound, Unavailable
 from penstock_chassis.homes import Home
 from penstock_driver.agents.registry import AgentRegistry
@@ -87,7 +88,9 @@ class RolloutDeletion:
                 message = f"{left[0]} is not exported yet, and would be lost: try again later, see `penstock doctor`"
                 raise Unavailable(message, reason="EXPORT_PENDING", retry_after_s=CLEANUP_RETRY_S)
             for rollout_id in rollout_ids:
-                await self._captures.delete(rollout_id)
+                # For an operator of no namespace it would delete another team's rollout of this id at the gate, too.
+                with acting_in(await self._records.namespace_of(rollout_id)):
+                    await self._captures.delete(rollout_id)
                 await self._manager.delete(rollout_id)
                 if self._end_states:
                     await self._end_states.forget(rollout_id)
@@ -99,7 +102,8 @@ class RolloutDeletion:
                 group = await self._records.group(group_id)
             except NotFound:
                 return
-            await self.delete(group.rollout_ids)
+            with self._deletes(group.rollout_ids):
+                await self.delete(await self._records.members(group))
             await self._records.delete_group(group_id)
 
     def check_none_of(self, ids: Collection[str]) -> None:
@@ -309,7 +313,8 @@ class RolloutReading:
         group, position = await self._records.group(group_id), 0
         signal = self._event_log.signal(group_id)
         while True:
-            seen, has_ended = signal.number, not any(map(self._manager.is_running, group.rollout_ids))
+            seen = signal.number
+            has_ended = not any(map(self._manager.is_running, await self._records.members(group)))
             page = await self._event_log.group_events(group_id, position, summary=summary)
             for position, event in page:  # noqa: B007 - the next page starts there
                 if event.sequence > after.get(event.rollout_id, 0):
@@ -433,11 +438,12 @@ class RolloutUseCases:
         """
         group, loop = await self._records.group(group_id), asyncio.get_running_loop()
         until = None if timeout_s is None else loop.time() + timeout_s
-        for rollout_id in group.rollout_ids:
+        members = await self._records.members(group)
+        for rollout_id in members:
             if self._manager.is_running(rollout_id):
                 await self._manager.wait(rollout_id, None if until is None else max(0.0, until - loop.time()))
-        is_running = any(map(self._manager.is_running, group.rollout_ids))
-        if not is_running and await self._records.without_end(group.rollout_ids):
+        is_running = any(map(self._manager.is_running, members))
+        if not is_running and await self._records.without_end(members):
             self._manager.check_stays()
             raise end_not_recorded()
         return group
@@ -451,14 +457,15 @@ class RolloutUseCases:
     async def pause_group(self, group_id: str, reason: str, duration_s: float | None, patience_s: float) -> GroupRecord:
         """Pause all rollouts of a group that have not ended. Raises as `RolloutManager.pause`."""
         group = await self._records.group(group_id)
-        if not await self._manager.pause_all(group.rollout_ids, reason, duration_s, patience_s):
+        members = await self._records.members(group)
+        if not await self._manager.pause_all(members, reason, duration_s, patience_s):
             raise FailedPrecondition("all rollouts of the group have ended", reason="ROLLOUT_ENDED")
         return group
 
     async def resume_group(self, group_id: str, patience_s: float) -> GroupRecord:
         """End the pauses of a group's rollouts. Raises as `RolloutManager.resume_all`."""
         group = await self._records.group(group_id)
-        await self._manager.resume_all(group.rollout_ids, patience_s)
+        await self._manager.resume_all(await self._records.members(group), patience_s)
         return group
 
     async def regrade(self, rollout_id: str, verifier: rollout_pb2.Verifier | None, name: str) -> rollout_pb2.Grade:

@@ -312,10 +312,11 @@ class RolloutServicer(rollout_service_pb2_grpc.RolloutServiceServicer):
                 yield rollout_service_pb2.ExportTrajectoriesResponse(trajectory=trajectory, outcome=outcome)
 
     async def _group(self, group: GroupRecord) -> rollout_pb2.Group:
-        paused = self._manager.paused_count(group.rollout_ids)
-        is_running = any(map(self._manager.is_running, group.rollout_ids))
+        members = await self._records.members(group)
+        paused = self._manager.paused_count(members)
+        is_running = any(map(self._manager.is_running, members))
         # First: what ends meanwhile would else be missing among those of a group that is over.
-        is_over = not is_running and not await self._records.without_end(group.rollout_ids)
+        is_over = not is_running and not await self._records.without_end(members)
         ended = await self._records.group_ended(group.group_id)
         message = group_to_proto(group, ended, paused, is_over=is_over)
         message.home = self._home.name

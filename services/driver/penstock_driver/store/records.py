@@ -283,6 +283,14 @@ class Records:
         sql = "SELECT * FROM rollouts WHERE group_id = ? AND end_time IS NOT NULL ORDER BY end_time, idx"
         return [_record(row) for row in await self._journal.read(sql, (group_id,))]
 
+    async def members(self, group: GroupRecord) -> Sequence[str]:
+        """Those of a group's `rollout_ids` that are its rollouts still, in order.
+
+        The id of one that was deleted may be another rollout's by now, also another team's.
+        """
+        sql = "SELECT rollout_id FROM rollouts WHERE group_id = ? AND namespace = ? ORDER BY idx"
+        return [str(row[0]) for row in await self._journal.read(sql, (group.group_id, group.namespace))]
+
     async def without_end(self, rollout_ids: Sequence[str]) -> Sequence[str]:
         """Those of the given rollouts whose end is not on disk."""
         ids = json.dumps(list(rollout_ids))
@@ -321,9 +329,12 @@ class Records:
         await self._journal.write(
             [
                 (
-                    "DELETE FROM sealed_specs WHERE spec_id = (SELECT COALESCE(group_id, rollout_id) FROM rollouts"
+                    # A group and a rollout may have one id: the spec may be the other one's.
+                    "DELETE FROM sealed_specs WHERE (spec_id, namespace) ="
+                    " (SELECT COALESCE(group_id, rollout_id), namespace FROM rollouts"
                     " WHERE rollout_id = ? AND end_time IS NOT NULL) AND NOT EXISTS"
-                    " (SELECT 1 FROM rollouts WHERE group_id = spec_id AND rollout_id != ?)",
+                    " (SELECT 1 FROM rollouts WHERE rollout_id != ? AND rollouts.namespace = sealed_specs.namespace"
+                    " AND (group_id = spec_id OR rollout_id = spec_id AND group_id IS NULL))",
                     (rollout_id, rollout_id),
                 ),
                 (

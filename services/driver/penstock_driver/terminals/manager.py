@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
@@ -20,7 +21,7 @@ import structlog
 from penstock.driver.v1 import terminal_service_pb2
 from penstock_chassis import times
 from penstock_chassis.aio.tasks import TaskOwner
-from penstock_chassis.auth import acting_in
+from penstock_chassis.auth import Quotas, acting_in
 from penstock_chassis.errors import NotFound, PenstockError, ResourceExhausted
 from penstock_chassis.homes import Home
 from penstock_driver.domain.ports import Sandboxes
@@ -56,6 +57,14 @@ TERMINAL_LABEL: Final = "penstock_terminal"
 _log = structlog.get_logger("penstock.driver")
 
 
+@dataclass(frozen=True, slots=True)
+class OpenLimits:
+    """At most `total` episodes are open at once; `quotas` has the most of each namespace that has a quota."""
+
+    total: int
+    quotas: Mapping[str, int]
+
+
 class TerminalManager:
     """All episodes of one driver. Start with `recover()`, stop with `aclose()`."""
 
@@ -68,7 +77,7 @@ class TerminalManager:
         *,
         instance_id: str,
         home: Home,
-        max_open: int,
+        limits: OpenLimits,
         clock: Callable[[], float] = times.even_time,
     ) -> None:
         """`clock` gives monotonic seconds since the epoch: setting the machine's clock ends no episode."""
@@ -76,7 +85,10 @@ class TerminalManager:
         self._records = records
         self._sandboxes = sandboxes
         self._preflight = preflight
-        self._max_open = max_open
+        self._max_open = limits.total
+        self._quotas = Quotas(limits.quotas, "terminals")
+        self._held: Counter[str] = Counter()
+        """By namespace: the episodes that are open, that are being opened, and the claims."""
         self._clock = clock
         self._setups = TerminalSetups(sandboxes)
         self._instance_id = instance_id
@@ -86,7 +98,6 @@ class TerminalManager:
         self._services = EpisodeServices(records, TerminalSteps(sandboxes), self._cleanups, self._tasks)
         self._live: dict[str, LiveEpisode] = {}
         self._opening: dict[str, asyncio.Task[None]] = {}
-        self._claims = 0
         self._closing = False
         self.draining = False
         """Whether new episodes are refused."""
@@ -107,7 +118,7 @@ class TerminalManager:
         """Open an episode, or return the one that the same request opened."""
         known = await self._requests.known_request(key)
         if known is None:
-            with self._claim():
+            with self._claim(spec.namespace):
                 terms = await self._preflight.check_terminal(spec.sandbox, spec.packages)
                 spec = replace(spec, sandbox=terms)
                 begun = await self._tasks.run(self._begin(key, spec))
@@ -125,19 +136,25 @@ class TerminalManager:
             raise unreleased("the earlier request with this id failed to open the episode") from None
 
     @contextmanager
-    def _claim(self) -> Iterator[None]:
-        """Reserve one of the `max_open` slots."""
+    def _claim(self, namespace: str) -> Iterator[None]:
+        """Reserve a slot, which counts towards the namespace's quota."""
         if self._closing or self.draining:
             raise draining()
-        count = len(self._live) + len(self._opening) + self._claims
+        count = self._held.total()
         if count >= self._max_open:
             message = f"{count} terminals are open, which is the maximum: close one, or try again later"
             raise ResourceExhausted(message, reason="TERMINAL_LIMIT", retry_after_s=5.0)
-        self._claims += 1
+        self._quotas.check(namespace, self._held[namespace])
+        self._held[namespace] += 1
         try:
             yield
         finally:
-            self._claims -= 1
+            self._let_go(namespace)
+
+    def _let_go(self, namespace: str) -> None:
+        self._held[namespace] -= 1
+        if not self._held[namespace]:
+            del self._held[namespace]
 
     async def _begin(self, key: RequestKey, spec: TerminalSpec) -> str:
         """Record a new episode and start to open it; return the id of this request's, or of an equal concurrent one's.
@@ -149,8 +166,14 @@ class TerminalManager:
         )
         if (known := await self._requests.unless_known(key, self._records.create(record, key))) is not None:
             return known
+
+        def opened(_: asyncio.Task[None]) -> None:
+            del self._opening[record.terminal_id]
+            self._let_go(spec.namespace)
+
         task = self._opening[record.terminal_id] = self._tasks.start(self._open(record, spec))
-        task.add_done_callback(lambda _: self._opening.pop(record.terminal_id, None))
+        self._held[spec.namespace] += 1
+        task.add_done_callback(opened)
         if self._closing:  # recorded before `aclose`, begun too late for its cancellation
             task.cancel()
         return record.terminal_id
@@ -174,7 +197,9 @@ class TerminalManager:
     def _admit(self, terminal_id: str, start: EpisodeStart) -> LiveEpisode:
         def on_end() -> None:
             del self._live[terminal_id]
+            self._let_go(start.spec.namespace)
 
+        self._held[start.spec.namespace] += 1
         live = self._live[terminal_id] = LiveEpisode(terminal_id, start, self._services, on_end)
         return live
 

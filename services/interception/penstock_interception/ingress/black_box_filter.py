@@ -67,6 +67,7 @@ _HEADER_PREFIXES: Final = ("x-stainless-", "x-codex-", "x-claude-code-")
 _KEPT_BACK: Final = frozenset(
     {
         "alt-svc",
+        "anthropic-organization-id",
         "connection",
         "content-length",
         "keep-alive",

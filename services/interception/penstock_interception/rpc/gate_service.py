@@ -62,6 +62,8 @@ MAX_LABELS = 64
 _BEFORE_ALL = -1
 """A position before that of every call: a capture after it has all calls, and no samples."""
 _ID = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9_.-]{0,127}")
+_ENDINGS = {".judge": "judge_of", ".user": "user_of"}
+"""How the ids end that drivers give to judges and users, and the field that names their rollout."""
 _CONTROL_TOKENS = {
     interception_pb2.CONTROL_TOKENS_UNSPECIFIED: ControlTokens.PLAIN,
     interception_pb2.CONTROL_TOKENS_PLAIN: ControlTokens.PLAIN,
@@ -353,6 +355,7 @@ def spec_from(request: pb.OpenRolloutRequest, known: dict[Dialect, DialectCodec]
     """Returns the rollout's spec and the caller's key. Raises InvalidArgument that names the field."""
     check_request_id(request.request_id)
     check_id("rollout_id", request.rollout_id)
+    _check_ending(request)
     mode = _mode_from(request.mode)
     if len(request.labels) > MAX_LABELS:
         raise invalid_field("labels", f"at most {MAX_LABELS}")
@@ -401,6 +404,16 @@ def spec_from(request: pb.OpenRolloutRequest, known: dict[Dialect, DialectCodec]
         models=models_from(request, policy, _source_from),
     )
     return spec, caller_key
+
+
+def _check_ending(request: pb.OpenRolloutRequest) -> None:
+    """Keeps the ids that drivers give to judges and users free for them: whoever took another team's would prevent its
+    rollout's grade. Raises InvalidArgument.
+    """
+    for ending, name in _ENDINGS.items():
+        beside: str = getattr(request, name)
+        if request.rollout_id.endswith(ending) and not (beside and request.rollout_id == beside + ending):
+            raise invalid_field("rollout_id", f"ends with {ending} only where it is {name} and that ending")
 
 
 def _beside_of(request: pb.OpenRolloutRequest, name: str) -> str:

@@ -153,9 +153,10 @@ class Health:
                 "bring the lost driver back within max_kept_s, or raise the limits (max_kept_captures, max_kept_bytes,"
                 " max_kept_s); the rollouts' rows keep what the driver knows",
                 subjects=tuple(one.rollout_id for one in lost[:MOST_NAMED]),
+                owners=tuple(one.namespace for one in lost[:MOST_NAMED]),
             )
         before = now - KEPT_S
-        old = tuple(rollout.id for rollout in kept if (rollout.closed or before) < before)
+        old = [rollout for rollout in kept if (rollout.closed or before) < before]
         if old:
             yield Trouble(
                 "CAPTURES_KEPT",
@@ -164,7 +165,8 @@ class Health:
                 "check the driver's export (doctor names it as EXPORT_FAILING); if that driver is gone for good,"
                 " delete these rollouts at this gate, or leave it to max_kept_s",
                 grave=False,
-                subjects=old,
+                subjects=tuple(rollout.id for rollout in old),
+                owners=tuple(rollout.spec.namespace for rollout in old),
             )
 
     def _stalled(self, calls: list[Call], patience_s: float) -> Iterator[tuple[Session, list[Call]]]:
@@ -230,7 +232,9 @@ def _are(lost: list[Discarded]) -> str:
 
 
 def _trouble(reason: str, calls: list[Call], finding: str, advice: str, *, grave: bool = True) -> Trouble:
-    rollouts = tuple(dict.fromkeys(call.rollout.id for call in calls))
+    rollouts = {call.rollout.id: call.rollout.spec.namespace for call in calls}
     of_calls = f"{len(calls)} model call{'s' * (len(calls) > 1)}"
     of_rollouts = f"{len(rollouts)} rollout{'s' * (len(rollouts) > 1)}"
-    return Trouble(reason, f"{of_calls} of {of_rollouts} {finding}", advice, grave, rollouts)
+    return Trouble(
+        reason, f"{of_calls} of {of_rollouts} {finding}", advice, grave, tuple(rollouts), tuple(rollouts.values())
+    )

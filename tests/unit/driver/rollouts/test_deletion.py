@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 from tests.support.services.inner_driver import CONTEXT, Boxes, InnerDriver, Places, asked, inner_driver
+from tests.support.waiting import eventually
 from tests.unit.driver.rollouts.test_request_ids import AGENT, create, spec, wait
 
 from penstock.driver.v1 import agent_service_pb2, rollout_pb2
@@ -130,3 +131,66 @@ async def test_a_deleted_rollout_waits_for_no_export_that_is_off(driver: InnerDr
     assert [one.reason for one in ExportHealth(None, (await queue.backlog()).count).troubles()] == ["EXPORT_OFF"]
     await delete(driver, "r1")
     assert not list(ExportHealth(None, (await queue.backlog()).count).troubles())
+
+
+@pytest.mark.requirement("R107")
+async def test_an_operator_deletes_at_the_gate_in_the_rollouts_namespace(driver: InnerDriver) -> None:
+    """Its id may be another team's there."""
+    await create(driver, "a")
+    await wait(driver)
+    await delete(driver, "r1")
+    assert driver.places.deleted_in == {"r1": "default"}
+
+
+@pytest.mark.requirement("R107", "R70")
+async def test_a_group_leaves_a_rollout_alone_that_has_the_id_of_one_of_its_deleted_ones(driver: InnerDriver) -> None:
+    """It may be another team's: the group neither pauses, cancels nor deletes it, and has ended while it runs."""
+    await group_of(driver, 2)
+    await waited(driver)
+    await delete(driver, "g-0")
+    await create(driver, "new", "g-0", "sleep")
+    await driver.boxes.started.wait()
+    with pytest.raises(FailedPrecondition) as refused:
+        await asked(driver.rollouts.PauseGroup(pb.PauseGroupRequest(group_id="g"), CONTEXT))
+    assert refused.value.reason == "ROLLOUT_ENDED"
+    await asked(driver.rollouts.ResumeGroup(pb.ResumeGroupRequest(group_id="g"), CONTEXT))
+    await asked(driver.rollouts.CancelGroup(pb.CancelGroupRequest(group_id="g"), CONTEXT))
+    assert driver.manager.is_running("g-0")
+    assert (await shown(driver)).ended and (await waited(driver)).ended
+    watched = driver.rollouts.WatchGroup(pb.WatchGroupRequest(group_id="g"), CONTEXT)
+    assert {answer.event.rollout_id async for answer in watched if answer.HasField("event")} == {"g-1"}
+    await delete_group(driver)
+    assert driver.manager.is_running("g-0") and driver.places.captured == {"g-0"}
+
+
+@pytest.mark.requirement("R107")
+async def test_a_group_that_is_complete_cancels_its_own_rollouts_alone(driver: InnerDriver) -> None:
+    """Not one with the id of a deleted one."""
+    driver.boxes.holds = {"fork"}
+    request = pb.CreateGroupRequest(request_id="g", spec=spec(), size=1, spares=1, group_id="g")
+    await asked(driver.rollouts.CreateGroup(request, CONTEXT))
+    await driver.boxes.started.wait()
+    await asked(driver.rollouts.CancelRollout(pb.CancelRolloutRequest(rollout_id="g-0"), CONTEXT))
+    await delete(driver, "g-0")
+    await create(driver, "new", "g-0", "sleep")
+    driver.boxes.release()
+    assert (await waited(driver)).ended
+    await eventually(lambda: not driver.manager.live_groups, "the group is over")
+    assert driver.manager.is_running("g-0")
+    cancelled = await asked(driver.rollouts.CancelRollout(pb.CancelRolloutRequest(rollout_id="g-0"), CONTEXT))
+    assert cancelled.rollout.outcome.failure.reason == "CANCELLED"
+
+
+@pytest.mark.requirement("R107", "R127")
+async def test_a_deletion_leaves_the_spec_of_a_rollout_that_has_the_groups_id(driver: InnerDriver) -> None:
+    """The group's own was forgotten before."""
+    await group_of(driver, 1)
+    await waited(driver)
+    await driver.journal.execute("DELETE FROM sealed_specs")
+    await create(driver, "new", "g", "sleep")
+    await delete(driver, "g-0")
+    assert await driver.records.sealed_spec(await driver.records.get("g"))
+    await driver.boxes.started.wait()
+    await asked(driver.rollouts.CancelRollout(pb.CancelRolloutRequest(rollout_id="g"), CONTEXT))
+    await delete(driver, "g")
+    assert not await driver.journal.query("SELECT 1 FROM sealed_specs")

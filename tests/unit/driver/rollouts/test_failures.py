@@ -901,6 +901,16 @@ async def test_pending_cleanup_runs_when_the_service_is_back(driver: Driver) -> 
     assert driver.gate.closed == {record.rollout_id: "ROLLOUT_ENDED"}
 
 
+@pytest.mark.requirement("R50", "R107")
+async def test_a_pending_cleanup_acts_at_the_gate_in_its_rollouts_namespace(driver: Driver) -> None:
+    """Its id may be another team's there: one whose opening failed, or that was cancelled before, has no place."""
+    driver.gate.fail["close"] = [FailedPrecondition("no", reason="BROKEN"), FailedPrecondition("no", reason="BROKEN")]
+    record = await driver.start(driver.spec(namespace="team-a"))
+    await driver.outcome(record)
+    await eventually_async(driver.owes_nothing, "the place is given back")
+    assert driver.gate.closed_in == {record.rollout_id: {"team-a"}}
+
+
 def _servicer(
     driver: Driver, gate: Gate, records: Records | None = None, captures: _Captures | None = None
 ) -> RolloutServicer:

@@ -240,12 +240,12 @@ class World:
 
 
 @asynccontextmanager
-async def world_on(tmp_path: Path) -> AsyncIterator[World]:
+async def world_on(tmp_path: Path, **chosen: Any) -> AsyncIterator[World]:
     """A world, whose sandboxes are all gone when it ends."""
     sandboxes = Directories(tmp_path / "boxes")
     async with (
         HttpGate(lambda _: say("")) as gate,
-        open_driver(tmp_path, sandboxes, gate, max_terminals=3) as opened,
+        open_driver(tmp_path, sandboxes, gate, max_terminals=3, **chosen) as opened,
     ):
         world = World(opened, sandboxes)
         yield world
@@ -298,6 +298,20 @@ async def test_closing_from_anywhere_unblocks_the_step_that_runs_and_those_that_
         await waiting
     assert await world.step(terminal_id, "s1", "sleep 600") == told
     assert not world.sandboxes.boxes
+
+
+@pytest.mark.requirement("R107")
+async def test_a_namespace_opens_no_more_terminals_than_its_quota(tmp_path: Path) -> None:
+    """Those of other namespaces, and its closed ones, do not count."""
+    async with world_on(tmp_path, namespaces={"team-a": {"quota": 1}}) as world:
+        opened = await world.open(namespace="team-a")
+        with pytest.raises(ResourceExhausted) as full:
+            await world.open(namespace="team-a")
+        assert full.value.reason == "NAMESPACE_QUOTA"
+        await world.open(namespace="team-b")
+        await world.terminals.close(opened)
+        await world.open(namespace="team-a")
+        assert world.terminals._held == {"team-a": 1, "team-b": 1}
 
 
 @pytest.mark.requirement("R26")

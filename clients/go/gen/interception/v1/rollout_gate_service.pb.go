@@ -246,7 +246,8 @@ type OpenRolloutRequest struct {
 	// Required: 1 to 256 characters, fresh for each creation. A repeat with the same id and content creates nothing.
 	// Remembered until the rollout is deleted, by DeleteRollout or at the end of the operator's retention.
 	RequestId string `protobuf:"bytes,1,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
-	// Client-chosen identifier, never used before.
+	// Client-chosen identifier, never used before. One that ends with .judge or .user must be the id in judge_of or user_of
+	// with that ending.
 	RolloutId string            `protobuf:"bytes,2,opt,name=rollout_id,json=rolloutId,proto3" json:"rollout_id,omitempty"`
 	GroupId   *string           `protobuf:"bytes,3,opt,name=group_id,json=groupId,proto3,oneof" json:"group_id,omitempty"`
 	RunId     *string           `protobuf:"bytes,4,opt,name=run_id,json=runId,proto3,oneof" json:"run_id,omitempty"`

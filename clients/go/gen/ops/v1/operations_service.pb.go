@@ -916,7 +916,7 @@ type Trouble struct {
 	Advice string `protobuf:"bytes,3,opt,name=advice,proto3" json:"advice,omitempty"`
 	// The severity: true = error, something is stuck or lost; false = warning.
 	Grave bool `protobuf:"varint,4,opt,name=grave,proto3" json:"grave,omitempty"`
-	// Ids of the affected objects, at most 20.
+	// Ids of the affected objects that exist for the caller, at most 20.
 	Subjects      []string `protobuf:"bytes,5,rep,name=subjects,proto3" json:"subjects,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache

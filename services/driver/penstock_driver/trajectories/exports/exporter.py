@@ -268,14 +268,17 @@ class Exporter:
                 await self._queue.done([one.rollout_id])
                 continue
             try:
-                async with asyncio.timeout(READ_S):
-                    trajectory = await whole(
-                        self._captures,
-                        self._annotations,
-                        record,
-                        include_bodies=self._bodies,
-                        may_return=self._may_return,
-                    )
+                # In no namespace it would reach another team's rollout of this id: this one may have been cancelled
+                # before it was opened at the gate.
+                with acting_in(record.namespace):
+                    async with asyncio.timeout(READ_S):
+                        trajectory = await whole(
+                            self._captures,
+                            self._annotations,
+                            record,
+                            include_bodies=self._bodies,
+                            may_return=self._may_return,
+                        )
                 size = await self._destination.run(lambda found=trajectory: batch.add(found))  # type: ignore[misc]
             except _TRANSIENT as error:
                 _log.info("cannot read a trajectory yet", rollout_id=one.rollout_id, gate=one.gate, error=repr(error))
@@ -336,7 +339,8 @@ class Exporter:
         async def reported(one: Queued) -> str | None:
             async with slots:
                 try:
-                    await self._captures.stored(one.rollout_id, one.gates)
+                    with acting_in(one.namespace):  # as in `_fill`
+                        await self._captures.stored(one.rollout_id, one.gates)
                 except PenstockError as error:
                     if error.reason != GATE_GONE or self._may_return(error.metadata["gate"]):
                         _log.info("a gate is informed later", rollout_id=one.rollout_id, error=repr(error))

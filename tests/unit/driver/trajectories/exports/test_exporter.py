@@ -22,6 +22,7 @@ from penstock.driver.v1 import rollout_pb2
 from penstock.trajectory.v1 import trajectory_pb2 as pb
 from penstock.values import directory_urls
 from penstock_chassis.aio.retry import Delays
+from penstock_chassis.auth import acts_in
 from penstock_chassis.errors import FailedPrecondition, NotFound, Unavailable
 from penstock_chassis.journal import Journal
 from penstock_driver.app import MIGRATIONS
@@ -52,11 +53,14 @@ class Gates:
         self.asked: Counter[str] = Counter()
         """How often each gate was asked for a capture."""
         self.discarded: set[str] = set()
+        self.acted: dict[str, set[str | None]] = {}
+        """In which namespaces a rollout's capture was read, or reported as stored."""
 
     async def capture(
         self, rollout_id: str, *, gate: str, include_bodies: bool, include_top: bool
     ) -> AsyncIterator[pb.Trajectory]:
         self.asked[gate] += 1
+        self.acted.setdefault(rollout_id, set()).add(acts_in())
         if gate in self.lost:
             raise Unavailable("lost", reason="GATE_LOST")
         if gate in self.gone:
@@ -81,6 +85,7 @@ class Gates:
         self.kept.pop(rollout_id, None)
 
     async def stored(self, rollout_id: str, gates: Sequence[str]) -> None:
+        self.acted.setdefault(rollout_id, set()).add(acts_in())
         if self.lost & set(gates):
             raise Unavailable("lost", reason="GATE_LOST")
         for gate in self.gone & set(gates):
@@ -211,6 +216,14 @@ async def test_what_ends_is_stored_and_then_the_gate_may_forget_it(world: World)
     assert record.export is not None
     assert record.export.location == f"file://{world.place}/default/run/d0-1/00000001"
     assert not await world.queue.unreported(0, 9)
+
+
+@pytest.mark.requirement("R107", "R124")
+async def test_a_rollout_is_exported_in_its_own_namespace(world: World) -> None:
+    """At the gate its id may be another team's: one that was cancelled while it waited was never opened there."""
+    ours, theirs = await world.end(namespace="team-a", gates=()), await world.end(namespace="team-b")
+    await world.store_all()
+    assert world.gates.acted == {ours: {"team-a"}, theirs: {"team-b"}}
 
 
 @pytest.mark.requirement("R124")

@@ -209,7 +209,9 @@ class OpenRolloutRequest(_message.Message):
     Remembered until the rollout is deleted, by DeleteRollout or at the end of the operator's retention.
     """
     rollout_id: _builtins.str
-    """Client-chosen identifier, never used before."""
+    """Client-chosen identifier, never used before. One that ends with .judge or .user must be the id in judge_of or user_of
+    with that ending.
+    """
     group_id: _builtins.str
     run_id: _builtins.str
     mode: _interception_pb2.Mode.ValueType

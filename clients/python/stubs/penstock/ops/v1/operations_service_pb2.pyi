@@ -512,7 +512,7 @@ class Trouble(_message.Message):
     """The severity: true = error, something is stuck or lost; false = warning."""
     @_builtins.property
     def subjects(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Ids of the affected objects, at most 20."""
+        """Ids of the affected objects that exist for the caller, at most 20."""
 
     def __init__(
         self,

@@ -126,7 +126,8 @@ export type OpenRolloutRequest = Message<"penstock.interception.v1.OpenRolloutRe
   requestId: string;
 
   /**
-   * Client-chosen identifier, never used before.
+   * Client-chosen identifier, never used before. One that ends with .judge or .user must be the id in judge_of or user_of
+   * with that ending.
    *
    * @generated from field: string rollout_id = 2;
    */

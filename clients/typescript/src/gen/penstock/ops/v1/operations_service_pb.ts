@@ -516,7 +516,7 @@ export type Trouble = Message<"penstock.ops.v1.Trouble"> & {
   grave: boolean;
 
   /**
-   * Ids of the affected objects, at most 20.
+   * Ids of the affected objects that exist for the caller, at most 20.
    *
    * @generated from field: repeated string subjects = 5;
    */
