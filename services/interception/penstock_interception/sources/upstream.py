@@ -278,7 +278,7 @@ def _completion(data: bytes, stop_texts: Sequence[str]) -> Completion:
         finish = read_finish_reason(choice.get("finish_reason"))
         usage = read_usage(answer.get("usage"))
         model = str(answer.get("model", ""))
-        # Not in the API: vLLM tells which stop text ended the answer, or which token.
+        # Not in the API: vLLM says which stop text ended the answer, or which token.
         stop = choice.get("stop_reason")
     except (ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError) as error:
         raise SourceError("UPSTREAM_ANSWER_INVALID", type(error).__name__, may_be_the_request=True) from error

@@ -30,7 +30,7 @@ class Turns:
         self._queue: FairQueue[str] = FairQueue(AT_ONCE, lambda _: _AT_ONCE_EACH)
 
     def of(self, namespace: str, report: Callable[[str], None]) -> Turn:
-        """Returns what takes a namespace's turns, and tells ``report`` that it waits.
+        """Returns what takes a namespace's turns, and reports to ``report`` that it waits.
 
         Its contexts raise ResourceExhausted (DISK_LOW): at their beginning, or by cancelling their body.
         """
