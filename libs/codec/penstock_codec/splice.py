@@ -14,9 +14,9 @@ differ, the real history is rendered (as text only). Where new messages change t
 continuation, and the result gives the reason.
 
 Nor does the probe need the text of the system prompt, unless it changes what follows: SmolLM3's may turn thinking off,
-which changes the generation prompt. So the first time a system prompt is seen with a shape, a probe after it is compared
-with one after a short stand-in. Where they differ, what is known of the shape is found out with that system prompt, and
-the probe has it.
+which changes the generation prompt. So the first time a system prompt is seen with a shape, a probe after it is
+compared with one after a short stand-in. Where they differ, the shape is verified with that system prompt, and the
+probe has it.
 
 Some templates (Nemotron Nano 2's) search every message for such a word. Such a word is a constant of the template, so
 each of these is tried in a history: where one changes what follows, the real history is always rendered.

@@ -168,7 +168,8 @@ class SessionRequest:
 
     `has` are the calls that a resuming trainer already has; its other held calls are sent again. None means all of
     them. `lease_s`: the seconds that the leases of a unary request last; None: as long as the session. `lease_request`
-    identifies that request when it is repeated; "": it is not to be recognised. `sent_prompts`: prompts that calls need not carry again; None: each call carries its whole prompt.
+    identifies that request when it is repeated; "": it is not to be recognised. `sent_prompts`: prompts that
+    calls need not carry again; None: each call carries its whole prompt.
     """
 
     selector: Selector
