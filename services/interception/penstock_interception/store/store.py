@@ -95,7 +95,7 @@ UPDATE OR IGNORE rollouts SET request_id = coalesce(
     CASE WHEN json_valid(CAST(opening AS TEXT)) THEN json_extract(CAST(opening AS TEXT), '$.namespace') END, 'default'
 ) || '/' || request_id;
 """
-# Seconds of a unary request's lease, NULL: it lasts as long as its session; and what identifies a repeat of the request.
+# Seconds of a unary request's lease, NULL: it lasts as long as its session; and what identifies that request.
 _LEASES = """
 ALTER TABLE calls ADD COLUMN lease_s REAL;
 ALTER TABLE calls ADD COLUMN lease_request TEXT NOT NULL DEFAULT '';
