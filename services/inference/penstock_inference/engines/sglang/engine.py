@@ -413,7 +413,7 @@ class SglangEngine:
                 older = self._adapters.put(adapter)
         except BaseException:
             # The server may have it, under a name that no later load has.
-            adapter.replaced = True
+            self._adapters.give_up(adapter)
             self._server.drop_if_unused(adapter)
             raise
         if older is not None:
