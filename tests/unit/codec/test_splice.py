@@ -277,7 +277,7 @@ def test_a_known_system_prompt_is_not_rendered_again_however_many_others_there_a
     codec: Codec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each was a shape of its own, so that a few hundred rollouts had every shape verified again on every turn."""
-    new, rendered = [Message.user("b")], list[str]()
+    new, rendered, shapes = [Message.user("b")], list[str](), len(codec.caches.shapes)
     render = ChatTemplate.render
 
     def watched(template: ChatTemplate, messages: Sequence[Message], *args: Any, **kwargs: Any) -> str:
@@ -295,7 +295,7 @@ def test_a_known_system_prompt_is_not_rendered_again_however_many_others_there_a
     assert isinstance(again, Continuation) and isinstance(ids[0], Continuation)
     assert again.ids.tolist() == ids[0].ids.tolist()
     assert len(rendered) == 1 and histories[0][0].text not in rendered
-    assert len(codec.caches.shapes) == 1
+    assert len(codec.caches.shapes) <= shapes + 1
 
 
 @pytest.mark.requirement("R82", "R96")
