@@ -4,9 +4,10 @@ What is cached, its key, and its bounds:
 
 - `Caches.words`: the ids of a word; the word. 65,536 words of at most 64 characters for each codec, 13 MiB.
 - `Caches.blocks`: the ids of a text between two special tokens; the text. 64 MiB of texts and ids for each codec.
-- `Caches.shapes`: how a shape of continuation is made; a digest of the system prompt, roles and counts of the new
-  messages, and settings: templates treat all other texts alike. 1,024 shapes of at most 64 messages for each codec,
-  8 MiB.
+- `Caches.shapes`: how a shape of continuation is made; roles and counts of the new messages, and settings: templates
+  treat all texts alike. 1,024 shapes of at most 64 messages for each codec, 8 MiB.
+- `Caches.instructed`: the same after a system prompt; the shape, and a digest of the system prompt, whose text may
+  change it. 16,384 pairs for each codec, 6 MiB.
 - `TOOLS`: a tool as templates take it, with its JSON text; the tool. 1,024 tools with schemas of at most 16 KiB.
 - `ARGUMENT_TYPES`: the types that a schema states; its text. 256 schemas of at most 16 KiB.
 
@@ -134,6 +135,8 @@ LONGEST_WORD: Final = 64
 """In characters: longer ones are paths, digests, texts without spaces."""
 BLOCK_BYTES: Final = 64 << 20
 MOST_SHAPES: Final = 1024
+MOST_INSTRUCTED: Final = 1 << 14
+"""Enough for 400 rollouts at once with a system prompt and forty shapes each."""
 LONGEST_SHAPE: Final = 64
 """In new messages."""
 
@@ -143,6 +146,7 @@ class Caches:
         self.words: Final[Table[str, bytes]] = Table(words)
         self.blocks: Final = Blocks(block_bytes)
         self.shapes: Final[Table[Any, Any]] = Table(MOST_SHAPES)
+        self.instructed: Final[Table[tuple[Any, bytes], Any]] = Table(MOST_INSTRUCTED)
 
 
 _SCHEMA_CHARS: Final = 16 << 10

@@ -8,11 +8,15 @@ crosses it. A turn that was cut off gets its closing token as context.
 Some families (GLM) close no turn: the model ends it by sampling the token that opens the next one. That token is then
 the first of the new messages' text, and is appended unless it is the very one that was sampled.
 
-Of the history the probe needs the system prompt (SmolLM3's may turn thinking off, which changes the generation prompt)
-and no more, unless the template requires it: the first time a shape of continuation is seen (after which system prompt,
-which roles, with tools or without), a probe after a short history is compared with one after a longer history. Where
-they differ, the real history is rendered (as text only). Where new messages change the text before them, there is no
-exact continuation, and the result gives the reason.
+The probe needs no history, unless the template requires it: the first time a shape of continuation is seen (which
+roles, with tools or without), a probe after a short history is compared with one after a longer history. Where they
+differ, the real history is rendered (as text only). Where new messages change the text before them, there is no exact
+continuation, and the result gives the reason.
+
+Nor does the probe need the text of the system prompt, unless it changes what follows: SmolLM3's may turn thinking off,
+which changes the generation prompt. So the first time a system prompt is seen with a shape, a probe after it is
+compared with one after a short stand-in. Where they differ, the shape is verified with that system prompt, and the
+probe has it.
 
 Some templates (Nemotron Nano 2's) search every message for such a word. Such a word is a constant of the template, so
 each of these is tried in a history: where one changes what follows, the real history is always rendered.
@@ -45,6 +49,7 @@ IntArray = NDArray[np.int32]
 _SHOWN = 40
 _QUESTION = Message.user("q")
 _INSTRUCTING = (Role.SYSTEM, Role.DEVELOPER)
+_RULES = (TextPart("rules"),)
 _ANY_IMAGE = ImagePart.inline(b"image", "image/png")
 _TOOL = Tool("f", "F.", '{"type": "object", "properties": {"a": {"type": "string"}}}')
 
@@ -76,8 +81,15 @@ class Inexact:
 
 
 class _Probe(Enum):
-    SHORT = "short"  # the system prompt, one question and the turn stand for any history
+    SHORT = "short"  # instructions, one question and the turn stand for any history
     FULL = "full"  # the real history has to be rendered
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Shape:
+    """What is known of a shape of continuation. It equals only itself, so that it is a short key."""
+
+    probe: _Probe | Inexact
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +128,7 @@ class Splicer:
         self._thinking = re.compile(pairs or r"(?!)", re.DOTALL)
         self._mark = "probe" + secrets.token_hex(12)
         self._shapes = caches.shapes
+        self._instructed = caches.instructed
         self._openings = openings or {}
         self.end_of_turn = self._find_end_of_turn(special_tokens)
         end = {} if self.end_of_turn is None else {self.end_of_turn.text: self.end_of_turn.id}
@@ -141,12 +154,12 @@ class Splicer:
             return Inexact("NO_END_OF_TURN", "the template does not close an assistant turn with a special token")
         kwargs = dict(template_kwargs or {})
         turn = self._turn_like(history[-1], tools, kwargs)
-        instructions = list(takewhile(lambda message: message.role in _INSTRUCTING, history))
+        instructions: Sequence[Message] = tuple(takewhile(lambda message: message.role in _INSTRUCTING, history))
         try:
-            shape = self._shape(instructions, turn, new, tools, add_generation_prompt, kwargs)
-            if isinstance(shape, Inexact):
-                return shape
-            if shape is _Probe.SHORT:
+            shape, instructions = self._shape(instructions, turn, new, tools, add_generation_prompt, kwargs)
+            if isinstance(shape.probe, Inexact):
+                return shape.probe
+            if shape.probe is _Probe.SHORT:
                 before = [*instructions, _QUESTION]
                 tools = ()
             else:
@@ -178,9 +191,10 @@ class Splicer:
         tools: Sequence[Tool],
         add_generation_prompt: bool,
         kwargs: Mapping[str, Any],
-    ) -> _Probe | Inexact:
+    ) -> tuple[_Shape, Sequence[Message]]:
+        """Returns the shape of a continuation, and the instructions that a short probe needs: these, or a stand-in."""
         key = (
-            _digest(instructions),
+            tuple(message.role for message in instructions),
             len(turn.tool_calls),
             # To the template, text beside a tool's result is a message of its own.
             tuple(
@@ -197,12 +211,46 @@ class Splicer:
             add_generation_prompt,
             json.dumps(kwargs, sort_keys=True, default=repr) if kwargs else "",
         )
-        known: _Probe | Inexact | None = self._shapes.get(key)
-        if known is None:
-            known = self._verify(instructions, turn, new, tools, add_generation_prompt, kwargs)
-            if len(new) <= LONGEST_SHAPE:
-                self._shapes.keep({key: known})
-        return known
+        is_kept = len(new) <= LONGEST_SHAPE
+        rules = tuple(Message(message.role, _RULES) for message in instructions)
+        shape: _Shape | None = self._shapes.get(key)
+        if shape is None:
+            shape = _Shape(self._verify(rules, turn, new, tools, add_generation_prompt, kwargs))
+            if is_kept:
+                self._shapes.keep({key: shape})
+        if not instructions:
+            return shape, instructions
+        instructed = (shape, _digest(instructions))
+        found: _Shape | None = self._instructed.get(instructed)
+        if found is None:
+            found = shape
+            if not self._stands_in(shape, rules, instructions, turn, new, add_generation_prompt, kwargs):
+                found = _Shape(self._verify(instructions, turn, new, tools, add_generation_prompt, kwargs))
+            if is_kept:
+                self._instructed.keep({instructed: found})
+        return found, rules if found is shape else instructions
+
+    def _stands_in(
+        self,
+        shape: _Shape,
+        rules: Sequence[Message],
+        instructions: Sequence[Message],
+        turn: Message,
+        new: Sequence[Message],
+        add_generation_prompt: bool,
+        kwargs: Mapping[str, Any],
+    ) -> bool:
+        """Whether what is known of a shape by `rules` is so after these instructions."""
+        if shape.probe is not _Probe.SHORT:
+            return shape.probe is _Probe.FULL  # has the real ones
+        try:
+            real = self._tail(_earlier(instructions, turn, new), new, (), add_generation_prompt, kwargs)
+        except CodecError:
+            return False
+        short = self._tail([*rules, _QUESTION, turn], new, (), add_generation_prompt, kwargs)
+        if isinstance(real, Inexact) or isinstance(short, Inexact):
+            return False
+        return (real.end, real.after) == (short.end, short.after)
 
     def _verify(
         self,
@@ -213,10 +261,7 @@ class Splicer:
         add_generation_prompt: bool,
         kwargs: Mapping[str, Any],
     ) -> _Probe | Inexact:
-        first = Message.user("first")
-        if any(message.images for message in new):
-            first = replace(first, parts=(*first.parts, _ANY_IMAGE))  # some templates number the images
-        earlier = [*instructions, first, Message.assistant("so"), Message.user("second"), turn]
+        earlier = _earlier(instructions, turn, new)
         longer = self._tail(earlier, new, tools, add_generation_prompt, kwargs)
         base = self._tail(earlier, (), tools, False, kwargs)
         if isinstance(longer, Inexact):
@@ -348,9 +393,17 @@ class Splicer:
         return EndOfTurn(closing, tokens[closing])
 
 
+def _earlier(instructions: Sequence[Message], turn: Message, new: Sequence[Message]) -> list[Message]:
+    """Returns a longer history that ends with `turn`."""
+    first = Message.user("first")
+    if any(message.images for message in new):
+        first = replace(first, parts=(*first.parts, _ANY_IMAGE))  # some templates number the images
+    return [*instructions, first, Message.assistant("so"), Message.user("second"), turn]
+
+
 def _digest(messages: Sequence[Message]) -> bytes:
     """Identifies messages in a key, which holds no long texts."""
-    digest = hashlib.blake2b(digest_size=16)
+    digest = hashlib.sha256()  # processors have instructions for it: 60 KB take 30 us
     for message in messages:
         pieces = [message.role.value, message.name or ""]
         pieces += [part.text if type(part) is TextPart else repr(part) for part in message.parts]

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support import families
 
-from penstock_codec import Codec, Continuation, Inexact, TokenizerFiles, tiny_tokenizer
+from penstock_codec import Codec, Continuation, Inexact, TokenizerFiles, cache, tiny_tokenizer
 from penstock_codec.chat import Message, Role, TextPart, Tool, ToolCallPart
+from penstock_codec.template import ChatTemplate
 
 TOOL = Tool("bash", "Run it.", '{"type": "object"}')
 START = [Message.system("Be brief."), Message.user("Go.")]
@@ -270,11 +273,37 @@ def test_a_setting_and_a_word_against_it_are_both_heard(kwargs: dict[str, bool],
 
 
 @pytest.mark.requirement("R82", "R96")
+def test_a_known_system_prompt_is_not_rendered_again_however_many_others_there_are(
+    codec: Codec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each was a shape of its own, so that a few hundred rollouts had every shape verified again on every turn."""
+    new, rendered, shapes = [Message.user("b")], list[str](), len(codec.caches.shapes)
+    render = ChatTemplate.render
+
+    def watched(template: ChatTemplate, messages: Sequence[Message], *args: Any, **kwargs: Any) -> str:
+        rendered.append(messages[0].text)
+        return render(template, messages, *args, **kwargs)
+
+    monkeypatch.setattr(ChatTemplate, "render", watched)
+    histories = [
+        [Message.system(f"Rollout {number}."), Message.user("Go."), Message.assistant("A")]
+        for number in range(cache.MOST_SHAPES + 1)
+    ]
+    ids = [codec.continuation(history, new, last_id=None) for history in histories]
+    rendered.clear()
+    again = codec.continuation(histories[0], new, last_id=None)
+    assert isinstance(again, Continuation) and isinstance(ids[0], Continuation)
+    assert again.ids.tolist() == ids[0].ids.tolist()
+    assert len(rendered) == 1 and histories[0][0].text not in rendered
+    assert len(codec.caches.shapes) <= shapes + 1
+
+
+@pytest.mark.requirement("R82", "R96")
 def test_system_prompts_however_long_leave_little_in_the_caches(codec: Codec) -> None:
-    """A shape is kept by the digest of its system prompt."""
+    """What is known of a system prompt is kept by its digest."""
     text = "Be brief. " * 10_000
     result = codec.continuation(
         [Message.system(text), Message.user("Go."), Message.assistant("A")], [Message.user("b")], last_id=None
     )
     assert isinstance(result, Continuation)
-    assert not any(text in repr(key) for key in codec.caches.shapes._known)
+    assert not any(text in repr(key) for key in [*codec.caches.shapes._known, *codec.caches.instructed._known])

@@ -33,6 +33,8 @@ class SlowLoader(NumpyEngine):
     go_on: asyncio.Event
     in_force: dict[str, AdapterSource]
     task: asyncio.Task[AdapterInfo]
+    quick: frozenset[str] = frozenset()
+    """Adapters that load at once."""
 
     def info(self) -> EngineInfo:
         """With one capability more."""
@@ -49,8 +51,9 @@ class SlowLoader(NumpyEngine):
         if before is not None and source.policy_version <= before.policy_version:
             raise FailedPrecondition("not newer", reason="POLICY_VERSION_NOT_NEWER")
         assert (source.directory / "adapter_model.safetensors").read_bytes() == b"weights"
-        self.loading.set()
-        await self.go_on.wait()
+        if source.name not in self.quick:
+            self.loading.set()
+            await self.go_on.wait()
         self.in_force[source.name] = source
         return AdapterInfo(source.name, source.policy_version, 1)
 
@@ -131,6 +134,33 @@ async def test_a_service_that_ends_waits_for_an_adapter_that_is_being_loaded(
     engine.go_on.set()
     await closing
     assert engine.in_force["a"].policy_version == 1 and not [*spool.iterdir()]
+
+
+@pytest.mark.requirement("R43", "R87")
+async def test_an_adapter_that_takes_long_holds_up_no_other_one(tmp_path: Path, engine: SlowLoader) -> None:
+    """Its load may wait for completions, of one namespace. A change of the same adapter waits for it."""
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_model.safetensors").write_bytes(b"weights")
+    uploads = AdapterUploads(engine, Uploads(1000), tmp_path, None)
+
+    async def frames(name: str) -> AsyncIterator[AdapterFrame]:
+        yield AdapterBegin(name, 1, path=name)
+        yield Commit(b"")
+
+    engine.quick = frozenset({"b"})
+    slow = asyncio.create_task(uploads.load(frames("a")))
+    async with asyncio.timeout(GUARD_S):
+        await engine.loading.wait()
+        unloading = asyncio.create_task(uploads.unload("a"))
+        await uploads.load(frames("b"))
+        await uploads.unload("b")
+    assert not slow.done() and not unloading.done()
+    engine.go_on.set()
+    await slow
+    await unloading
+    assert not engine.in_force and not uploads._changing
+    await uploads.aclose()
 
 
 class SlowSwitch(NumpyEngine):

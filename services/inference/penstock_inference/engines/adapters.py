@@ -56,12 +56,17 @@ class LoadedAdapter:
 
 @dataclass(slots=True)
 class AdapterTable:
-    """Adapters by name, at most `limit` at once. `rank_setting` names what sets `max_rank`, for messages."""
+    """Adapters by name, at most `limit` at once, with those that are being loaded.
+
+    `rank_setting` names what sets `max_rank`, for messages.
+    """
 
     limit: int
     max_rank: int
     rank_setting: str = "max_adapter_rank"
     _in_force: dict[str, LoadedAdapter] = field(default_factory=dict)
+    _loading: dict[int, str] = field(default_factory=dict)
+    """The names of versions that are not in force yet, by number."""
     _numbers: int = 0
 
     def __iter__(self) -> Iterator[LoadedAdapter]:
@@ -84,7 +89,7 @@ class AdapterTable:
         return self._in_force.get(name)
 
     def prepare(self, source: AdapterSource) -> LoadedAdapter:
-        """Make a new version, not yet in force. Raises the errors of `optional.Adapters.load_adapter`."""
+        """Make a new version, for `put` or `give_up`. Raises the errors of `optional.Adapters.load_adapter`."""
         older = self._in_force.get(source.name)
         if older is not None and source.policy_version <= older.info.policy_version:
             raise FailedPrecondition(
@@ -93,24 +98,31 @@ class AdapterTable:
                 reason="POLICY_VERSION_NOT_NEWER",
                 metadata={"policy_version": str(older.info.policy_version)},
             )
-        if older is None and len(self._in_force) >= self.limit:
+        if older is None and len({*self._in_force, *self._loading.values()} - {source.name}) >= self.limit:
             raise ResourceExhausted(
-                f"{self.limit} adapters are loaded, which is the maximum (max_adapters): unload one",
+                f"{self.limit} adapters are loaded, or being loaded, which is the maximum (max_adapters): unload one",
                 reason="ADAPTER_LIMIT",
             )
         rank = _rank(source.directory / "adapter_config.json")
         if rank > self.max_rank:
             raise adapter_invalid(f"has rank {rank}; at most {self.max_rank} ({self.rank_setting})")
         self._numbers += 1
+        self._loading[self._numbers] = source.name
         return LoadedAdapter(AdapterInfo(source.name, source.policy_version, rank), self._numbers, source.directory)
 
     def put(self, adapter: LoadedAdapter) -> LoadedAdapter | None:
         """Put it in force; return the version that it replaced."""
+        self._loading.pop(adapter.number, None)
         older = self._in_force.get(adapter.info.name)
         self._in_force[adapter.info.name] = adapter
         if older is not None:
             older.replaced = True
         return older
+
+    def give_up(self, adapter: LoadedAdapter) -> None:
+        """Forget a version whose load has failed. The server may have it: it is to be dropped there."""
+        self._loading.pop(adapter.number, None)
+        adapter.replaced = True
 
     def remove(self, name: str) -> LoadedAdapter | None:
         adapter = self._in_force.pop(name, None)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import structlog
 
@@ -125,6 +126,8 @@ class ReplicaSupervisor:
         self._silence_s = silence_s
         self._router = router
         self._adapters: dict[str, tuple[AdapterSource, AdapterInfo]] = {}
+        # By adapter: a load may wait for completions, for which nobody else is to wait. One is kept while it is in use.
+        self._changing: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._info: EngineInfo | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._loading = TaskOwner()
@@ -220,7 +223,7 @@ class ReplicaSupervisor:
 
     async def unload_adapter(self, name: str) -> None:
         """See `Adapters`."""
-        async with self.lock:
+        async with self._changing.setdefault(name, asyncio.Lock()), self.lock:
             self._adapters.pop(name, None)
             await self.call_all("unload_adapter", name)
 
@@ -229,22 +232,29 @@ class ReplicaSupervisor:
         return tuple(info for _, (_, info) in sorted(self._adapters.items()))
 
     async def _load_adapter(self, source: AdapterSource, mode: PauseMode) -> AdapterInfo:
-        async with self.lock:
-            left = self.lives()
-            info: AdapterInfo | None = None
-            while info is None:
-                if not left:
-                    raise replica_died()
-                (outcome,) = await self.ask([left.pop(0)], "load_adapter", source, mode)
-                if isinstance(outcome, AdapterInfo):
-                    info = outcome
-                elif not is_death(outcome):
-                    raise outcome
-            self._adapters[source.name] = (source, info)
-            for life, outcome in zip(left, await self.ask(left, "load_adapter", source, mode), strict=True):
-                if isinstance(outcome, BaseException):
-                    self.end(life)
-            return info
+        asked: set[ReplicaProcess] = set()
+        info: AdapterInfo | None = None
+        async with self._changing.setdefault(source.name, asyncio.Lock()):
+            while True:
+                async with self.lock:
+                    # Those that joined meanwhile have at most the version before.
+                    left = [life for life in self.lives() if life not in asked]
+                    if not left:
+                        if info is None:
+                            raise replica_died()
+                        self._adapters[source.name] = (source, info)
+                        return info
+                if info is None:
+                    left = left[:1]
+                asked.update(left)
+                outcomes = await self.ask(left, "load_adapter", source, mode)
+                for life, outcome in zip(left, outcomes, strict=True):
+                    if isinstance(outcome, AdapterInfo):
+                        info = info or outcome
+                    elif info is not None:
+                        self.end(life)
+                    elif not is_death(outcome):
+                        raise outcome
 
     async def _first(self, replica: Replica) -> None:
         life = await self._start(replica)

@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 from penstock_chassis.aio.tasks import TaskOwner
 from penstock_chassis.auth import DEFAULT_NAMESPACE
@@ -83,7 +84,8 @@ class AdapterUploads:
         self._unloaded: dict[str, AdapterInfo] = {}
         self._sent: dict[str, Path] = {}
         """The directory of each uploaded adapter."""
-        self._loading = asyncio.Lock()
+        # By adapter: a load may wait for completions, which are nobody else's. One is kept while it is in use.
+        self._changing: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._finishing = TaskOwner()
 
     def engine(self) -> Adapters:
@@ -163,7 +165,7 @@ class AdapterUploads:
         self._sent.clear()
 
     async def _unload(self, engine: Adapters, name: str) -> None:
-        async with self._loading:
+        async with self._changing.setdefault(name, asyncio.Lock()):
             before = next((one for one in engine.adapters() if one.name == name), None)
             await engine.unload_adapter(name)
             self._in_force.pop(name, None)
@@ -183,7 +185,7 @@ class AdapterUploads:
     async def _put(
         self, engine: Adapters, begin: AdapterBegin, identity: bytes, directory: Path, *, ours: bool
     ) -> AdapterInfo:
-        async with self._loading:
+        async with self._changing.setdefault(begin.name, asyncio.Lock()):
             if self._in_force.get(begin.name) == (begin.policy_version, identity):
                 return next(adapter for adapter in engine.adapters() if adapter.name == begin.name)
             source = AdapterSource(begin.name, begin.policy_version, directory, temporary=ours)

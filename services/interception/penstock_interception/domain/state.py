@@ -167,8 +167,9 @@ class SessionRequest:
     """What a session is opened with.
 
     `has` are the calls that a resuming trainer already has; its other held calls are sent again. None means all of
-    them. `lease_s`: the seconds that the leases of a unary request last; None: as long as the session. `sent_prompts`:
-    prompts that calls need not carry again; None: each call carries its whole prompt.
+    them. `lease_s`: the seconds that the leases of a unary request last; None: as long as the session. `lease_request`
+    identifies that request when it is repeated; "": it is not to be recognised. `sent_prompts`: prompts that
+    calls need not carry again; None: each call carries its whole prompt.
     """
 
     selector: Selector
@@ -179,6 +180,7 @@ class SessionRequest:
     """The newest version of each policy; "" = the only trained one of each rollout."""
     has: Container[str] | None = None
     lease_s: float | None = None
+    lease_request: str = ""
     sent_prompts: SentPrompts | None = None
 
 
@@ -215,6 +217,7 @@ class Session:
         self.sent_prompts = sent_prompts
         # Leases of a unary request expire after this many seconds; None: they last as long as the session.
         self.lease_s: float | None = None
+        self.lease_request = ""
         self.held: dict[str, Call] = {}
         self.held_bytes = 0
         # Host tool calls that it holds and has not answered.
@@ -509,6 +512,8 @@ class Call:
     leases: int = 0
     lease_id: str = ""
     lease_s: float | None = None
+    # The unary request that it is leased to, which may be repeated; "": none that is recognised.
+    lease_request: str = ""
     min_policy_version: int | None = None
     holder: Session | None = None
     # Answered by the call's model source, not by a trainer.

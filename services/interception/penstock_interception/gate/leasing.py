@@ -163,7 +163,7 @@ class Leasing:
         if session is not None:
             session.release(call)
             self._fill(session)
-        unary, call.lease_s = call.lease_s is not None, None
+        unary, call.lease_s, call.lease_request = call.lease_s is not None, None, ""
         call.state = CallState.QUEUED
         self._moved(call)
         self.offer(call, first=True, avoid=avoid)
@@ -177,7 +177,8 @@ class Leasing:
 
     def restore_lease(self, call: Call, lease: StoredLease) -> None:
         """Restores a call's lease after a restart; its session may resume within the window, unless it is unary."""
-        call.state, call.lease_id, call.lease_s = CallState.LEASED, lease.lease_id, lease.lease_s
+        call.state, call.lease_id = CallState.LEASED, lease.lease_id
+        call.lease_s, call.lease_request = lease.lease_s, lease.lease_request
         if lease.lease_s is None:
             session = self.restore_session(lease.session_id, call.rollout.spec.namespace)
         else:
@@ -224,7 +225,7 @@ class Leasing:
         session = Session(
             secrets.token_hex(16), queue, asked.identity, self.granted(asked.credit), asked.view, asked.sent_prompts
         )
-        session.lease_s = asked.lease_s
+        session.lease_s, session.lease_request = asked.lease_s, asked.lease_request
         self._registry.add_session(session)
         queue.sessions[session.id] = session
         self._deadlines.drop((DeadlineKind.QUEUE, queue.selector))
@@ -330,7 +331,7 @@ class Leasing:
         call.holder = session
         call.state = CallState.LEASED
         call.lease_id = random_id()[:16]
-        call.lease_s = session.lease_s
+        call.lease_s, call.lease_request = session.lease_s, session.lease_request
         self._mark_given(call)
         session.hold(call)
         self.unary.begin(call)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from penstock_interception.domain.calls import CallState
 from penstock_interception.domain.state import Call, Credits, Selector, SelectorQueue, Session, View
 from penstock_interception.gate.context import DeadlineKind, GateContext
 
@@ -14,17 +15,32 @@ class UnaryLeases:
         self._deadlines = context.deadlines
         # By lease id.
         self._calls: dict[str, Call] = {}
+        # By the request that they are leased to (`Call.lease_request`), then by lease id; without those of no request.
+        self._given: dict[str, dict[str, Call]] = {}
 
     def begin(self, call: Call) -> None:
         """Begins a call's lease, of `lease_s` seconds; one that lasts as long as its session is none of these."""
         if call.lease_s is not None:
-            self._calls[call.lease_id] = call
+            self._add(call)
             self._deadlines.set((DeadlineKind.LEASE, call.id), self._clock.steady() + call.lease_s)
 
     def end(self, call: Call) -> None:
         """Ends a call's lease, if it has one of these."""
         self._deadlines.drop((DeadlineKind.LEASE, call.id))
         self._calls.pop(call.lease_id, None)
+        given = self._given.get(call.lease_request)
+        if given is not None:
+            given.pop(call.lease_id, None)
+            if not given:
+                del self._given[call.lease_request]
+
+    def given(self, request: str) -> list[tuple[Call, str]]:
+        """Returns the calls that are leased to a request, which is not "", each with the id of its lease."""
+        return [
+            (call, lease_id)
+            for lease_id, call in self._given.get(request, {}).items()
+            if call.state is CallState.LEASED
+        ]
 
     def extend(self, lease_id: str, namespace: str | None, rollout_id: str = "") -> bool:
         """Begins a lease anew.
@@ -46,7 +62,7 @@ class UnaryLeases:
 
         That ended with its request. Nobody can resume it, so there is no window for that.
         """
-        self._calls[call.lease_id] = call
+        self._add(call)
         queue = SelectorQueue(Selector(namespace=call.rollout.spec.namespace))
         session = Session(session_id, queue, "", Credits(0), View())
         session.end()
@@ -56,3 +72,8 @@ class UnaryLeases:
         """Begins all restored leases anew, by their whole length."""
         for call in tuple(self._calls.values()):
             self.begin(call)
+
+    def _add(self, call: Call) -> None:
+        self._calls[call.lease_id] = call
+        if call.lease_request:
+            self._given.setdefault(call.lease_request, {})[call.lease_id] = call

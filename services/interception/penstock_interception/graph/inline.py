@@ -3,18 +3,22 @@
 Encoding is by far the most expensive part, about 250 ns a byte, and reading the arguments of unknown calls is next. So
 what is measured is the text for these: calls that nobody has read yet, and what follows the answer that a prompt
 continues, or everything where it continues none. How long a body is does not tell: padding in it is no text, and a
-rewritten conversation is as long as it was before.
+rewritten conversation is as long as it was before. The instructions before what is continued are read, and rendered
+once or twice at most, which is cheap: only very long ones matter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import Final
 
 from penstock_codec.chat import ImagePart, Message, Role, Tool, ToolCallPart, ToolResultPart
 
 PART_BYTES: Final = 32
 """What a message or a part costs beside its text, as bytes of text."""
+INSTRUCTION_SHARE: Final = 16
+"""This many bytes of instructions before what is continued cost as much as one byte that is encoded."""
 LONGEST_RUN: Final = 8
 """In messages. Each beginning of a run of answers is compared with the known answers: the cost grows by the square."""
 
@@ -56,6 +60,13 @@ class Room:
                     self.take(part.text)
                     if isinstance(part, ToolResultPart):
                         self.take(part.call_id)
+
+    def take_instructions(self, messages: Sequence[Message]) -> None:
+        """Takes what continuing a conversation costs because of the instructions that it begins with."""
+        for message in takewhile(lambda message: message.role in (Role.SYSTEM, Role.DEVELOPER), messages):
+            self._left -= len(message.text) // INSTRUCTION_SHARE
+            if self._left < 0:
+                raise TooLongInline
 
     def check_runs(self, messages: Sequence[Message]) -> None:
         """Checks that no long run of answers is among these messages."""

@@ -124,6 +124,7 @@ class TokenGraph:
         reason = ""
         if parent is not None:
             if room is not None:
+                room.take_instructions(messages[:known])
                 room.take_messages(messages[known:])
             continued = self._continue(parent, messages, known, tools, kwargs)
             if not isinstance(continued, Inexact):

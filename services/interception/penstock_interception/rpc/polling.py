@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
-from collections.abc import Iterable
+import hashlib
+import json
 from contextlib import suppress
+from dataclasses import replace
 
-from penstock_interception.domain.calls import CallState
 from penstock_interception.domain.state import Call, Selector, SessionRequest
 from penstock_interception.interceptor import Interceptor
 
-REQUESTS_KEPT = 4096
 CREDIT_BYTES = 12 << 20
 """At most this many bytes of calls, or one larger call, are in a response."""
 
@@ -21,38 +20,30 @@ class PollingLeases:
 
     def __init__(self, interceptor: Interceptor) -> None:
         self._interceptor = interceptor
-        # By selector and request id: equal ids of trainers of different runs are different requests. Ids of calls and
-        # leases only: what has ended, and what was deleted, is not kept in memory.
-        self._given: OrderedDict[tuple[Selector, str], list[tuple[str, str]]] = OrderedDict()
-        self._running: dict[tuple[Selector, str], asyncio.Future[None]] = {}
+        self._running: dict[str, asyncio.Future[None]] = {}
 
     async def lease(self, asked: SessionRequest, *, wait_s: float, request_id: str = "") -> list[tuple[Call, str]]:
         """Waits until a call is available and leases as many as the credit allows; none if none comes within `wait_s`.
 
         Returns each call with the id of its lease. Raises ResourceExhausted SESSION_LIMIT.
         """
-        key = (asked.selector, request_id)
         if not request_id:
             return await self._lease(asked, wait_s)
+        key = _key(asked.selector, request_id)
         with suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
                 while (running := self._running.get(key)) is not None:
                     await asyncio.wait([running])
         if running is not None:
             return []  # the same request still waits, and gets the calls
-        if before := self._still_leased(self._given.get(key, ())):
+        if before := self._interceptor.sessions.unary.given(key):
             return before
         done = self._running[key] = asyncio.get_running_loop().create_future()
         try:
-            calls = await self._lease(asked, wait_s)
+            return await self._lease(replace(asked, lease_request=key), wait_s)
         finally:
             del self._running[key]
             done.set_result(None)
-        if calls:
-            self._given[key] = [(call.id, lease_id) for call, lease_id in calls]
-            while len(self._given) > REQUESTS_KEPT:
-                self._given.popitem(last=False)
-        return calls
 
     async def _lease(self, asked: SessionRequest, wait_s: float) -> list[tuple[Call, str]]:
         session = self._interceptor.join(asked)
@@ -71,10 +62,16 @@ class PollingLeases:
         self._interceptor.sessions.close_unary(session)
         return [(call, call.lease_id) for call in calls]
 
-    def _still_leased(self, given: Iterable[tuple[str, str]]) -> list[tuple[Call, str]]:
-        found = [(self._interceptor.registry.find_call(call_id), lease_id) for call_id, lease_id in given]
-        return [
-            (call, lease_id)
-            for call, lease_id in found
-            if call is not None and call.state is CallState.LEASED and call.lease_id == lease_id
-        ]
+
+def _key(selector: Selector, request_id: str) -> str:
+    """Identifies a request over a restart. Equal ids of trainers of different runs are different requests."""
+    fields = (
+        selector.run_id,
+        selector.group_id,
+        sorted(selector.rollout_ids),
+        sorted(selector.labels),
+        selector.namespace,
+        sorted(selector.policy_ids),
+        request_id,
+    )
+    return hashlib.sha256(json.dumps(fields).encode()).hexdigest()

@@ -25,13 +25,15 @@ _log = structlog.get_logger(__name__)
 class StoredLease:
     """A call's lease when the service stopped: whose it was, and the SHA-256 of the leased prompt.
 
-    `lease_s`: its length in seconds, if it is a unary request's; None: it lasts as long as its session.
+    `lease_s`: its length in seconds, if it is a unary request's; None: it lasts as long as its session. `lease_request`
+    identifies that request; "": a repeat of it is not recognised.
     """
 
     session_id: str
     lease_id: str
     prompt_sha256: bytes
     lease_s: float | None
+    lease_request: str = ""
 
 
 @dataclass(frozen=True, slots=True)

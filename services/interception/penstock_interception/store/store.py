@@ -95,8 +95,11 @@ UPDATE OR IGNORE rollouts SET request_id = coalesce(
     CASE WHEN json_valid(CAST(opening AS TEXT)) THEN json_extract(CAST(opening AS TEXT), '$.namespace') END, 'default'
 ) || '/' || request_id;
 """
-# Seconds of a unary request's lease; NULL: it lasts as long as its session.
-_LEASES = "ALTER TABLE calls ADD COLUMN lease_s REAL;"
+# Seconds of a unary request's lease, NULL: it lasts as long as its session; and what identifies that request.
+_LEASES = """
+ALTER TABLE calls ADD COLUMN lease_s REAL;
+ALTER TABLE calls ADD COLUMN lease_request TEXT NOT NULL DEFAULT '';
+"""
 
 
 class CallStore:
@@ -240,9 +243,9 @@ class CallStore:
                 large += MediaStore.adding(call.rollout, folded)
         put: Statement = (
             "INSERT INTO calls (call_id, rollout_id, position, retry_key, arrival, body_id, body_sha256, received,"
-            " expires, delegated, state, end_reason, ended, failure, lease_id, session_id, lease_s, prompt_sha256,"
-            " min_policy_version, leases, model)"
-            " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            " expires, delegated, state, end_reason, ended, failure, lease_id, session_id, lease_s, lease_request,"
+            " prompt_sha256, min_policy_version, leases, model)"
+            " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             (
                 call.id,
                 call.rollout.id,
@@ -261,6 +264,7 @@ class CallStore:
                 call.lease_id,
                 call.holder.id if call.holder is not None else "",
                 call.lease_s,
+                call.lease_request,
                 _prompt_digest(call),
                 call.min_policy_version,
                 call.leases,
@@ -286,11 +290,12 @@ class CallStore:
     def put_lease(self, call: Call) -> asyncio.Future[list[int]]:
         """Writes a lease, or that nobody has the call; after a restart the lease's session may resume it."""
         return self._submit(
-            "UPDATE calls SET lease_id = ?, session_id = ?, lease_s = ?, prompt_sha256 = ?, min_policy_version = ?,"
-            " leases = ?, delegated = 0 WHERE call_id = ?",
+            "UPDATE calls SET lease_id = ?, session_id = ?, lease_s = ?, lease_request = ?, prompt_sha256 = ?,"
+            " min_policy_version = ?, leases = ?, delegated = 0 WHERE call_id = ?",
             call.lease_id,
             call.holder.id if call.holder is not None else "",
             call.lease_s,
+            call.lease_request,
             _prompt_digest(call),
             call.min_policy_version,
             call.leases,
@@ -435,7 +440,13 @@ class CallStore:
         rollout.recording = await self.recordings.load(rollout.id, is_open=rollout.state is not RolloutState.CLOSED)
         reading.use_recorded(rollout.recording, calls)
         leases = {
-            call.id: StoredLease(item["session_id"], item["lease_id"], item["prompt_sha256"] or b"", item["lease_s"])
+            call.id: StoredLease(
+                item["session_id"],
+                item["lease_id"],
+                item["prompt_sha256"] or b"",
+                item["lease_s"],
+                item["lease_request"],
+            )
             for call, item in zip(calls, rows, strict=True)
             if item["session_id"] and not call.state.terminal
         }

@@ -244,6 +244,23 @@ async def test_frozen_generations_continue_at_the_resume(opened: Open, increment
         assert engine.stats().paused is False
 
 
+@pytest.mark.requirement("R22", "R130")
+async def test_a_pause_that_waits_is_ended_by_a_resume(opened: Open) -> None:
+    """It went on until nothing ran, and then reported an engine that runs as paused."""
+    async with sglang_server(held=True) as server:
+        engine = await opened(server)
+        running = asyncio.create_task(finished(engine, request()))
+        await eventually(lambda: len(server.sequences) == 1, "it runs there")
+        pausing = asyncio.create_task(engine.pause(PauseMode.WAIT))
+        await eventually(lambda: engine.stats().paused, "it waits")
+        await engine.resume()
+        async with asyncio.timeout(GUARD_S):
+            await pausing
+        assert not running.done() and not engine.stats().paused
+        server.permit(4)
+        assert versions(await running) == [0] * 4
+
+
 @pytest.mark.requirement("R22", "R87")
 @pytest.mark.parametrize("spans", [False, True])
 async def test_an_update_does_not_wait_for_what_a_pause_froze(opened: Open, spans: bool) -> None:

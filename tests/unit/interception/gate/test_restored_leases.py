@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -114,3 +115,25 @@ async def test_a_lease_of_a_single_request_that_is_over_does_not_begin_anew_with
     async with inner_gate(tmp_path) as gate:
         call, session = the_call(gate), gate.join()
         assert call.holder is session
+
+
+@pytest.mark.requirement("R34", "R127")
+async def test_a_request_repeated_after_a_restart_gets_the_calls_that_it_was_given(tmp_path: Path) -> None:
+    """Its answer may be lost with the service: nobody would have the calls until their leases end."""
+    async with inner_gate(tmp_path) as gate:
+        await asked(gate, "one")
+        ((_, lease_id),) = await PollingLeases(gate.interceptor).lease(polled(), wait_s=0.0, request_id="a")
+    for _ in range(2):
+        async with inner_gate(tmp_path) as gate:
+            call, polling = the_call(gate), PollingLeases(gate.interceptor)
+            assert await polling.lease(polled(), wait_s=0.0, request_id="b") == []
+            other = replace(polled(), selector=Selector(rollout_ids=frozenset({"r1"})))
+            assert await polling.lease(other, wait_s=0.0, request_id="a") == []
+            assert await polling.lease(polled(), wait_s=0.0, request_id="a") == [(call, lease_id)]
+    async with inner_gate(tmp_path) as gate:
+        call, polling = the_call(gate), PollingLeases(gate.interceptor)
+        await gate.interceptor.release(call.id, lease_id)
+        session = gate.join()
+        await gate.passes(2)
+        assert call.holder is session
+        assert await polling.lease(polled(), wait_s=0.0, request_id="a") == []

@@ -336,7 +336,11 @@ class SglangEngine:
         if mode is not PauseMode.KEEP:
             if mode is PauseMode.ABORT:
                 await self.abort(everything=True)
-            await self._server.idle()
+                await self._server.idle()
+                return
+            # Until it is resumed: then nobody waits for a pause any more.
+            while self._paused and self._admission.running and not self._server.frozen_by_pause:
+                await self._admission.idle()
             return
         try:
             await self._server.freeze("pause")
@@ -409,7 +413,7 @@ class SglangEngine:
                 older = self._adapters.put(adapter)
         except BaseException:
             # The server may have it, under a name that no later load has.
-            adapter.replaced = True
+            self._adapters.give_up(adapter)
             self._server.drop_if_unused(adapter)
             raise
         if older is not None:

@@ -145,6 +145,11 @@ class Server:
 
     # Standing still --------------------------------------------------------------------------------------------------
 
+    @property
+    def frozen_by_pause(self) -> bool:
+        """Whether a pause has frozen what runs."""
+        return "pause" in self._frozen_for
+
     async def freeze(self, reason: str) -> None:
         """Stop the server between two steps, until `thaw` was called for every reason. If it fails, it continues."""
         is_new = reason not in self._frozen_for
@@ -164,12 +169,12 @@ class Server:
 
     async def idle(self) -> None:
         """Wait until nothing runs, or until a pause has frozen what runs."""
-        while self.admission.running and "pause" not in self._frozen_for:
+        while self.admission.running and not self.frozen_by_pause:
             await self.admission.idle()
 
     async def unused(self, adapter: LoadedAdapter) -> None:
         """Wait until no request uses it, or until a pause has frozen what runs."""
-        while adapter.users and "pause" not in self._frozen_for:
+        while adapter.users and not self.frozen_by_pause:
             await self.admission.woken()
 
     @asynccontextmanager

@@ -262,8 +262,13 @@ class VllmEngine:
         core = self._core
         adapter = core.adapters.prepare(source)
         if source.temporary:
-            with on_disk("this adapter"):
-                await asyncio.to_thread(adapter.keep_files, Path(self._directory.name) / f"adapter-{adapter.number}")
+            try:
+                with on_disk("this adapter"):
+                    directory = Path(self._directory.name) / f"adapter-{adapter.number}"
+                    await asyncio.to_thread(adapter.keep_files, directory)
+            except BaseException:
+                core.adapters.give_up(adapter)
+                raise
         try:
             await self._add(adapter)
             older = core.adapters.in_force(source.name)
@@ -276,7 +281,7 @@ class VllmEngine:
                 older = core.adapters.put(adapter)
         except BaseException:
             # vLLM may have it, under a number that no later load has.
-            adapter.replaced = True
+            core.adapters.give_up(adapter)
             core.drop_if_unused(adapter)
             raise
         if older is not None:
