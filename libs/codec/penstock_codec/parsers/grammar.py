@@ -65,7 +65,7 @@ class Grammar:
     """Whether calls become calls; otherwise they stay text."""
 
     def without_calls(self) -> Grammar:
-        """Returns the grammar of an answer that may call nothing: only reasoning is told from text."""
+        """Returns the grammar of an answer that may call nothing: only reasoning is kept apart from text."""
         if self.own_markup:  # which parts an answer into its messages, too
             return replace(self, makes_calls=False)
         thinking = {text: mark for text, mark in self.marks.items() if mark in (Mark.OPEN_THINK, Mark.CLOSE_THINK)}

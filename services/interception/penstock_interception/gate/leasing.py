@@ -133,7 +133,8 @@ class Leasing:
     def withdraw(self, call: Call, reason: str) -> None:
         """Removes a call that has ended. Its holder is sent `reason`, unless that is "" (the holder answered it)."""
         self._unqueue(call)
-        self.unary.end(call)
+        if call.lease_s is not None:
+            self.unary.end(call)
         session, call.holder = call.holder, None
         if session is not None:
             session.release(call)
@@ -158,7 +159,8 @@ class Leasing:
 
         The session `avoid` is not tried at once.
         """
-        self.unary.end(call)
+        if call.lease_s is not None:
+            self.unary.end(call)
         session, call.holder = call.holder, None
         if session is not None:
             session.release(call)
@@ -334,7 +336,8 @@ class Leasing:
         call.lease_s, call.lease_request = session.lease_s, session.lease_request
         self._mark_given(call)
         session.hold(call)
-        self.unary.begin(call)
+        if call.lease_s is not None:
+            self.unary.begin(call)
         session.queue.refresh(session)
         session.send(call)
 

@@ -8,7 +8,10 @@ from penstock_interception.gate.context import DeadlineKind, GateContext
 
 
 class UnaryLeases:
-    """The calls that are leased to single requests, and when their leases end. Belongs to `Leasing`."""
+    """The calls that are leased to single requests, and when their leases end. Belongs to `Leasing`.
+
+    Such a call has a `lease_s`; a lease without one lasts as long as its session, and is none of these.
+    """
 
     def __init__(self, context: GateContext) -> None:
         self._clock = context.clock
@@ -19,13 +22,13 @@ class UnaryLeases:
         self._given: dict[str, dict[str, Call]] = {}
 
     def begin(self, call: Call) -> None:
-        """Begins a call's lease, of `lease_s` seconds; one that lasts as long as its session is none of these."""
-        if call.lease_s is not None:
-            self._add(call)
-            self._deadlines.set((DeadlineKind.LEASE, call.id), self._clock.steady() + call.lease_s)
+        """Begins a call's lease, or begins it anew."""
+        assert call.lease_s is not None
+        self._add(call)
+        self._deadlines.set((DeadlineKind.LEASE, call.id), self._clock.steady() + call.lease_s)
 
     def end(self, call: Call) -> None:
-        """Ends a call's lease, if it has one of these."""
+        """Ends a call's lease."""
         self._deadlines.drop((DeadlineKind.LEASE, call.id))
         self._calls.pop(call.lease_id, None)
         given = self._given.get(call.lease_request)
