@@ -362,7 +362,7 @@ class Attempt:
         except (RolloutFailed, TimeoutError) as error:
             if isinstance(error, TimeoutError):
                 message = f"the verifier took longer than {self._spec.limits.verify_s:g} s"
-                failure = Failure(Cause.VERIFIER, "VERIFIER_TIMED_OUT", message, False, self._phase)
+                failure = failed(Cause.VERIFIER, "VERIFIER_TIMED_OUT", message, self._phase).failure
             else:
                 failure = error.failure
             raise RolloutFailed(await self._asked.explained(failure) if self._asked else failure) from error
