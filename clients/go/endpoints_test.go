@@ -82,7 +82,7 @@ func TestAConnectionFileOfAProcessThatIsGoneIsPassedOver(t *testing.T) {
 	}
 }
 
-// Nodes of a job share the file's directory: a process's number says nothing on the others (R125).
+// Nodes of a job share the file's directory: a process id means nothing on the other nodes (R125).
 func TestAConnectionFileOfAnotherMachineIsBelieved(t *testing.T) {
 	nowhereElse(t)
 	gone := exec.Command(os.Args[0], "-test.run=^$")
@@ -103,7 +103,7 @@ func TestAConnectionFileOfAnotherMachineIsBelieved(t *testing.T) {
 	}
 }
 
-// Home directories on NFS: whoever listens at such an address here is a stranger to the token (R11, R125).
+// Home directories on NFS: the process that listens at such an address here must not get the token (R11, R125).
 func TestAConnectionFileWithAddressesThatOnlyAnotherMachineReachesIsVoid(t *testing.T) {
 	nowhereElse(t)
 	for _, driver := range []string{`"127.0.0.1:7702"`, `"[::1]:7702"`, `"localhost:7702"`, `"unix:/run/driver"`, "null"} {

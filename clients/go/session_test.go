@@ -385,7 +385,7 @@ func TestAPauseIsNotAnsweredByAnOlderOne(t *testing.T) {
 	}
 }
 
-// A gate that was killed resumes the session from its journal, which has no pause: it is told again, for what is left, and what
+// A gate that was killed resumes the session from its journal, which has no pause: the client asks for the rest of it again, and what
 // it leases before it has read that is put back (R22, R26).
 func TestAPauseIsAskedForAgainOfAGateThatResumesTheSession(t *testing.T) {
 	gate, session, talk := opened(t)

@@ -77,7 +77,7 @@ describe("where the services are", () => {
   });
 
   it("is not what a stack of another machine said whose addresses only that machine reaches", () => {
-    // Home directories on NFS: whoever listens at such an address here is a stranger to the token.
+    // Home directories on NFS: the process that listens at such an address here must not get the token.
     const far = { sandbox: "10.0.0.1:1", interception: "10.0.0.1:3", inference: "10.0.0.1:4" };
     for (const driver of ["127.0.0.1:7702", "[::1]:7702", "localhost:7702", "unix:/run/driver", undefined]) {
       const addresses = { ...far, driver };

@@ -61,7 +61,7 @@ describe("pauses of a session", () => {
     assert.deepEqual(askedAnew(), []);
   });
 
-  it("are told again for what is left of them, and not once nothing is left", async () => {
+  it("are requested again for the time that is left, unless none is left", async () => {
     let now = 1000;
     mock.method(performance, "now", () => now);
     try {

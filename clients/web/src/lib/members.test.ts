@@ -1,7 +1,8 @@
 import { Code, ConnectError, createConnectRouter } from "@connectrpc/connect";
-import { createFetchHandler } from "@connectrpc/connect/protocol";
 import { afterEach, beforeEach, describe, expect, test, vi } from "vitest";
 import { OperationsService } from "@gen/penstock/ops/v1/operations_service_pb";
+
+import { answeredBy } from "../testing/services";
 
 let members: typeof import("./members");
 let listed: string[] = [];
@@ -10,12 +11,7 @@ beforeEach(async () => {
   const router = createConnectRouter().service(OperationsService, {
     getServerInfo: () => ({ members: listed.map((name) => ({ service: "driver", name })) }),
   });
-  const handlers = new Map(router.handlers.map((handler) => [`/rpc${handler.requestPath}`, createFetchHandler(handler)]));
-  vi.stubGlobal("document", { baseURI: "http://page.test/" });
-  vi.stubGlobal("fetch", async (url: string, init: RequestInit) => {
-    const handler = handlers.get(new URL(url).pathname);
-    return handler ? handler(new Request(url, { ...init, duplex: "half" } as RequestInit)) : new Response(null, { status: 404 });
-  });
+  answeredBy(router);
   vi.resetModules();
   members = await import("./members");
 });

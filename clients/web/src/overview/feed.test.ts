@@ -1,9 +1,10 @@
 import { createConnectRouter } from "@connectrpc/connect";
-import { createFetchHandler } from "@connectrpc/connect/protocol";
 import { effect, type ReadonlySignal } from "@preact/signals";
 import { afterEach, beforeEach, describe, expect, test, vi } from "vitest";
 import { RolloutService, type WatchRolloutsRequest } from "@gen/penstock/driver/v1/rollout_service_pb";
 import { OperationsService } from "@gen/penstock/ops/v1/operations_service_pb";
+
+import { answeredBy } from "../testing/services";
 
 let listed: string[] = [];
 /** The drivers that were watched, by the header that names them. */
@@ -24,13 +25,7 @@ beforeEach(() => {
         await new Promise((resolve) => signal.addEventListener("abort", resolve, { once: true }));
       },
     });
-  const handlers = new Map(router.handlers.map((handler) => [`/rpc${handler.requestPath}`, createFetchHandler(handler)]));
-  vi.stubGlobal("document", Object.assign(new EventTarget(), { baseURI: "http://page.test/", hidden: false }));
-  vi.stubGlobal("window", new EventTarget());
-  vi.stubGlobal("fetch", async (url: string, init: RequestInit) => {
-    const handler = handlers.get(new URL(url).pathname);
-    return handler ? handler(new Request(url, { ...init, duplex: "half" } as RequestInit)) : new Response(null, { status: 404 });
-  });
+  answeredBy(router);
   vi.resetModules();
 });
 vi.setConfig({ testTimeout: 60_000 });

@@ -1,7 +1,7 @@
 import { h } from "preact";
 import { afterEach, beforeEach, describe, expect, test, vi } from "vitest";
 
-import { drawn } from "../lib/drawn";
+import { drawn } from "../testing/drawn";
 
 beforeEach(() => {
   vi.stubGlobal("document", Object.assign(new EventTarget(), { baseURI: "http://page.test/", hidden: false }));

@@ -3,12 +3,12 @@ import { FailureCause, RolloutEventSchema } from "@gen/penstock/driver/v1/rollou
 import { h } from "preact";
 import { describe, expect, test } from "vitest";
 
-import { drawn } from "../lib/drawn";
+import { drawn } from "../testing/drawn";
 import { EventList } from "./eventlist";
 
 type Event = MessageInitShape<typeof RolloutEventSchema>["event"];
 
-describe("an event is told in words", () => {
+describe("an event is described", () => {
   test.each<[string, Event]>([
     ["paused for at most 10 min 0 s: new weights", { case: "paused", value: { reason: "new weights", maxDuration: { seconds: 600n } } }],
     ["paused", { case: "paused", value: {} }],

@@ -4,7 +4,7 @@ import { h } from "preact";
 import { describe, expect, test } from "vitest";
 
 import { End } from "../compare/end";
-import { drawn } from "../lib/drawn";
+import { drawn } from "../testing/drawn";
 import { StateChip } from "./header";
 
 const failed = (cause: FailureCause) => ({ cause, reason: "A_REASON" });

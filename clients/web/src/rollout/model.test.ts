@@ -1,5 +1,4 @@
 import { Code, ConnectError, createConnectRouter, type ServiceImpl } from "@connectrpc/connect";
-import { createFetchHandler } from "@connectrpc/connect/protocol";
 import { effect, type ReadonlySignal } from "@preact/signals";
 import { afterEach, describe, expect, test, vi } from "vitest";
 import { Phase, type RolloutEvent } from "@gen/penstock/driver/v1/rollout_pb";
@@ -7,16 +6,12 @@ import { RolloutService } from "@gen/penstock/driver/v1/rollout_service_pb";
 import { RolloutGateService } from "@gen/penstock/interception/v1/rollout_gate_service_pb";
 import type { followRollout as FollowRollout } from "./model";
 
+import { answeredBy } from "../testing/services";
+
 /** The page's own calls, answered by services in this process; what of a browser they need is there. */
 async function served(driver: Partial<ServiceImpl<typeof RolloutService>>, gate: Partial<ServiceImpl<typeof RolloutGateService>>): Promise<{ followRollout: typeof FollowRollout; kept: typeof import("./model").kept }> {
   const router = createConnectRouter().service(RolloutService, driver).service(RolloutGateService, gate);
-  const handlers = new Map(router.handlers.map((handler) => [`/rpc${handler.requestPath}`, createFetchHandler(handler)]));
-  vi.stubGlobal("document", Object.assign(new EventTarget(), { baseURI: "http://page.test/", hidden: false }));
-  vi.stubGlobal("window", new EventTarget());
-  vi.stubGlobal("fetch", async (url: string, init: RequestInit) => {
-    const handler = handlers.get(new URL(url).pathname);
-    return handler ? handler(new Request(url, { ...init, duplex: "half" } as RequestInit)) : new Response(null, { status: 404 });
-  });
+  answeredBy(router);
   return import("./model");
 }
 

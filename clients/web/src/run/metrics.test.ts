@@ -1,12 +1,12 @@
 import { create } from "@bufbuild/protobuf";
 import { createConnectRouter } from "@connectrpc/connect";
-import { createFetchHandler } from "@connectrpc/connect/protocol";
 import { ListMetricsResponseSchema, RunService } from "@gen/penstock/driver/v1/run_service_pb";
 import fc from "fast-check";
 import { h } from "preact";
 import { afterEach, describe, expect, test, vi } from "vitest";
 
-import { drawn } from "../lib/drawn";
+import { drawn } from "../testing/drawn";
+import { answeredBy } from "../testing/services";
 import { drivers } from "../overview/feed";
 import { ticks } from "../ui/plot";
 import { metricLine, MetricStore, short, useMetrics } from "./metrics";
@@ -67,12 +67,7 @@ describe("the metrics of a run", () => {
         yield* answer(1, "loss", [[1, asked.length]]);
       },
     });
-    const handlers = new Map(router.handlers.map((handler) => [`/rpc${handler.requestPath}`, createFetchHandler(handler)]));
-    vi.stubGlobal("document", Object.assign(new EventTarget(), { baseURI: "http://page.test/", hidden: false }));
-    vi.stubGlobal("fetch", async (url: string, init: RequestInit) => {
-      const handler = handlers.get(new URL(url).pathname);
-      return handler ? handler(new Request(url, { ...init, duplex: "half" } as RequestInit)) : new Response(null, { status: 404 });
-    });
+    answeredBy(router);
     drivers.value = names;
     const page = await drawn(h(() => (useMetrics(["run-1"]), null), {}));
     await all;

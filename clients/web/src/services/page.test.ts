@@ -1,11 +1,11 @@
 import { create } from "@bufbuild/protobuf";
 import { createConnectRouter } from "@connectrpc/connect";
-import { createFetchHandler } from "@connectrpc/connect/protocol";
 import { SandboxService, type WatchSandboxesRequest, WatchSandboxesResponseSchema } from "@gen/penstock/sandbox/v1/sandbox_service_pb";
 import { h } from "preact";
 import { afterEach, describe, expect, test, vi } from "vitest";
 
-import { drawn } from "../lib/drawn";
+import { drawn } from "../testing/drawn";
+import { answeredBy } from "../testing/services";
 import Services, { SandboxUsage } from "./page";
 
 vi.setConfig({ testTimeout: 60_000 });
@@ -15,7 +15,7 @@ const told = (shown: number, count: number) =>
   create(WatchSandboxesResponseSchema, { count, sandboxes: Array.from({ length: shown }, (_, index) => ({ sandbox: { sandboxId: `s${index}` }, stats: { memoryBytes: 1024n * 1024n, pids: 2 } })) });
 
 describe("what the sandboxes use", () => {
-  test("is asked of as many as a service tells of", async () => {
+  test("requests as many as a service returns", async () => {
     let tell = (_: WatchSandboxesRequest): void => {};
     const asked = new Promise<WatchSandboxesRequest>((resolve) => (tell = resolve));
     const router = createConnectRouter().service(SandboxService, {
@@ -25,13 +25,7 @@ describe("what the sandboxes use", () => {
         await new Promise((resolve) => signal.addEventListener("abort", resolve, { once: true }));
       },
     });
-    const handlers = new Map(router.handlers.map((handler) => [`/rpc${handler.requestPath}`, createFetchHandler(handler)]));
-    vi.stubGlobal("document", Object.assign(new EventTarget(), { baseURI: "http://page.test/", hidden: false }));
-    vi.stubGlobal("window", new EventTarget());
-    vi.stubGlobal("fetch", async (url: string, init: RequestInit) => {
-      const handler = handlers.get(new URL(url).pathname);
-      return handler ? handler(new Request(url, { ...init, duplex: "half" } as RequestInit)) : new Response(null, { status: 404 });
-    });
+    answeredBy(router);
     const page = await drawn(h(Services, {}));
     expect((await asked).most).toBe(1000);
     await page.leave();

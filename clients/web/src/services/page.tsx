@@ -256,7 +256,7 @@ function useServed(version: bigint | undefined): string {
   return words.value;
 }
 
-/** The most sandboxes of which a service tells: their sums are shown. */
+/** The most sandboxes that a service returns; the page shows their sums. */
 const MOST_TOLD = 1000;
 /** Lines of the table, the newest sandboxes: each has a clock. */
 const MOST_LINES = 200;

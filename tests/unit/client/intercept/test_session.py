@@ -1,6 +1,7 @@
 """The Intercept session against a gate that follows a script."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
@@ -285,9 +286,8 @@ async def test_pause_returns_when_the_gate_holds_calls_and_resume_when_they_flow
     assert seen == ["pause", "policy", "resume"]
 
 
-async def test_a_pause_is_asked_for_again_when_the_gate_forgot_the_session(fakes: Fakes, ps: Penstock) -> None:
-    """Decision 8: calls stay held over a break."""
-    broken = asyncio.Event()
+def pauses_until(broken: asyncio.Event) -> Callable[[Gate], Awaitable[None]]:
+    """A stream that is paused, and breaks once that is set."""
 
     async def breaks(stream: Gate) -> None:
         await stream.hello()
@@ -295,6 +295,13 @@ async def test_a_pause_is_asked_for_again_when_the_gate_forgot_the_session(fakes
         await stream.send(paused=icpt.CallsPaused())
         await broken.wait()
         await stream.fail(Refusal(grpc.StatusCode.UNAVAILABLE))
+
+    return breaks
+
+
+async def test_a_pause_is_asked_for_again_when_the_gate_forgot_the_session(fakes: Fakes, ps: Penstock) -> None:
+    """Decision 8: calls stay held over a break."""
+    broken = asyncio.Event()
 
     async def forgot(stream: Gate) -> None:
         await stream.hello("s2", resumed=False)
@@ -307,7 +314,7 @@ async def test_a_pause_is_asked_for_again_when_the_gate_forgot_the_session(fakes
         await stream.send(resumed=icpt.CallsResumed())
         await stream.goodbye()
 
-    fakes.converse(breaks, forgot)
+    fakes.converse(pauses_until(broken), forgot)
     async with ps.intercept() as session:
         await session.pause()
         broken.set()
@@ -322,13 +329,6 @@ async def test_a_pause_is_asked_for_again_of_a_gate_that_resumes_the_session(fak
     the pause is put back.
     """
     broken, put_back = asyncio.Event(), asyncio.Event()
-
-    async def breaks(stream: Gate) -> None:
-        await stream.hello()
-        await stream.read()
-        await stream.send(paused=icpt.CallsPaused())
-        await broken.wait()
-        await stream.fail(Refusal(grpc.StatusCode.UNAVAILABLE))
 
     async def resumes(stream: Gate) -> None:
         await stream.hello(resumed=True)
@@ -345,7 +345,7 @@ async def test_a_pause_is_asked_for_again_of_a_gate_that_resumes_the_session(fak
         await stream.calls("c1")
         await stream.goodbye()
 
-    fakes.converse(breaks, resumes)
+    fakes.converse(pauses_until(broken), resumes)
     async with ps.intercept() as session:
         assert await session.pause("weights", max_duration=90.0) == 0
         broken.set()

@@ -67,7 +67,7 @@ def test_the_file_of_a_stack_that_is_gone_is_not_believed() -> None:
 
 @pytest.mark.requirement("R125")
 def test_a_connection_file_of_another_machine_is_believed() -> None:
-    """Nodes of a job share the file's directory: a process's number says nothing on the others."""
+    """Nodes of a job share the file's directory: a process id means nothing on the other nodes."""
     gone = 2**22 + 1
     addresses = {service: f"10.0.0.1:{port}" for service, port in DEFAULT_PORTS.items() if service != "inference"}
     tls = Tls(Path("ca.pem"))
@@ -89,7 +89,7 @@ def test_a_connection_file_of_another_machine_is_believed() -> None:
 @pytest.mark.requirement("R11", "R125")
 @pytest.mark.parametrize("local", ["127.0.0.1:7703", "[::1]:7703", "localhost:7703", "unix:/run/gate", None])
 def test_a_connection_file_with_addresses_that_only_another_machine_reaches_is_void(local: str | None) -> None:
-    """Home directories on NFS: whoever listens at that address here is a stranger to the token."""
+    """Home directories on NFS: the process that listens at that address here must not get the token."""
     addresses = {service: f"10.0.0.1:{port}" for service, port in DEFAULT_PORTS.items()}
     written = Endpoints(**addresses, token="file", tls=Tls(Path("ca.pem")), discover=True)
     write_connection(connection_file(), written, pid=os.getpid())

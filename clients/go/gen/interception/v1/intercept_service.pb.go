@@ -3020,8 +3020,8 @@ type LeaseCallsRequest struct {
 	// How long a lease lasts unless the call is answered or the lease extended. Unset = 5 min; at most 1 h.
 	Lease *durationpb.Duration `protobuf:"bytes,5,opt,name=lease,proto3" json:"lease,omitempty"`
 	View  *CallView            `protobuf:"bytes,6,opt,name=view,proto3" json:"view,omitempty"`
-	// Optional: a repeat with the same id and selector returns the same calls while they are leased; the newest 4,096 are
-	// remembered. Without one, calls whose answer was lost stay leased until their lease ends.
+	// Optional: a repeat with the same id and selector returns the same calls while they are leased, after a restart of
+	// the gate too. Without one, calls whose answer was lost stay leased until their lease ends.
 	RequestId string `protobuf:"bytes,7,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
 	// See PolicyAnnounced.
 	PolicyVersion *int64 `protobuf:"varint,8,opt,name=policy_version,json=policyVersion,proto3,oneof" json:"policy_version,omitempty"`

@@ -450,7 +450,7 @@ type Exit struct {
 	CpuTime  *durationpb.Duration `protobuf:"bytes,6,opt,name=cpu_time,json=cpuTime,proto3" json:"cpu_time,omitempty"`
 	// Peak resident memory of the largest process, if known.
 	MaxRssBytes *int64 `protobuf:"varint,7,opt,name=max_rss_bytes,json=maxRssBytes,proto3,oneof" json:"max_rss_bytes,omitempty"`
-	// Whether output beyond output_limit_bytes was discarded.
+	// Whether output was discarded: beyond output_limit_bytes, or where the service's disk had no space for it.
 	StdoutTruncated bool `protobuf:"varint,8,opt,name=stdout_truncated,json=stdoutTruncated,proto3" json:"stdout_truncated,omitempty"`
 	StderrTruncated bool `protobuf:"varint,9,opt,name=stderr_truncated,json=stderrTruncated,proto3" json:"stderr_truncated,omitempty"`
 	// The process ended but other processes keep its output open. What they wrote after 2 s is not included.

@@ -277,13 +277,6 @@ class ServiceProcesses(ABC):
             return
         self._died(item.name, failure)
 
-    async def _start_again(self, name: ServiceName) -> None:
-        """Stops a service, and starts it with its settings of now."""
-        item = next(one for one in self._processes if one.name == name)
-        self._processes.remove(item)
-        await _end(item, self.stop_timeout)
-        await self._start(name)
-
     def _died(self, name: ServiceName, failure: StackFailed) -> None:
         """Restarts a service that was ready and has ended, concurrently with everything else."""
         task = self._restarting.start(self._restart(name, failure), f"penstock-restart-{name}")

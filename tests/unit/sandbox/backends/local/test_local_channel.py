@@ -1,4 +1,4 @@
-"""What becomes of replies whose caller gives up, and of those that cannot be read."""
+"""Replies whose caller was cancelled, and replies that cannot be read."""
 
 from __future__ import annotations
 

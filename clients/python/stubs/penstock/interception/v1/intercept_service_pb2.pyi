@@ -1561,8 +1561,8 @@ class LeaseCallsRequest(_message.Message):
     max_calls: _builtins.int
     """1 to 256; 0 = 1."""
     request_id: _builtins.str
-    """Optional: a repeat with the same id and selector returns the same calls while they are leased; the newest 4,096 are
-    remembered. Without one, calls whose answer was lost stay leased until their lease ends.
+    """Optional: a repeat with the same id and selector returns the same calls while they are leased, after a restart of
+    the gate too. Without one, calls whose answer was lost stay leased until their lease ends.
     """
     policy_version: _builtins.int
     """See PolicyAnnounced."""

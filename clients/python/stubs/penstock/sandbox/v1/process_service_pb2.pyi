@@ -282,7 +282,7 @@ class Exit(_message.Message):
     max_rss_bytes: _builtins.int
     """Peak resident memory of the largest process, if known."""
     stdout_truncated: _builtins.bool
-    """Whether output beyond output_limit_bytes was discarded."""
+    """Whether output was discarded: beyond output_limit_bytes, or where the service's disk had no space for it."""
     stderr_truncated: _builtins.bool
     pipes_open: _builtins.bool
     """The process ended but other processes keep its output open. What they wrote after 2 s is not included."""

@@ -1647,8 +1647,8 @@ export type LeaseCallsRequest = Message<"penstock.interception.v1.LeaseCallsRequ
   view?: CallView | undefined;
 
   /**
-   * Optional: a repeat with the same id and selector returns the same calls while they are leased; the newest 4,096 are
-   * remembered. Without one, calls whose answer was lost stay leased until their lease ends.
+   * Optional: a repeat with the same id and selector returns the same calls while they are leased, after a restart of
+   * the gate too. Without one, calls whose answer was lost stay leased until their lease ends.
    *
    * @generated from field: string request_id = 7;
    */

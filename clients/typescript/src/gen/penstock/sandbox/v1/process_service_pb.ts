@@ -216,7 +216,7 @@ export type Exit = Message<"penstock.sandbox.v1.Exit"> & {
   maxRssBytes?: bigint | undefined;
 
   /**
-   * Whether output beyond output_limit_bytes was discarded.
+   * Whether output was discarded: beyond output_limit_bytes, or where the service's disk had no space for it.
    *
    * @generated from field: bool stdout_truncated = 8;
    */
