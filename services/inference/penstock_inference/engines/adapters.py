@@ -58,12 +58,13 @@ class LoadedAdapter:
 class AdapterTable:
     """Adapters by name, at most `limit` at once, with those that are being loaded.
 
-    `rank_setting` names what sets `max_rank`, for messages.
+    `rank_setting` names what sets `max_rank`, for messages. `limit_each` is the most of one namespace.
     """
 
     limit: int
     max_rank: int
     rank_setting: str = "max_adapter_rank"
+    limit_each: int | None = None
     _in_force: dict[str, LoadedAdapter] = field(default_factory=dict)
     _loading: dict[int, str] = field(default_factory=dict)
     """The names of versions that are not in force yet, by number."""
@@ -98,17 +99,30 @@ class AdapterTable:
                 reason="POLICY_VERSION_NOT_NEWER",
                 metadata={"policy_version": str(older.info.policy_version)},
             )
-        if older is None and len({*self._in_force, *self._loading.values()} - {source.name}) >= self.limit:
-            raise ResourceExhausted(
-                f"{self.limit} adapters are loaded, or being loaded, which is the maximum (max_adapters): unload one",
-                reason="ADAPTER_LIMIT",
-            )
+        if older is None:
+            self._check_room(source.name)
         rank = _rank(source.directory / "adapter_config.json")
         if rank > self.max_rank:
             raise adapter_invalid(f"has rank {rank}; at most {self.max_rank} ({self.rank_setting})")
         self._numbers += 1
         self._loading[self._numbers] = source.name
         return LoadedAdapter(AdapterInfo(source.name, source.policy_version, rank), self._numbers, source.directory)
+
+    def _check_room(self, name: str) -> None:
+        others = {*self._in_force, *self._loading.values()} - {name}
+        namespace, _ = parted(name)
+        held = sum(parted(other)[0] == namespace for other in others)
+        if self.limit_each is not None and held >= self.limit_each:
+            raise ResourceExhausted(
+                f"{held} adapters of the namespace {namespace} are loaded, or being loaded, which is the maximum "
+                "(max_adapters_per_namespace): unload one",
+                reason="ADAPTER_LIMIT",
+            )
+        if len(others) >= self.limit:
+            raise ResourceExhausted(
+                f"{self.limit} adapters are loaded, or being loaded, which is the maximum (max_adapters): unload one",
+                reason="ADAPTER_LIMIT",
+            )
 
     def put(self, adapter: LoadedAdapter) -> LoadedAdapter | None:
         """Put it in force; return the version that it replaced."""

@@ -81,7 +81,9 @@ class SglangEngine:
         self._stops = frozenset(model.stop_token_ids)
         self._lookout = UpstreamMonitor(endpoint, self._probe)
         self._calls = Calls(self._lookout.failed)
-        self._adapters = AdapterTable(chosen.max_adapters, 0, "--max-lora-rank of the server")
+        self._adapters = AdapterTable(
+            chosen.max_adapters, 0, "--max-lora-rank of the server", chosen.max_adapters_per_namespace
+        )
         limits = (options.max_concurrency, options.max_waiting)
         self._server = Server(
             endpoint, chosen.policy_version, chosen.policy_label, self._adapters, limits, self._lookout.lose

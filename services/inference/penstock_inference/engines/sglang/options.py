@@ -23,6 +23,8 @@ class SglangOptions(EndpointOptions):
     """
     max_adapters: int = Field(8, ge=1, le=1024)
     """Adapters that may be in force at once, where the server was started with --enable-lora."""
+    max_adapters_per_namespace: int | None = Field(None, ge=1, le=1024)
+    """How many of them may be one team's; unset: all."""
 
     @model_validator(mode="after")
     def _a_router_has_no_weights(self) -> Self:

@@ -82,7 +82,9 @@ class Core:
         self.label = ""
         self.unsaved = False
         """The weights in force were transferred and are in no file."""
-        self.adapters = AdapterTable(chosen.max_adapters, chosen.max_adapter_rank)
+        self.adapters = AdapterTable(
+            chosen.max_adapters, chosen.max_adapter_rank, limit_each=chosen.max_adapters_per_namespace
+        )
         self.admission = Admission(options.max_concurrency, options.max_waiting, self.version_of)
         self.flights: set[Flight] = set()
         """The admitted requests."""

@@ -43,6 +43,8 @@ class VllmOptions(BaseModel):
     seed: int = Field(0, ge=0)
     max_adapters: int = Field(0, ge=0, le=1024)
     """Adapters that may be in force at once; 0 disables them, which makes every token a little cheaper."""
+    max_adapters_per_namespace: int | None = Field(None, ge=1, le=1024)
+    """How many of them may be one team's; unset: all."""
     max_adapter_rank: int = Field(16, ge=1, le=512)
     sleep: bool = False
     """Allocate memory so that it can be freed while asleep."""
@@ -137,7 +139,8 @@ def engine_arguments(options: EngineOptions, chosen: VllmOptions, features: Feat
     }
     arguments |= chosen.model_dump(
         exclude={
-            *("max_adapters", "max_adapter_rank", "sleep", "transfer_backend", "structured_output", "routed_experts")
+            *("max_adapters", "max_adapters_per_namespace", "max_adapter_rank", "sleep", "transfer_backend"),
+            *("structured_output", "routed_experts"),
         }
     )
     if chosen.max_adapters:
