@@ -90,11 +90,11 @@ def test_no_team_takes_the_adapters_of_another(tmp_path: Path) -> None:
     table = AdapterTable(3, 8, limit_each=2)
     for name in ("a", "b"):
         table.put(table.prepare(source(name, tmp_path)))
-    with pytest.raises(ResourceExhausted, match="2 adapters of the namespace default .*max_adapters_per_namespace"):
+    with pytest.raises(ResourceExhausted, match=r"2 adapters of the namespace default .*max_adapters_per_namespace"):
         table.prepare(source("c", tmp_path))
     table.put(table.prepare(AdapterSource("a", 2, tmp_path)))  # a newer version is no further adapter
     table.put(table.prepare(source("team-a/a", tmp_path)))
-    with pytest.raises(ResourceExhausted, match="3 adapters are loaded.*max_adapters\\)"):
+    with pytest.raises(ResourceExhausted, match=r"3 adapters are loaded.*max_adapters\)"):
         table.prepare(source("team-a/b", tmp_path))
     table.remove("b")
     table.put(table.prepare(source("c", tmp_path)))

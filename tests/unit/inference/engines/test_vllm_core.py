@@ -122,7 +122,9 @@ def lives(house: Any, monkeypatch: pytest.MonkeyPatch) -> list[Llm]:
 @pytest.fixture
 async def core(house: Any, lives: list[Llm]) -> Any:
     features = SimpleNamespace(weight_version=False)
-    chosen = SimpleNamespace(max_adapters=0, max_adapters_per_namespace=None, max_adapter_rank=8, transfer_backend="", sleep=True)
+    chosen = SimpleNamespace(
+        max_adapters=0, max_adapters_per_namespace=None, max_adapter_rank=8, transfer_backend="", sleep=True
+    )
     house.core.engine_arguments = lambda *_: {}
     core = house.core.Core(EngineOptions(Path(), "m"), chosen, features, MagicMock(), MagicMock())
     await core.start()
