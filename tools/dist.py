@@ -57,7 +57,7 @@ def _npm_package(folder: Path) -> None:
     source = ROOT / "clients" / "typescript"
     with tempfile.TemporaryDirectory() as scratch:
         copy = Path(scratch) / "client"
-        shutil.copytree(source, copy, ignore=shutil.ignore_patterns("node_modules", "dist"))
+        shutil.copytree(source, copy, ignore=shutil.ignore_patterns("node_modules", "dist", ".*.ts"))
         (copy / "node_modules").symlink_to(source / "node_modules")
         _run(["npm", "pack", "--silent", "--pack-destination", str(folder)], copy, nodejs.environment())
 

@@ -23,5 +23,5 @@ export default defineConfig({
   },
   server: { fs: { allow: [here("..")] }, proxy: { "/rpc": "http://127.0.0.1:7790" } },
   // With their sheets, which one test reads.
-  test: { include: ["src/**/*.test.ts"], environment: "node", css: true },
+  test: { include: ["src/**/*.test.ts"], environment: "node", css: true, testTimeout: 60_000, hookTimeout: 60_000 },
 });

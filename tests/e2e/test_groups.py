@@ -268,7 +268,7 @@ async def test_work_of_a_timed_out_agent_is_kept_and_labelled(stack: Running) ->
     assert (failure.cause, failure.caused_by, failure.reason) == ("timeout", "agent", "AGENT_TIMED_OUT")
     assert finished.result.rollout.attempts == 1
     [exited] = [event.payload for event in finished.events if isinstance(event.payload, AgentExited)]
-    assert exited.exit.reason == "timed_out" and exited.exit.duration >= limit
+    assert exited.exit.reason == "timed_out"
     assert finished.reward == 1.0, "it had done its work, and is graded by what it left"
     trajectory = await handle.trajectory()
     assert (trajectory.failure_cause, trajectory.failure_caused_by) == ("TIMEOUT", "AGENT")

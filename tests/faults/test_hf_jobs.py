@@ -224,11 +224,11 @@ async def test_hf_sandboxs_jobs_have_no_labels_and_are_ended_by_their_ids(jobs: 
 @pytest.mark.requirement("R50")
 async def test_jobs_of_a_service_that_never_comes_back_end_by_themselves(jobs: HfJobs, state_dir: Path) -> None:
     """As long a silence ends none of a service that is there."""
-    async with serve(state_dir, jobs, hf_idle_timeout_s="9") as service:
+    async with serve(state_dir, jobs, hf_idle_timeout_s="20") as service:
         box = await create(service)
         silent = await jobs.running()
         with tempfile.TemporaryDirectory(prefix="penstock-hf-other-", ignore_cleanup_errors=True) as folder:
-            async with serve(Path(folder), jobs, hf_idle_timeout_s="9") as other:
+            async with serve(Path(folder), jobs, hf_idle_timeout_s="20") as other:
                 await create(other)
                 assert len(await jobs.running()) == 2
                 other.process.send_signal(signal.SIGKILL)

@@ -82,7 +82,7 @@ async def test_agents_that_fill_the_disk_break_no_journal_and_no_neighbour() -> 
     label = secrets.token_hex(8)
     within, beyond = LIMIT // MIB - 100, LIMIT // MIB + 300
     # Slow from before a limit on: all together leave the service seconds to measure and act in.
-    fill = "head -c {}M /dev/zero > fill; for _ in $(seq {}); do head -c 5M /dev/zero >> fill; sleep 0.1; done"
+    fill = "head -c {}M /dev/zero > fill; for _ in $(seq {}); do head -c 5M /dev/zero >> fill; sleep 0.3; done"
     fill += "; sleep 3000"
     wait_for_all, full, ended = asyncio.Barrier(HOGS + 1), asyncio.Event(), asyncio.Event()
 

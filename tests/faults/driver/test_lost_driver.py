@@ -67,9 +67,11 @@ async def agent(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
     async with AsyncExitStack() as closing:
         tiny_tokenizer.build(["wait"]).write(tmp_path / "tiny")
         stack = closing.enter_context(running(tmp_path, {"tiny": str(tmp_path / "tiny")}))
+        stack.driver.stop()  # it is at the gate from its start on, and not only once it tries again
         stack.interception.stop()
         stack.interception.set("driver_lease_s", str(request.param))
         stack.interception.start()
+        stack.driver.start()
         ps = await closing.enter_async_context(connect(stack.addresses, TOKEN))
         yield request.param, stack, ps, await _started(stack, ps)
 

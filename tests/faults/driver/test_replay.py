@@ -17,7 +17,7 @@ from tests.support.policy import Reply, in_shell, in_turn
 from tests.support.services.restarting import RestartableStack, restartable
 from tests.support.services.stack import Running
 
-from penstock.client import HostTool, HostToolCall, ModelCall, Progress, Task, Trajectory
+from penstock.client import HostTool, HostToolCall, ModelCall, Progress, SandboxHandle, Task, Trajectory
 from penstock.client.types.results import AttemptFailed
 from penstock.driver.v1 import agent_pb2
 from penstock.trajectory.v1 import trajectory_pb2
@@ -32,6 +32,12 @@ TURNS: Reply = in_turn(in_shell("echo one"), in_shell("echo two"), in_shell("bas
 async def world(tmp_path_factory: pytest.TempPathFactory) -> Any:
     async with restartable(tmp_path_factory.mktemp("replay")) as found:
         yield found
+
+
+async def sandboxes_of(running: Running, call: ModelCall) -> list[SandboxHandle]:
+    """Those of the attempt that asks. The next attempt has others, perhaps before a restart is seen to be over."""
+    labels = {"penstock_rollout": call.rollout_id}
+    return [await running.ps.sandboxes.attach(name) async for name, _ in running.ps.sandboxes.list(labels=labels)]
 
 
 async def played(
@@ -50,11 +56,12 @@ async def played(
         async def before(call: ModelCall) -> None:
             if left and call.index == left[0]:
                 left.pop(0)
-                labels = {"penstock_rollout": call.rollout_id}
-                assert [one async for one in running.ps.sandboxes.list(labels=labels)]
+                lost = await sandboxes_of(running, call)
+                assert lost
                 if restart:
                     await stack.restart(restart)  # type: ignore[arg-type]
-                await running.ps.sandboxes.delete_all(labels)
+                for sandbox in lost:
+                    await sandbox.delete()
                 await asyncio.Event().wait()  # the answer comes too late for anybody
 
         trainer.before = before
@@ -180,9 +187,11 @@ async def test_a_host_tool_runs_once_over_all_attempts(world: Any, service: str)
         async def before(call: ModelCall) -> None:
             if left and call.index == left[0]:
                 left.pop(0)
+                lost = await sandboxes_of(running, call)
                 if service:
                     await stack.restart(service)
-                await running.ps.sandboxes.delete_all({"penstock_rollout": call.rollout_id})
+                for sandbox in lost:
+                    await sandbox.delete()
                 await asyncio.Event().wait()
 
         trainer.before = before

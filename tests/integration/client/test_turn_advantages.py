@@ -49,7 +49,11 @@ async def test_the_deciding_turn_alone_is_learned(tmp_path: Path) -> None:
     assert len(steps) == STEPS, out.decode()
     decides = [1 / 3, *(turns[1] for turns in steps)]
     assert all(after >= before - 0.001 for before, after in pairwise(decides)), steps
-    assert decides[-1] > 0.34, steps
+    # Which rollout gets which draw is the machine's business: once in thousands of runs nothing differs there.
+    rewards = {one.rollout_id: one.outcome.reward.value for one in rollouts if one.outcome and one.outcome.reward}
+    decided = [one for one in rollouts if one.branched_from is not None and one.branched_from.call_index == 1]
+    differ = [rewards[one.rollout_id] != rewards[one.branched_from.parent_rollout_id] for one in decided]  # type: ignore[union-attr]
+    assert (decides[-1] > 0.34) == any(differ), steps
     assert {turns[2] for turns in steps} == {0.333}, "what comes after the decision has no advantage"
     branches = [one for one in rollouts if one.branched_from is not None]
     assert len(rollouts) - len(branches) == 3 * STEPS and len(branches) == 3 * STEPS * 6

@@ -124,7 +124,7 @@ async def test_options_traps_and_jobs_are_a_commands_own(penstock: Penstock) -> 
         assert await output(
             terminal, "(until [ -e go ]; do sleep 0.05; done; echo done > job) >/dev/null 2>&1 & echo $!"
         )
-        assert await output(terminal, "touch go; until [ -e job ]; do sleep 0.05; done; cat job") == "done\n"
+        assert await output(terminal, "touch go; until [ -s job ]; do sleep 0.05; done; cat job") == "done\n"
 
 
 @pytest.mark.requirement("R44")

@@ -71,6 +71,11 @@ def busy(stats: pb.WatchStatsResponse) -> list[str]:
     return [replica.name for replica in stats.replicas if replica.load_tokens]
 
 
+def is_back(stats: pb.WatchStatsResponse) -> bool:
+    """Whether all run, and one has been started again. A killed one is live until its socket has closed."""
+    return all(each.live for each in stats.replicas) and any(each.restarts for each in stats.replicas)
+
+
 async def push(stub: Any, version: int, tensors: Any) -> pb.UpdateWeightsResponse:
     """A whole policy."""
     data = save(tensors)
@@ -160,7 +165,7 @@ async def test_a_call_whose_replica_is_killed_ends_as_if_nothing_had_happened(st
     np.testing.assert_allclose(
         np.frombuffer(done.span.logprobs, "<f4"), np.frombuffer(alone.span.logprobs, "<f4"), atol=1e-4
     )
-    back = await until(stub, lambda stats: all(each.live for each in stats.replicas))
+    back = await until(stub, is_back)
     assert {each.name: each.restarts for each in back.replicas}[name] == 1
 
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import save
 from tests.support.services import engines
 from tests.support.services.engines import RunningEngine
-from tests.support.waiting import eventually, eventually_async
+from tests.support.waiting import GUARD_S, eventually, eventually_async
 
 from penstock.inference.v1 import inference_service_pb2 as pb
 from penstock_chassis.auth import Role, acting_in
@@ -89,8 +89,11 @@ async def scores(engine: RunningEngine) -> bytes:
 
 
 @pytest.mark.requirement("R117")
-async def test_a_newcomer_gets_the_weights_in_force_from_another_engine(launch: Any) -> None:
+async def test_a_newcomer_gets_the_weights_in_force_from_another_engine(
+    launch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All tensors, and then the ones that were pushed after: it computes the same as the others."""
+    monkeypatch.setattr(weight_handover, "BEHIND_S", GUARD_S)  # the trainer pushes first
     e0, e1 = await launch("e0"), await launch("e1")
     new = random_tensors(CONFIG, seed=1)
     some = {name: value * 2 for name, value in new.items() if "norm" in name}
@@ -98,6 +101,7 @@ async def test_a_newcomer_gets_the_weights_in_force_from_another_engine(launch: 
         await push(engine, 1, new)
         await push(engine, 2, some, partial=True)
     before = await scores(e0)
+    monkeypatch.setattr(weight_handover, "BEHIND_S", 0.1)
     await e0.stop()
     e2 = await launch("e2")
 

@@ -43,7 +43,7 @@ async def test_2048_streams_are_held_without_a_thread_each_and_kept_alive(start:
         body = {"stream": True, "messages": [{"role": "user", "content": f"question {number}"}]}
         connections.append(await post(rollouts[number % ROLLOUTS], body))
     calls = [await trainer.call() for _ in range(HELD)]
-    assert threading.active_count() == threads
+    assert threading.active_count() <= threads
     for reader, _ in connections:
         await reader.readuntil(b": keep-alive\n\n")
     await trainer.deliver(*(trainer.result(call, f"answer to {call.call_id}") for call in calls))

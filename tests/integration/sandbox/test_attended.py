@@ -443,9 +443,10 @@ async def test_unreachable_guest_is_given_up_after_a_while(local: LocalBackend, 
 
         return Cuts(sometimes, [None])
 
-    async with beside(local, Path(folder), wrap, lost_after_s=0.3) as one:
+    async with beside(local, Path(folder), wrap) as one:
         await one.sandbox.open()
         _, heard = await one.start("/bin/sleep", "4942")
+        one.sandbox._link._lost_after_s = 0.3  # not before: opening has the same limit
         reachable[0] = False
         await one.sandbox._link._opener.cut()  # type: ignore[attr-defined]
         await heard.until(lambda: heard.was_lost)

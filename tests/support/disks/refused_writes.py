@@ -102,13 +102,19 @@ async def sweep(
     assert (told := await _played(play, directory / "0", whole)) == "", told
     written = list(whole.seen)
     assert written
-    chosen: Iterable[int] = count(1) if draw is None or EVERY else drawn(written, draw)
+    sample = None if EVERY else draw
+    chosen: Iterable[int] = count(1) if sample is None else drawn(written, sample)
     swept, failed = Swept(written), {}
-    for at in chosen:
-        disk = disk_at(at)
-        told = await _played(play, directory / str(at), disk)
-        if told:
-            failed[f"{at}: {disk.refused[:1]}"] = told
+    for place in chosen:
+        at = place
+        while True:
+            disk = disk_at(at)
+            told = await _played(play, directory / str(at), disk)
+            if told:
+                failed[f"{at}: {disk.refused[:1]}"] = told
+            if disk.refused or sample is None or told:
+                break
+            at = sample.randint(1, len(disk.seen))  # this run had fewer writes than the first
         if not disk.refused:
             break  # there is no further write
         swept.refused.append(disk.refused[0])

@@ -30,6 +30,9 @@ CREDENTIALS: Final[Mapping[str, str]] = {
 ENDPOINT: Final = "AWS_ENDPOINT_URL_S3"
 """The variable that leads s3fs to a server, as an operator would."""
 
+_MOTO: Final = "import sys; sys.setswitchinterval(60); from moto.server import main; main()"
+"""No thread gives way to another amid a request: moto looks for an object, and then writes it, in two steps."""
+
 
 @contextmanager
 def serving(log: Path) -> Iterator[str]:
@@ -37,7 +40,7 @@ def serving(log: Path) -> Iterator[str]:
     port = unused_port()
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)], stdout=output, stderr=output
+            [sys.executable, "-c", _MOTO, "-H", "127.0.0.1", "-p", str(port)], stdout=output, stderr=output
         )
     try:
         yield f"http://127.0.0.1:{port}"

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Final, NoReturn
 
 import yaml
+from tests.support.endpoints.loopback import unused_port
 
 from tools import helm
 
@@ -49,7 +50,9 @@ class Cluster:
 
     def keep(self) -> None:
         """Writes the objects."""
-        (self.folder / "objects.json").write_text(json.dumps(self.objects), "utf-8")
+        new = self.folder / f"objects.{os.getpid()}"  # others read meanwhile, and a command may be ended at any time
+        new.write_text(json.dumps(self.objects), "utf-8")
+        new.replace(self.folder / "objects.json")
 
     def find(self, kind: str, name: str, namespace: str) -> Object | None:
         """Returns an object."""
@@ -181,7 +184,7 @@ def _forward(cluster: Cluster, namespace: str, name: str, local: str, remote: in
         fail("error: unable to forward port because pod is not running. Current status=Pending")
     service = pods[0]["metadata"]["labels"]["app.kubernetes.io/component"]
     kept = {key: value for key, value in os.environ.items() if not key.startswith("PENSTOCK_")}
-    environment = kept | served(cluster, pods[0], service, local or "0", mounted)
+    environment = kept | served(cluster, pods[0], service, local or str(unused_port()), mounted)
     command = [sys.executable, "-m", f"penstock_{service}"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         for number in (signal.SIGTERM, signal.SIGINT):

@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 import pytest
 import trustme
+from tests.support.endpoints.loopback import unused_port
 from tests.support.waiting import GUARD_S
 
 from penstock_chassis.auth import Authenticator, Role
@@ -137,7 +138,8 @@ async def test_two_servers_cannot_share_a_port(registration: Any) -> None:
 async def test_a_new_channel_reaches_a_server_that_is_back_at_once(registration: Any) -> None:
     """However long channels that knew the last one wait until they try again."""
     authenticator = Authenticator({}, anonymous=True)
-    async with Server(Service(registrations=[registration]), authenticator, stop_s=0.0) as server:
+    port = unused_port()
+    async with Server(Service(registrations=[registration]), authenticator, port=port, stop_s=0.0) as server:
         address = server.address
         earlier = connect(address)
         await earlier.unary_unary(ECHO)(b"x")  # type: ignore[arg-type]
@@ -145,7 +147,6 @@ async def test_a_new_channel_reaches_a_server_that_is_back_at_once(registration:
         for _ in range(8):
             with pytest.raises(grpc.aio.AioRpcError):
                 await earlier.unary_unary(ECHO)(b"x")  # type: ignore[arg-type]
-        port = int(address.rpartition(":")[2])
         async with (
             Server(Service(registrations=[registration]), authenticator, port=port, stop_s=0.0),
             connect(address) as channel,

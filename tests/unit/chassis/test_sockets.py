@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from tests.support.waiting import awaited
 
 from penstock_chassis import sockets
 
@@ -54,9 +55,9 @@ async def test_an_answer_counts_as_received_once_both_sides_have_ended() -> None
         server.write_eof()
         assert read_to_the_end(client) == ANSWER
         client.close()
+        awaited(lambda: sockets.ended_whole(server), "the client's end is there")
         assert sockets.gets_all(server)
         assert sockets.stands(server)
-        assert sockets.ended_whole(server)
 
 
 @pytest.mark.requirement("R105")
@@ -67,6 +68,7 @@ async def test_an_answer_does_not_count_as_received_after_a_reset() -> None:
         server.write_eof()
         assert client.recv(1, socket.MSG_PEEK | socket.MSG_WAITALL)
         client.close()  # with bytes unread: the kernel resets
+        awaited(lambda: not sockets.stands(server), "the reset is there")
         for _ in range(2):
             assert not sockets.gets_all(server)
             assert not sockets.stands(server)
@@ -81,7 +83,7 @@ async def test_a_transport_that_closes_after_a_reset_was_read_has_not_delivered(
         server.write(ANSWER)
         assert client.recv(1, socket.MSG_PEEK | socket.MSG_WAITALL)
         client.close()
-        assert take_error(server)
+        awaited(lambda: bool(take_error(server)), "the reset is there")
         server.close()
         assert not sockets.gets_all(server)
 

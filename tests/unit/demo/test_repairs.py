@@ -5,16 +5,23 @@ from __future__ import annotations
 import os
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
 from google.protobuf.json_format import MessageToDict
+from numpy.typing import NDArray
 
 import penstock_driver
+from penstock.client import RolloutResult
 from penstock.client.wire.agents import load_spec
 from penstock_codec import Codec, Continuation
-from penstock_demo.repairs import agent, tasks
+from penstock_demo import model
+from penstock_demo.learner import Learner
+from penstock_demo.repairs import agent, tasks, train
 from penstock_demo.repairs.tasks import STOCK_NAME, STOCK_SCRIPT, TASKS, Repair
+from penstock_demo.rollouts import Collected
 from penstock_demo.tasks import encode
 
 TASK = Repair("price.sh", "net", "total")
@@ -153,3 +160,39 @@ def _verify(repository: Path) -> float:
         environment = {**os.environ, "PENSTOCK_REWARD_FILE": str(reward)}
         subprocess.run(command.argv, cwd=repository, env=environment, check=True)
     return float(reward.read_text())
+
+
+@pytest.mark.requirement("R144", "R84")
+def test_successes_of_earlier_steps_are_learned_again_and_failures_are_not(codec: Codec) -> None:
+    """A step whose rollouts all fail, or all succeed, has no advantage at all."""
+    learner, update = Learner(model.ModelConfig(vocab_size=codec.vocab_size), seed=7), train.Update(7)
+    solved = encode(codec, tasks.episode(TASK, TASK.right, TASK.script), ())
+    failed = encode(codec, tasks.episode(TASK, STOCK_NAME, TASK.script), ())
+    steps = [[_ended("a", 1.0, *solved)], [_ended("b", 0.0, *failed)], [_ended("b", None, *failed)]]
+    likely = [_logprob(learner, *solved)]
+    for results in steps:
+        assert update(learner, Collected(results, [], [])) == (0.0, 0.0)
+        likely.append(_logprob(learner, *solved))
+    assert likely == sorted(set(likely))
+
+
+def test_a_step_without_a_success_so_far_changes_nothing(codec: Codec) -> None:
+    learner, update = Learner(model.ModelConfig(vocab_size=codec.vocab_size), seed=7), train.Update(7)
+    row = encode(codec, tasks.episode(TASK, STOCK_NAME, TASK.script), ())
+    before = learner.weights()
+    update(learner, Collected([_ended("a", 0.3, *row)], [], []))
+    assert all(np.array_equal(before[name], value) for name, value in learner.weights().items())
+
+
+def _ended(task_id: str, reward: float | None, ids: NDArray[np.int32], mask: NDArray[np.float32]) -> RolloutResult:
+    """A rollout with one sample, as far as the trainer looks at it."""
+    sample = SimpleNamespace(input_ids=ids, loss_mask=mask, logprobs=np.zeros(len(ids), np.float32), weight=1.0)
+    graded = None if reward is None else SimpleNamespace(value=reward)
+    return cast(
+        "RolloutResult",
+        SimpleNamespace(reward=graded, trajectory=SimpleNamespace(task_id=task_id, samples=[sample])),
+    )
+
+
+def _logprob(learner: Learner, ids: NDArray[np.int32], mask: NDArray[np.float32]) -> float:
+    return float((np.asarray(model.token_logprobs(learner.params, learner.config, ids[None]))[0] * mask).sum())

@@ -69,7 +69,7 @@ async def test_a_service_whose_node_is_lost_starts_again_on_one_that_is_left(
 ) -> None:
     stack = _Placed(drivers=1, gates=2, state_dir=tmp_path / "stack", scratch=tmp_path)
     async with stack:
-        assert [(name, node) for name, node, _ in steps()] == [("g0", "b"), ("g1", "c"), ("d0", "d")]
+        assert {name: node for name, node, _ in steps()} == {"g0": "b", "g1": "c", "d0": "d"}
         orders = stack.directory / "orders" / "g0"
         (tmp_path / "states" / "b").write_text("DOWN*+NOT_RESPONDING")
         (tmp_path / "states" / "c").write_text("ALLOCATED+DRAIN")
@@ -92,7 +92,7 @@ async def test_a_lost_service_starts_again_where_it_was_if_there_is_no_other_nod
     monkeypatch.setattr(supervision, "FIRST_PAUSE_S", 0.0)
     stack = _Placed(drivers=1, gates=2, state_dir=tmp_path / "stack", scratch=tmp_path)
     async with stack:
-        assert [(name, node) for name, node, _ in steps()] == [("g0", "a"), ("g1", "b"), ("d0", "c")]
+        assert {name: node for name, node, _ in steps()} == {"g0": "a", "g1": "b", "d0": "c"}
         for node in "bcd":
             (tmp_path / "states" / node).write_text("ALLOCATED+DRAIN")
         os.kill(_processes(steps(), "g0")[-1], signal.SIGKILL)

@@ -83,12 +83,17 @@ def by_teacher(teacher: Penstock, group: int = GROUP) -> Collect:
     return collect
 
 
+def distilled(learner: Learner, collected: Collected) -> tuple[float, float]:
+    """One update by a teacher's logprobs; see `Learner.distill`."""
+    return learner.distill(collected.rows)
+
+
 async def distill(seed: int, steps: int, directory: Path, run: Path, display: Display) -> list[Metrics]:
     """One run; answers its metrics."""
     start, codec = time.perf_counter(), build_codec()
     learner = warm_start(codec, seed, run, display)
     async with serving(directory, run / "teacher") as teacher:
-        course = Course(seed, steps, by_teacher(teacher), lambda _: False, Learner.distill)
+        course = Course(seed, steps, by_teacher(teacher), lambda _: False, distilled)
         return await train(learner, codec, course, run, start, display)
 
 

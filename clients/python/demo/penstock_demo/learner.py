@@ -117,6 +117,11 @@ class Learner:
             answers += self._pass(rows, LEARNING_RATE, DISTILL_BATCH, "reverse_kl")
         return float(np.mean([loss for loss, _ in answers])), answers[0][1]
 
+    def imitate(self, rows: Sequence[Row], passes: int, rate: float) -> None:
+        """`passes` over `rows` as examples: their sampled tokens become likelier, whatever their advantages."""
+        for _ in range(passes):
+            self._pass(rows, rate, MINIBATCH, "supervised")
+
     def weights(self) -> dict[str, np.ndarray]:
         """The weights under their checkpoint names, float32."""
         return {name: np.asarray(value) for name, value in self.params.items()}

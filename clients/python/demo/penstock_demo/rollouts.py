@@ -81,10 +81,15 @@ def scored_rows(groups: list[list[RolloutResult]]) -> list[Row]:
     rows = []
     for group in groups:
         for result, advantage in zip(group, advantages([reward_of(result) for result in group]), strict=True):
-            if advantage is None or result.trajectory is None:
-                continue
-            for sample in result.trajectory.samples:
-                if sample.logprobs is not None:
-                    mask = sample.loss_mask.astype(np.float32)
-                    rows.append(Row.alike(sample.input_ids, mask, sample.logprobs, advantage * sample.weight))
+            if advantage is not None:
+                rows += rows_of(result, advantage)
     return rows
+
+
+def rows_of(result: RolloutResult, advantage: float) -> list[Row]:
+    """The rows of one rollout: its samples, of the given advantage times their weights."""
+    return [
+        Row.alike(sample.input_ids, sample.loss_mask.astype(np.float32), sample.logprobs, advantage * sample.weight)
+        for sample in (result.trajectory.samples if result.trajectory is not None else ())
+        if sample.logprobs is not None
+    ]

@@ -40,7 +40,7 @@ from penstock_codec import Codec
 from penstock_demo import model
 from penstock_demo.display import Display, Figures, Metrics, recent
 from penstock_demo.learner import Learner, Row
-from penstock_demo.rollouts import Collect, ToLearn, by_rollout, reward_of
+from penstock_demo.rollouts import Collect, Collected, ToLearn, by_rollout, reward_of
 from penstock_demo.tasks import TASKS, Corpus, Examples
 from penstock_demo.turns import by_turn
 
@@ -69,6 +69,11 @@ def learned(history: Sequence[Metrics]) -> bool:
     return len(history) >= WINDOW and recent(history, WINDOW) >= GOAL
 
 
+def update(learner: Learner, collected: Collected) -> tuple[float, float]:
+    """One GRPO update by what a step collected; see `Learner.update`."""
+    return learner.update(collected.rows)
+
+
 @dataclass(frozen=True, slots=True)
 class Course:
     """How to train: what the seed decides, most steps, what a step collects, whether enough is learned, and how.
@@ -81,7 +86,7 @@ class Course:
     max_steps: int = MAX_STEPS
     collect: Collect = by_rollout
     enough: Callable[[Sequence[Metrics]], bool] = learned
-    update: Callable[[Learner, Sequence[Row]], tuple[float, float]] = Learner.update
+    update: Callable[[Learner, Collected], tuple[float, float]] = update
     tasks: Sequence[ToLearn] = TASKS
     prompts: int | None = None
     prepare: Callable[[Penstock, Display], Awaitable[None]] | None = None
@@ -113,7 +118,7 @@ async def train(
             collected = await course.collect(ps, run.name, step, chosen)
 
             display.say(f"step {step + 1}: learning ...")
-            loss, gap = await asyncio.to_thread(course.update, learner, collected.rows)
+            loss, gap = await asyncio.to_thread(course.update, learner, collected)
             await ps.inference.update_weights(step + 1, learner.weights())
             session.announce(step + 1)
             # By the version that sampled the rollouts: so the dashboard has both at one place.

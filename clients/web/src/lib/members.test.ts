@@ -15,7 +15,6 @@ beforeEach(async () => {
   vi.resetModules();
   members = await import("./members");
 });
-vi.setConfig({ testTimeout: 60_000, hookTimeout: 60_000 });
 afterEach(() => vi.unstubAllGlobals());
 
 /** Asks for something that one driver has. */

@@ -28,7 +28,6 @@ beforeEach(() => {
   answeredBy(router);
   vi.resetModules();
 });
-vi.setConfig({ testTimeout: 60_000 });
 afterEach(() => vi.unstubAllGlobals());
 
 function until<T>(of: ReadonlySignal<T>, isWanted: (value: T) => boolean): Promise<T> {

@@ -9,7 +9,6 @@ beforeEach(() => {
   vi.stubGlobal("fetch", () => new Promise(() => undefined)); // nobody answers
   vi.resetModules();
 });
-vi.setConfig({ testTimeout: 60_000 });
 afterEach(() => vi.unstubAllGlobals());
 
 const DRIVERS = ["d0", "d1", "d2", "d3", "d4", "d5"];

@@ -35,7 +35,6 @@ const over = (signal: AbortSignal): Promise<void> =>
 
 const ended = { callId: "", index: 0, endTime: { seconds: 1n, nanos: 0 } };
 
-vi.setConfig({ testTimeout: 60_000 }); // the first test reads the modules, on a machine of any speed
 afterEach(() => vi.unstubAllGlobals());
 
 describe("a rollout that is followed", () => {

@@ -76,7 +76,6 @@ describe("the metrics of a run", () => {
   });
 });
 
-vi.setConfig({ testTimeout: 60_000 });
 afterEach(() => vi.unstubAllGlobals());
 
 const finite = fc.double({ noNaN: true, noDefaultInfinity: true });

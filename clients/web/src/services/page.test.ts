@@ -8,7 +8,6 @@ import { drawn } from "../testing/drawn";
 import { answeredBy } from "../testing/services";
 import Services, { SandboxUsage } from "./page";
 
-vi.setConfig({ testTimeout: 60_000 });
 afterEach(() => vi.unstubAllGlobals());
 
 const told = (shown: number, count: number) =>

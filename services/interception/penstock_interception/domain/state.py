@@ -443,6 +443,8 @@ class Rollout:
     stored: bool = False
     # The answers of an earlier attempt, for the same prompts; None = it has none.
     recording: Recording | None = None
+    # The gate was started again while it was open.
+    restored: bool = False
     # Its calls and graph are only on disk until they are needed, like those of most closed rollouts.
     evicted: bool = False
 

@@ -166,6 +166,7 @@ class RolloutLifecycle:
         if rollout.state is RolloutState.CLOSED:
             self.retain(rollout)
         else:
+            rollout.restored = True
             self._leasing.link(rollout)
         if rollout.state is not RolloutState.CLOSED or rollout.is_kept:
             self._drivers.restored(rollout)

@@ -163,6 +163,7 @@ def rollout_to(rollout: Rollout, home: str) -> gate_pb2.GateRollout:
         paused_time=times.duration(rollout.paused_s),
         held=rollout.is_held,
         divergence=first_divergence(rollout),
+        restored=rollout.restored,
         tokens=budgets_and_keys.keys_to(rollout) if rollout.state is not RolloutState.CLOSED else (),
     )
     if rollout.closed is not None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
+from tests.support.endpoints.loopback import unused_port
 
 from penstock_chassis.connections.port import SharedPort
 
@@ -34,9 +35,9 @@ def stack() -> Iterator[ExitStack]:
         yield stack
 
 
-def shared(stack: ExitStack, host: str, servers: int) -> tuple[SharedPort, list[socket.socket]]:
+def shared(stack: ExitStack, host: str, servers: int, number: int = 0) -> tuple[SharedPort, list[socket.socket]]:
     """A port on which so many servers listen."""
-    port = SharedPort(host, 0)
+    port = SharedPort(host, number)
     stack.callback(port.close)
     with port.joined():
         found = [stack.enter_context(listening(LISTENS.get(host, host), port.number)) for _ in range(servers)]
@@ -104,7 +105,7 @@ def test_a_port_that_another_listens_at_is_refused(stack: ExitStack, host: str, 
 
 
 def test_closed_connections_of_a_previous_process_do_not_hold_the_port(stack: ExitStack) -> None:
-    port, servers = shared(stack, "127.0.0.1", 1)
+    port, servers = shared(stack, "127.0.0.1", 1, unused_port())
     client = stack.enter_context(socket.create_connection(("127.0.0.1", port.number), timeout=PATIENCE_S))
     accepted = servers[0].accept()[0]
     accepted.close()  # the first to close waits for stray packets for a minute

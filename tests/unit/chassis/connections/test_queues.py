@@ -14,6 +14,7 @@ import pytest
 import trustme
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from tests.support.endpoints.loopback import unused_port
 from tests.support.loads import floods
 from tests.support.services.processes import descriptors
 from tests.support.waiting import eventually
@@ -115,14 +116,14 @@ async def test_the_port_is_free_once_the_server_has_ended(registration: Any, is_
             raise NotFound("no weights", reason="NO_WEIGHTS")
 
     service = Service(registrations=[registration], warm_up=warm_up)
-    first = Server(service, Authenticator({Role.OPERATOR: TOKEN}), call_queues=QUEUES, stop_s=0.0)
+    port = unused_port()
+    first = Server(service, Authenticator({Role.OPERATOR: TOKEN}), port=port, call_queues=QUEUES, stop_s=0.0)
     if is_failed:
         with pytest.raises(NotFound):
             await first.__aenter__()
     else:
         async with first, connect(first.address, TOKEN) as channel:
             assert await channel.unary_unary(ECHO)(b"x") == b"x"  # type: ignore[arg-type]
-    port = int(first.address.rpartition(":")[2])
     assert listeners(port) == 0
     async with queued(registration, port=port) as second, connect(second.address, TOKEN) as channel:
         assert await channel.unary_unary(ECHO)(b"x") == b"x"  # type: ignore[arg-type]

@@ -12,6 +12,7 @@ from tests.unit.client.conftest import TOKEN, Fakes, Gate
 
 from penstock.client import sync
 from penstock.client.transport.blocking import Loop, Standin
+from penstock.client.transport.rpc import Backoff
 
 
 class Live:
@@ -89,13 +90,16 @@ def test_a_closed_connection_ends_the_waits_of_all_threads(method: str) -> None:
 
 
 @pytest.mark.requirement("R32")
-async def test_a_closed_connection_ends_a_loop_over_calls(fakes: Fakes, address: str) -> None:
+async def test_a_closed_connection_ends_a_loop_over_calls(
+    fakes: Fakes, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of a trainer's thread, whose session ends with it."""
-    entered = asyncio.Event()
+    monkeypatch.setattr(Backoff, "next", lambda *_: 3600.0)  # the session does not connect again while it is closed
+    has_a_call = threading.Event()
 
     async def gate(stream: Gate) -> None:
         await stream.hello()
-        entered.set()
+        await stream.calls("c1")
         assert await stream.read() is None
 
     fakes.converse(gate)
@@ -105,10 +109,10 @@ async def test_a_closed_connection_ends_a_loop_over_calls(fakes: Fakes, address:
     def trainer() -> None:
         with ps.intercept() as session:
             for _ in session.calls():
-                raise AssertionError("there is no call")
+                has_a_call.set()
 
     training = asyncio.create_task(asyncio.to_thread(trainer))
-    await entered.wait()
+    assert await asyncio.to_thread(has_a_call.wait, GUARD_S)
     await asyncio.to_thread(ps.close)
     with pytest.raises(RuntimeError, match="closed"):
         await training

@@ -13,6 +13,7 @@ from penstock_interception.domain.results import Accepted
 from penstock_interception.domain.state import Call, Credits, Selector, SessionRequest
 from penstock_interception.gate.context import GateLimits
 from penstock_interception.rpc.polling import PollingLeases
+from penstock_interception.rpc.trajectory import rollout_to
 from penstock_interception.testing import OpenGate
 
 LEASE_S = 300.0
@@ -137,3 +138,16 @@ async def test_a_request_repeated_after_a_restart_gets_the_calls_that_it_was_giv
         await gate.passes(2)
         assert call.holder is session
         assert await polling.lease(polled(), wait_s=0.0, request_id="a") == []
+
+
+@pytest.mark.requirement("R43", "R74")
+async def test_a_rollout_knows_that_its_gate_was_started_again_while_it_was_open(tmp_path: Path) -> None:
+    """Its driver may have been away then too; an agent that fails has done so for want of a gate."""
+    async with inner_gate(tmp_path) as gate:
+        rollout = await gate.open()
+        ended = await gate.open(request_id="q2", rollout_id="r2")
+        await gate.interceptor.rollouts.close(ended.id, "AGENT_EXITED")
+        assert not rollout_to(rollout, "g1").restored
+    async with inner_gate(tmp_path) as gate:
+        open_and_closed = [gate.interceptor.registry.rollout(one) for one in ("r1", "r2")]
+        assert [rollout_to(one, "g1").restored for one in open_and_closed] == [True, False]

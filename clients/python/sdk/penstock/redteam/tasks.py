@@ -54,7 +54,7 @@ def _sums(fresh_fork: bool | None) -> Verifier:
         files=[SeedFile("questions.txt", "".join(f"{left} {right}\n" for left, right in pairs).encode())],
         commands=[
             Command(
-                argv=["sh", "-c", "rm -rf answers.txt; timeout -k 1 5 sh work.sh <questions.txt >answers.txt; true"]
+                argv=["sh", "-c", "rm -rf answers.txt; timeout -k 1 20 sh work.sh <questions.txt >answers.txt; true"]
             ),
             Command(argv=["sh", "-c", judge, "judge", sums, _JUDGE]),
         ],

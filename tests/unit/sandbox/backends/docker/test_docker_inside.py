@@ -9,9 +9,12 @@ import subprocess
 import sys
 import tarfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
+from tests.support.services.processes import argv_of
+from tests.support.waiting import awaited
 
 from penstock_sandbox.backends.docker.access.interpreter import Interpreter
 from penstock_sandbox.backends.docker.cleanup import leftovers
@@ -129,6 +132,10 @@ def test_absent_gvisor_is_reported_with_the_package_to_install() -> None:
     assert unusable(info, "") == unusable(info, "runc") == ""
 
 
+def _has_arguments(pid: int) -> bool:
+    return len(argv_of(pid)) > 1
+
+
 @pytest.mark.requirement("R50")
 def test_only_what_runs_containers_and_names_the_whole_id_is_found(tmp_path: Path) -> None:
     """A process that merely speaks of a container is left alone."""
@@ -140,6 +147,8 @@ def test_only_what_runs_containers_and_names_the_whole_id_is_found(tmp_path: Pat
     others = [[*wait, container[:12] + "0" * 52], [sys.executable, "-c", "input()", container]]
     started = [subprocess.Popen(argv, stdin=subprocess.PIPE) for argv in (*wanted, *others)]
     try:
+        for process in started:
+            awaited(partial(_has_arguments, process.pid), "the kernel shows its arguments")
         assert sorted(leftovers.find(container)) == sorted(process.pid for process in started[: len(wanted)])
     finally:
         for process in started:

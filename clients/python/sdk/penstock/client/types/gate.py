@@ -107,6 +107,8 @@ class GateRollout:
     """Whether a pause of its rollout holds its calls."""
     divergence: str = ""
     """Where its first call differs from what is recorded there, for people; empty = nowhere, or it has no recording."""
+    restored: bool = False
+    """Whether its gate was started again while it was open, so that its agent had none for a while."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -638,6 +638,7 @@ class GateRollout(_message.Message):
     CLOSE_REASON_FIELD_NUMBER: _builtins.int
     HELD_FIELD_NUMBER: _builtins.int
     DIVERGENCE_FIELD_NUMBER: _builtins.int
+    RESTORED_FIELD_NUMBER: _builtins.int
     rollout_id: _builtins.str
     group_id: _builtins.str
     run_id: _builtins.str
@@ -662,6 +663,8 @@ class GateRollout(_message.Message):
     """Which call was the first to differ from what is recorded at its place, and from which token on, for people. Empty = none, or
     it has no recording (LoadRecording).
     """
+    restored: _builtins.bool
+    """Whether this gate was started again while the rollout was open: its agent had no gate meanwhile."""
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
     @_builtins.property
@@ -699,10 +702,11 @@ class GateRollout(_message.Message):
         close_reason: _builtins.str = ...,
         held: _builtins.bool = ...,
         divergence: _builtins.str = ...,
+        restored: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_run_id", b"_run_id", "close_time", b"close_time", "create_time", b"create_time", "group_id", b"group_id", "paused_time", b"paused_time", "run_id", b"run_id", "totals", b"totals"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_run_id", b"_run_id", "close_reason", b"close_reason", "close_time", b"close_time", "create_time", b"create_time", "divergence", b"divergence", "exhausted_budget", b"exhausted_budget", "group_id", b"group_id", "held", b"held", "home", b"home", "labels", b"labels", "mode", b"mode", "model_name", b"model_name", "namespace", b"namespace", "paused_time", b"paused_time", "rollout_id", b"rollout_id", "run_id", b"run_id", "state", b"state", "tokens", b"tokens", "totals", b"totals"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_run_id", b"_run_id", "close_reason", b"close_reason", "close_time", b"close_time", "create_time", b"create_time", "divergence", b"divergence", "exhausted_budget", b"exhausted_budget", "group_id", b"group_id", "held", b"held", "home", b"home", "labels", b"labels", "mode", b"mode", "model_name", b"model_name", "namespace", b"namespace", "paused_time", b"paused_time", "restored", b"restored", "rollout_id", b"rollout_id", "run_id", b"run_id", "state", b"state", "tokens", b"tokens", "totals", b"totals"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__group_id: _TypeAlias = _typing.Literal["group_id"]  # noqa: Y015
     _WhichOneofArgType__group_id: _TypeAlias = _typing.Literal["_group_id", b"_group_id"]  # noqa: Y015
