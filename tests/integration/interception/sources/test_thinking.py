@@ -140,3 +140,29 @@ async def test_rollouts_limit_of_thoughts_is_refused_by_name_at_an_engine_withou
     rollout = await service.open(mode=PROXY, source=DEFAULT_INFERENCE, sampling_override=override)
     assert (await ask(rollout, "chat"))[0] == 400
     assert [call.end_reason for call in (await service.capture(rollout.rollout_id)).calls] == ["FIELD_INVALID"]
+
+
+@pytest.mark.requirement("R63")
+@pytest.mark.parametrize(
+    ("wish", "override", "ending"),
+    [
+        ({"type": "enabled", "budget_tokens": 90}, False, CLOSED),
+        ({"type": "disabled"}, True, OPEN),
+        ({}, False, CLOSED),
+    ],
+)
+async def test_rollouts_thinking_is_in_the_prompt_in_the_place_of_the_agents(
+    service: Any, http: aiohttp.ClientSession, wish: dict[str, Any], override: bool, ending: str
+) -> None:
+    """As counted too; the answer is parsed and the next prompt continues it, token for token."""
+    rollout = await service.open(sampling_override=chat_pb2.Sampling(thinking=override))
+    trainer = await service.trainer()
+    fields = {"thinking": wish} if wish else {}
+    waiting = asyncio.create_task(ask(rollout, "messages", **fields))
+    call = await trainer.answer("well")
+    assert (await waiting)[0] == 200
+    assert (await prompt_of(service, call.call_id)).endswith("<|im_end|>\n" + ending)
+    url = rollout.base_url.removesuffix("/v1") + "/v1/messages/count_tokens"
+    body = {"model": "m", "messages": SAID, **fields}
+    async with http.post(url, json=body, headers={"x-api-key": rollout.token}) as counted:
+        assert (await counted.json())["input_tokens"] == call.prompt_count
