@@ -12,7 +12,7 @@ import aiohttp
 import numpy as np
 import pytest
 from tests.integration.interception.sources.test_upstream_sampling import delegating
-from tests.integration.interception.test_sources import DEFAULT_INFERENCE, PROXY, said, upstream
+from tests.integration.interception.test_sources import DEFAULT_INFERENCE, PROXY, from_caller, said, upstream
 from tests.integration.interception.test_top_logprobs import numpy_engine
 
 from penstock.chat.v1 import chat_pb2
@@ -166,3 +166,39 @@ async def test_rollouts_thinking_is_in_the_prompt_in_the_place_of_the_agents(
     body = {"model": "m", "messages": SAID, **fields}
     async with http.post(url, json=body, headers={"x-api-key": rollout.token}) as counted:
         assert (await counted.json())["input_tokens"] == call.prompt_count
+
+
+THINKS = {"enable_thinking": True}
+
+
+@pytest.mark.requirement("R63")
+@pytest.mark.parametrize("owner", ["nobody", "vllm"])
+@pytest.mark.parametrize(
+    ("dialect", "wish", "sent"),
+    [
+        ("responses", {"reasoning": {"effort": "high"}}, THINKS | {"reasoning_effort": "high"}),
+        ("messages", {"thinking": {"type": "disabled"}}, {"enable_thinking": False}),
+        ("generateContent", {"thinkingBudget": 90}, THINKS),
+        ("generateContent", {}, None),
+    ],
+)
+async def test_agents_wish_reaches_an_upstream_with_templates_and_is_noted_at_others(
+    service: Any, owner: str, dialect: str, wish: dict[str, Any], sent: dict[str, Any] | None
+) -> None:
+    """A provider would refuse the field."""
+    async with upstream(lambda _request, _body: said("well"), owner) as (url, seen):
+        rollout = await service.open(mode=PROXY, source=from_caller(url))
+        assert (await ask(rollout, dialect, **wish))[0] == 200
+    [call] = (await service.capture(rollout.rollout_id)).calls
+    assert seen[0][1].get("chat_template_kwargs") == (sent if owner == "vllm" else None)
+    noted = "thinking was left out: the upstream's API has no field for it" in call.normalisations
+    assert noted is (owner == "nobody" and sent is not None)
+
+
+@pytest.mark.requirement("R63")
+async def test_override_that_turns_thinking_off_leaves_no_effort_for_an_upstreams_template(service: Any) -> None:
+    async with upstream(lambda _request, _body: said("well"), "vllm") as (url, seen):
+        override = chat_pb2.Sampling(thinking=False)
+        rollout = await service.open(mode=PROXY, source=from_caller(url), sampling_override=override)
+        assert (await ask(rollout, "responses", reasoning={"effort": "high"}))[0] == 200
+    assert seen[0][1]["chat_template_kwargs"] == {"enable_thinking": False}
