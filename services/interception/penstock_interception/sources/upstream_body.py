@@ -28,7 +28,7 @@ _SPELLING: Final = {
     plain_name(name): name
     for name in (
         *("model", "messages", "tools", "tool_choice", *_SAMPLING, *_LIMITS, *_OVERRIDABLE, *_EXTENDED),
-        *("response_format", "chat_template_kwargs", "logprobs", "top_logprobs"),
+        *("response_format", "chat_template_kwargs", "reasoning_effort", "thinking", "logprobs", "top_logprobs"),
         *("return_token_ids", "return_tokens_as_token_ids"),
     )
 }
@@ -76,6 +76,8 @@ def replace_sampling(body: dict[str, Any], call: Call, agents: Sampling) -> None
         field, value = _written(name, wanted, body)
         is_taken = value is not None and name not in _ABSENT and (name not in _EXTENDED or extended)
         is_agents = wanted == getattr(agents, name) or (value is not None and value == body.get(field))
+        if name == "thinking":  # the agent's body may say it in other fields
+            is_agents = is_agents or wanted == call.request.sampling.thinking
         if is_agents and getattr(override, name) is None:
             continue
         if not is_taken:
@@ -86,6 +88,17 @@ def replace_sampling(body: dict[str, Any], call: Call, agents: Sampling) -> None
                 retriable=False,
             )
         body[field] = value
+        if name == "thinking":
+            _drop_contradicting(body, wanted)
+
+
+def _drop_contradicting(body: dict[str, Any], thinking: bool) -> None:
+    """Removes the agent's further fields on thinking where they say the opposite."""
+    effort, switch = body.get("reasoning_effort"), body.get("thinking")
+    if effort is not None and (effort != "none") is not thinking:
+        del body["reasoning_effort"]
+    if isinstance(switch, dict) and (switch.get("type") != "disabled") is not thinking:
+        del body["thinking"]
 
 
 def _written(name: str, wanted: Any, body: dict[str, Any]) -> tuple[str, Any]:

@@ -68,6 +68,8 @@ async def prompt_of(service: Any, call_id: str) -> str:
     [
         ("chat", {"chat_template_kwargs": {"enable_thinking": False}}, CLOSED),
         ("chat", {"chat_template_kwargs": {"enable_thinking": True}}, OPEN),
+        ("chat", {"reasoning_effort": "none"}, CLOSED),
+        ("chat", {"thinking": {"type": "enabled"}}, OPEN),
         ("messages", {"thinking": {"type": "disabled"}}, CLOSED),
         ("messages", {"thinking": {"type": "enabled", "budget_tokens": 90}}, OPEN),
         ("responses", {"reasoning": {"effort": "none"}}, CLOSED),
