@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -25,12 +26,12 @@ from penstock_chassis.errors import (
     Unsupported,
 )
 from penstock_chassis.membership.routing import MAX_PREFIX_TOKENS, prefix_blocks
-from penstock_codec.chat import Message
+from penstock_codec.chat import Message, Sampling
 from penstock_interception.clients.engines.pool import EnginePool
 from penstock_interception.clients.engines.values import EXPECTED_TOKENS, Asked, Needs
 from penstock_interception.domain.calls import Answerer, CodecChoice, Dialect, ModelFacts
 from penstock_interception.domain.completions import Completion
-from penstock_interception.domain.requests import ChatRequest
+from penstock_interception.domain.requests import ENABLE_THINKING, ChatRequest, with_thinking
 from penstock_interception.domain.state import Call
 from penstock_interception.graph.values import Plan
 from penstock_interception.sources.base import ModelSource, Resolved, SourceError
@@ -115,7 +116,7 @@ class InferenceSource(ModelSource):
             raise SourceError("PROMPT_MISSING")
         request = pb.GenerateRequest(
             session_id=call.rollout.spec.session_id,
-            sampling=convert.sampling_to(call.sampling),
+            sampling=convert.sampling_to(_engines_sampling(call)),
             adapter=self._adapter,
         )
         if call.sampling.token_tensors:
@@ -187,15 +188,37 @@ class InferenceSource(ModelSource):
         return [convert.media_to(media, data[media.sha256]) for media in plan.media]
 
     def _chat(self, call: Call) -> pb.ChatPrompt:
-        """The conversation as the agent sent it."""
+        """The conversation as the agent sent it, and the template's options with what overrides them."""
         asked = self._parse(call.request.dialect, call.request.body)
-        return pb.ChatPrompt(
+        options = with_thinking(asked.template_kwargs, call.sampling.thinking)
+        prompt = pb.ChatPrompt(
             messages=[convert.message_to(message) for message in asked.messages],
             tools=[convert.tool_to(tool) for tool in asked.tools],
+            thinking=call.sampling.thinking,
         )
+        if further := {name: value for name, value in options.items() if name != ENABLE_THINKING}:
+            prompt.template_options_json = json.dumps(further)
+        return prompt
 
     def _known(self, facts: ModelFacts) -> bool:
         return self._codecs.known(facts)
+
+
+def _engines_sampling(call: Call) -> Sampling:
+    """Returns the call's sampling without what no engine has: the prompt says whether to think.
+
+    What the prompt cannot say any more, or the rollout's owner sets, stays, so that it is refused by its name (R63): a
+    trainer delegates a call whose prompt is made, and only an agent's limit of reasoning may go without effect.
+    """
+    sampling, before, override = call.sampling, call.request.sampling, call.rollout.spec.sampling_override
+    if sampling.thinking is None and sampling.thinking_budget_tokens is None:
+        return sampling
+    if not call.facts.tokenizer_sha256 or sampling.thinking == before.thinking:
+        sampling = replace(sampling, thinking=None)
+    budget = sampling.thinking_budget_tokens
+    if override.thinking_budget_tokens is None and budget == before.thinking_budget_tokens:
+        sampling = replace(sampling, thinking_budget_tokens=None)
+    return sampling
 
 
 async def _info(stub: Any) -> pb.GetInfoResponse:

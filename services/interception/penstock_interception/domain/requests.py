@@ -17,6 +17,10 @@ _UNSET = Sampling()
 
 BLANKED = "[...]"
 
+ENABLE_THINKING: Final = "enable_thinking"
+REASONING_EFFORT: Final = "reasoning_effort"
+"""Arguments of chat templates; a template uses those that it knows."""
+
 Spell: TypeAlias = Callable[[IntArray], list[bytes]]
 """A function that returns the bytes of each token id."""
 
@@ -207,6 +211,16 @@ def merged_sampling(base: Sampling, override: Sampling) -> Sampling:
     if changes.get("top_k") == 0:
         changes["top_k"] = None  # engines and trainers know "off" as unset, not as 0
     return replace(base, **changes)
+
+
+def with_thinking(template_kwargs: Mapping[str, Any], thinking: bool | None) -> Mapping[str, Any]:
+    """Returns a template's arguments where `thinking` replaces the agent's wish; None leaves the arguments."""
+    if thinking is None or template_kwargs.get(ENABLE_THINKING) is thinking:
+        return template_kwargs
+    kwargs = {**template_kwargs, ENABLE_THINKING: thinking}
+    if not thinking:
+        kwargs.pop(REASONING_EFFORT, None)  # a template that knows no other argument would think
+    return kwargs
 
 
 def sampling_within(sampling: Sampling, room: int | None) -> Sampling:

@@ -28,7 +28,14 @@ from penstock_codec.images import measured
 from penstock_interception.domain.calls import Answerer, Dialect, Prompt, RolloutSpec, RolloutState
 from penstock_interception.domain.completions import Completion, Tokens, violations_of
 from penstock_interception.domain.live_rollouts import Registry
-from penstock_interception.domain.requests import ChatRequest, LinePattern, Spell, blank_volatile, hints_for
+from penstock_interception.domain.requests import (
+    ChatRequest,
+    LinePattern,
+    Spell,
+    blank_volatile,
+    hints_for,
+    with_thinking,
+)
 from penstock_interception.domain.results import CompletionRefused, PreparedAnswer
 from penstock_interception.domain.state import Call, Rollout
 from penstock_interception.gate.gate import Gate
@@ -126,7 +133,11 @@ class Conversation:
         elif self._spec.user_of:
             hints = replace(hints, call_class=CallClass.USER)
         plan = self.graph.plan(
-            messages, request.tools, hints, template_kwargs=request.template_kwargs, inline_bytes=inline_bytes
+            messages,
+            request.tools,
+            hints,
+            template_kwargs=with_thinking(request.template_kwargs, self._spec.sampling_override.thinking),
+            inline_bytes=inline_bytes,
         )
         codec = self._codec
         if codec is None or not codec.may_spell_control_tokens(request.body):

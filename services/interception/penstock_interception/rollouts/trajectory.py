@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from penstock_codec.chat import FinishReason
-from penstock_interception.domain.calls import CallState, Mode, RolloutState
+from penstock_interception.domain.calls import Answerer, CallState, Dialect, Mode, RolloutState
 from penstock_interception.domain.models import is_trained
 from penstock_interception.domain.recordings import Divergence
 from penstock_interception.domain.state import Call, Rollout
@@ -24,6 +24,7 @@ from penstock_interception.rollouts.conversations import Conversation
 _TRUNCATED, _BUDGET = "TRUNCATED", "BUDGET"
 _TRAINED_ELSEWHERE = ("SHARED", "OTHER_POLICY")
 _SIDE = frozenset({CallClass.TITLE, CallClass.PROBE, CallClass.RETRY})
+_WITHOUT_BUDGET = frozenset({Answerer.INFERENCE, Answerer.UPSTREAM})  # neither engines nor upstreams limit thoughts
 _BY_ITSELF = frozenset({FinishReason.STOP, FinishReason.TOOL_CALLS})
 
 
@@ -98,12 +99,29 @@ def notes_of(call: Call) -> tuple[str, ...]:
     if completion is None:
         return notes
     tokens = completion.tokens
+    if call.answerer in _WITHOUT_BUDGET and (budget := call.sampling.thinking_budget_tokens) is not None:
+        notes = (*notes, f"thinking_budget_tokens asks for {budget} at most; reasoning was not limited")
+    if _lost_thinking(call):
+        notes = (*notes, "thinking was left out: the upstream's API has no field for it")
     asked, top = call.sampling.top_logprobs, tokens.top if tokens is not None else None
     if asked and (given := top.count if top is not None else 0) < asked:
         notes = (*notes, f"top_logprobs asks for {asked} alternatives; the answer has {given or 'none'}")
     present = {tensor.name for tensor in tokens.tensors} if tokens is not None else set()
     missing = [name for name in call.sampling.token_tensors or () if name not in present]
     return (*notes, f"token_tensors asks for {', '.join(missing)}; the answer has none") if missing else notes
+
+
+def _lost_thinking(call: Call) -> bool:
+    """Returns whether an upstream was not told the agent's wish: its body was written anew, for the bare API."""
+    request = call.request
+    return (
+        call.answerer is Answerer.UPSTREAM
+        and request.sampling.thinking is not None
+        and request.dialect is not Dialect.CHAT_COMPLETIONS
+        and not call.facts.extended_sampling
+        and call.rollout.spec.sampling_override.thinking is None
+        and call.sampling.thinking == request.sampling.thinking
+    )
 
 
 def capture(

@@ -188,7 +188,8 @@ class UpstreamSource(ModelSource):
 
         def rewritten() -> tuple[dict[str, Any], Sampling]:
             parsed = self._parse(request.dialect, request.body)
-            return {"model": request.model_requested, **chat_body(parsed)}, parsed.sampling
+            body = chat_body(parsed, extended=call.facts.extended_sampling)
+            return {"model": request.model_requested, **body}, parsed.sampling
 
         return await asyncio.to_thread(rewritten)
 

@@ -12,7 +12,7 @@ import orjson
 
 from penstock_codec.chat import Sampling
 from penstock_codec.openai_chat import write_messages, write_tool, write_tool_choice
-from penstock_interception.domain.requests import ChatRequest, is_hosted_field, plain_name
+from penstock_interception.domain.requests import ChatRequest, is_hosted_field, plain_name, with_thinking
 from penstock_interception.domain.state import Call
 from penstock_interception.sources.base import SourceError
 
@@ -28,7 +28,7 @@ _SPELLING: Final = {
     plain_name(name): name
     for name in (
         *("model", "messages", "tools", "tool_choice", *_SAMPLING, *_LIMITS, *_OVERRIDABLE, *_EXTENDED),
-        *("response_format", "chat_template_kwargs", "logprobs", "top_logprobs"),
+        *("response_format", "chat_template_kwargs", "reasoning_effort", "thinking", "logprobs", "top_logprobs"),
         *("return_token_ids", "return_tokens_as_token_ids"),
     )
 }
@@ -76,6 +76,8 @@ def replace_sampling(body: dict[str, Any], call: Call, agents: Sampling) -> None
         field, value = _written(name, wanted, body)
         is_taken = value is not None and name not in _ABSENT and (name not in _EXTENDED or extended)
         is_agents = wanted == getattr(agents, name) or (value is not None and value == body.get(field))
+        if name == "thinking":  # the agent's body may say it in other fields
+            is_agents = is_agents or wanted == call.request.sampling.thinking
         if is_agents and getattr(override, name) is None:
             continue
         if not is_taken:
@@ -86,6 +88,17 @@ def replace_sampling(body: dict[str, Any], call: Call, agents: Sampling) -> None
                 retriable=False,
             )
         body[field] = value
+        if name == "thinking":
+            _drop_contradicting(body, wanted)
+
+
+def _drop_contradicting(body: dict[str, Any], thinking: bool) -> None:
+    """Removes the agent's further fields on thinking where they say the opposite."""
+    effort, switch = body.get("reasoning_effort"), body.get("thinking")
+    if effort is not None and (effort != "none") is not thinking:
+        del body["reasoning_effort"]
+    if isinstance(switch, dict) and (switch.get("type") != "disabled") is not thinking:
+        del body["thinking"]
 
 
 def _written(name: str, wanted: Any, body: dict[str, Any]) -> tuple[str, Any]:
@@ -99,14 +112,17 @@ def _written(name: str, wanted: Any, body: dict[str, Any]) -> tuple[str, Any]:
     if name == "thinking":
         # Not part of the API: servers of open models pass it to the chat template, others refuse it.
         given = body.get("chat_template_kwargs")
-        return "chat_template_kwargs", {**(given if isinstance(given, dict) else {}), "enable_thinking": wanted}
+        return "chat_template_kwargs", dict(with_thinking(given if isinstance(given, dict) else {}, wanted))
     if name == "stop" and wanted == (body.get(name),):
         return name, body[name]  # one text may stand without a list
     return name, list(wanted) if isinstance(wanted, tuple) else wanted
 
 
-def chat_body(request: ChatRequest) -> dict[str, Any]:
-    """Returns a request of any dialect as a Chat Completions body, without a model and without streaming."""
+def chat_body(request: ChatRequest, *, extended: bool = False) -> dict[str, Any]:
+    """Returns a request of any dialect as a Chat Completions body, without a model and without streaming.
+
+    `extended`: for a server that takes more than the API has; it gets the arguments of its chat template.
+    """
     body: dict[str, Any] = {"messages": write_messages(request.messages)}
     sampling = request.sampling
     body |= {name: value for name in _SAMPLING if (value := getattr(sampling, name)) is not None}
@@ -114,6 +130,8 @@ def chat_body(request: ChatRequest) -> dict[str, Any]:
         body["stop"] = list(sampling.stop)
     if sampling.response_format is not None:
         body["response_format"] = orjson.loads(sampling.response_format)
+    if extended and request.template_kwargs:
+        body["chat_template_kwargs"] = dict(request.template_kwargs)
     if request.tools:
         body["tools"] = [write_tool(tool) for tool in request.tools]
         body["tool_choice"] = write_tool_choice(request.tool_choice)

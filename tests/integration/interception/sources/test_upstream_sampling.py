@@ -211,3 +211,25 @@ async def test_template_options_of_the_agent_stay_beside_an_override_of_thinking
     async with upstream(answer) as (url, seen):
         await asked_with(service, "delegated", url, "chat", chat_pb2.Sampling(thinking=True), **own)
     assert seen[0][1]["chat_template_kwargs"] == {"enable_thinking": True, "x": 1}
+
+
+EFFORT = {"reasoning_effort": "high", "thinking": {"type": "enabled"}}
+
+
+@pytest.mark.requirement("R63")
+@pytest.mark.parametrize(
+    ("override", "sent"),
+    [
+        (None, EFFORT),
+        (True, EFFORT | {"chat_template_kwargs": {"enable_thinking": True}}),
+        (False, {"chat_template_kwargs": {"enable_thinking": False}}),
+    ],
+)
+async def test_agents_own_fields_on_thinking_pass_unless_an_override_says_the_opposite(
+    service: Any, override: bool | None, sent: dict[str, Any]
+) -> None:
+    """Nothing is added to what the agent says itself: a provider would refuse it."""
+    async with upstream(answer) as (url, seen):
+        await asked_with(service, "proxy", url, "chat", chat_pb2.Sampling(thinking=override), **EFFORT)
+    fields = ("reasoning_effort", "thinking", "chat_template_kwargs")
+    assert {name: seen[0][1][name] for name in fields if name in seen[0][1]} == sent

@@ -210,6 +210,29 @@ def test_pi_says_that_it_failed_although_it_exits_with_0() -> None:
     assert event.data == {"reason": "error", "failed": True}
 
 
+@pytest.mark.requirement("R59")
+def test_pi_says_that_it_failed_in_a_run_whose_last_line_is_too_long_to_be_read() -> None:
+    """That line has all messages. What comes after a failed call, Pi's own retry, says that the run went on."""
+
+    def said(role: str, **fields: object) -> dict[str, object]:
+        return {"type": "message_end", "message": {"role": role, **fields}}
+
+    def last_done(*lines: object) -> object:
+        parser = EventParser(SPECS["pi"].events.rules)
+        end = {"type": "agent_end", "messages": [{"content": "x" * MAX_LINE_BYTES}, {"stopReason": "error"}]}
+        data = "".join(json.dumps(line) + "\n" for line in (*lines, end)).encode()
+        return [dict(event.data) for event in parser.feed(data) if event.kind is EventKind.DONE][-1]
+
+    user, failed = said("user"), said("assistant", stopReason="error", errorMessage="no")
+    aborted, answered = said("assistant", stopReason="aborted"), said("assistant", stopReason="toolUse")
+    assert last_done(user, answered, failed) == {"reason": "error", "failed": True}
+    assert last_done(answered, aborted, user) == {"reason": "aborted", "failed": True}
+    assert last_done(failed, answered, said("toolResult")) == {"reason": "toolUse", "failed": False}
+    ended = {"type": "turn_end", "message": {"stopReason": "error", "errorMessage": "no"}, "toolResults": []}
+    [event] = EventParser(SPECS["pi"].events.rules).feed(json.dumps(ended).encode() + b"\n")
+    assert (event.kind, event.data) == (EventKind.ERROR, {"message": "no"})
+
+
 @pytest.mark.requirement("R71")
 def test_lines_of_text_are_matched_without_what_is_meant_for_a_terminal() -> None:
     """An agent that prints no JSON is understood by its lines."""

@@ -99,6 +99,16 @@ def test_a_built_in_spec_survives_the_wire_unchanged(spec: AgentSpec) -> None:
 
 
 @pytest.mark.requirement("R63")
+def test_a_built_in_agent_takes_no_top_p_with_which_every_call_is_refused() -> None:
+    """The gate takes more than 0, up to 1."""
+    options = {spec.name: option for spec in SPECS.values() for option in spec.options if option.name == "top_p"}
+    assert {"aider", "gemini-cli", "opencode"} <= set(options)
+    for option in options.values():
+        assert option.problem(0) == "expected at least 0.0001"
+        assert option.problem(0.0001) is option.problem(1) is None
+
+
+@pytest.mark.requirement("R63")
 def test_a_spec_is_known_by_its_content() -> None:
     """The version pin is part of what tells specs apart."""
     assert parse_spec(GOOD).sha256 == parse_spec(copy.deepcopy(GOOD)).sha256

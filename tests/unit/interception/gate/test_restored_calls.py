@@ -8,7 +8,7 @@ from pathlib import Path
 
 import orjson
 import pytest
-from tests.support.services.inner_gate import completion, inner_gate, tokenizer
+from tests.support.services.inner_gate import codec, completion, inner_gate, tokenizer
 
 from penstock_codec.chat import Sampling
 from penstock_interception import testing
@@ -162,3 +162,15 @@ async def test_the_time_to_come_back_begins_when_everything_is_restored(
         now[0] = ready + limits.driver_lease_s
         await interceptor.tick()
         assert [rollout.close_reason for rollout in rollouts] == 3 * ["DRIVER_LOST"]
+
+
+@pytest.mark.requirement("R34", "R63")
+async def test_restored_prompt_thinks_as_the_rollout_does(tmp_path: Path) -> None:
+    """Its body, from which it is made again, does not say so."""
+    async with inner_gate(tmp_path) as gate:
+        rollout = await gate.open(sampling_override=Sampling(thinking=False))
+        before = await gate.ask(rollout, "list the files")
+        assert before.plan is not None and codec().decode(before.plan.prompt_ids).endswith("</think>\n\n")
+    async with inner_gate(tmp_path) as gate:
+        [after] = gate.interceptor.registry.rollout("r1").calls
+        assert after.plan is not None and after.plan.prompt_sha256 == before.plan.prompt_sha256

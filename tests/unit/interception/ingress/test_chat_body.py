@@ -172,7 +172,11 @@ def test_a_bad_field_is_named(body: dict[str, Any], param: str) -> None:
         ({"parallel_tool_calls": True}, "parallel_tool_calls without tools"),
         ({"stream_options": {"include_usage": True}}, "stream_options without stream"),
         ({"max_tokens": 3, "max_completion_tokens": 2}, "the smaller one is used"),
-        ({"reasoning_effort": "high"}, "reasoning_effort was ignored"),
+        ({"reasoning_effort": "xhigh"}, "reasoning_effort turns thinking on; its level was ignored"),
+        ({"reasoning_effort": 3}, "reasoning_effort was ignored"),
+        ({"thinking": {"type": "adaptive"}}, "thinking was ignored"),
+        ({"thinking": True}, "thinking was ignored"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 9}}, "thinking.budget_tokens was ignored"),
     ],
 )
 def test_normalisations_are_recorded(body: dict[str, Any], note: str) -> None:
@@ -215,6 +219,41 @@ def test_tool_choice_and_thinking_reach_the_request() -> None:
     assert (request.tool_choice.mode, request.tool_choice.name) == (ToolChoiceMode.NAMED, "bash")
     assert request.tool_choice.parallel_tool_calls is False
     assert request.template_kwargs == {"enable_thinking": False} and request.sampling.thinking is False
+
+
+ON, OFF = {"enable_thinking": True}, {"enable_thinking": False}
+HIGH = {**ON, "reasoning_effort": "high"}
+
+
+@pytest.mark.requirement("R63")
+@pytest.mark.parametrize(
+    ("wish", "kwargs"),
+    [
+        ({"reasoning_effort": "high"}, HIGH),
+        ({"reasoning_effort": "minimal"}, ON),
+        ({"reasoning_effort": "none"}, OFF),
+        ({"reasoning_effort": None, "thinking": None, "chat_template_kwargs": None}, {}),
+        ({"thinking": {"type": "enabled"}}, ON),
+        ({"thinking": {"type": "disabled"}}, OFF),
+        ({"thinking": {"type": "enabled"}, "reasoning_effort": "high"}, HIGH),
+        ({"thinking": {"type": "disabled"}, "reasoning_effort": "high"}, OFF),
+        ({"thinking": {"type": "disabled"}, "chat_template_kwargs": ON}, ON),
+        ({"reasoning_effort": "high", "chat_template_kwargs": OFF}, OFF),
+        ({"reasoning_effort": "high", "chat_template_kwargs": ON}, HIGH),
+        ({"reasoning_effort": "none", "chat_template_kwargs": {"x": 1}}, OFF),
+        ({"thinking": {"type": ["enabled"]}}, {}),
+    ],
+)
+def test_each_field_on_thinking_reaches_the_template_and_the_explicit_one_wins(
+    wish: dict[str, Any], kwargs: dict[str, Any]
+) -> None:
+    """As aider, Kimi CLI, OpenHands, Pi and Terminus send them; read alike the short way and the long."""
+    request = parse(**wish)
+    assert request.template_kwargs == kwargs and request.sampling.thinking is kwargs.get("enable_thinking")
+    whole = fields.ChatBody.model_validate({"messages": [{"role": "user", "content": "q"}], **wish})
+    long = chat_body._request(whole, None)
+    assert (long.template_kwargs, long.sampling) == (request.template_kwargs, request.sampling)
+    assert long.normalisations == request.normalisations
 
 
 @pytest.mark.requirement("R80")

@@ -124,6 +124,20 @@ async def test_samples_of_a_replay_equal_those_of_the_original(tmp_path: Path) -
     assert (before[0].versions, before[0].logprobs_mode) == (after[0].versions, after[0].logprobs_mode)
 
 
+@pytest.mark.requirement("R63", "R128")
+@pytest.mark.parametrize("thinking", [False, True])
+async def test_a_replay_compares_prompts_with_the_rollouts_thinking(tmp_path: Path, thinking: bool) -> None:
+    """The same wish makes the same prompt; another one makes another, which the recording does not answer."""
+    async with inner_gate(tmp_path) as gate:
+        first = await gate.open(sampling_override=Sampling(thinking=False))
+        await answered(gate, first, ["list the files"], "Run")
+        new = await again(gate, first, sampling_override=Sampling(thinking=thinking))
+        gate.join()
+        call = await gate.ask(new, "list the files")
+        await eventually(lambda: call.state in (CallState.DELIVERED, CallState.LEASED), "it was replayed, or not")
+        assert (call.state is CallState.DELIVERED) is not thinking
+
+
 async def test_branches_may_ask_in_another_order(tmp_path: Path) -> None:
     turns = {"A": ["task a"], "B": ["task b"], "C": ["task a", "A", "more"]}
     async with inner_gate(tmp_path) as gate:

@@ -12,8 +12,11 @@ from typing import Any, Final
 import orjson
 from pydantic import ValidationError
 
+from penstock_interception.domain.requests import ENABLE_THINKING, REASONING_EFFORT
 from penstock_interception.ingress.dialects.base import BadRequest
 
+_EFFORTS: Final = frozenset({"low", "medium", "high"})
+"""Levels of reasoning that templates know."""
 _SPARE_LEVELS: Final = 16
 """Answers, and the forms of other dialects, wrap a part of a body in fewer levels than this."""
 
@@ -72,6 +75,16 @@ def json_text(value: Any, path: str) -> str:
         return orjson.dumps(value)[_SPARE_LEVELS:-_SPARE_LEVELS].decode()
     except TypeError:  # the only cause here: orjson parses deeper nesting than it writes
         raise BadRequest(f"{path}: nested too deeply.", path, "invalid_value") from None
+
+
+def thinking_of(effort: str, field: str, notes: list[str]) -> tuple[bool, dict[str, Any]]:
+    """Returns whether an effort of reasoning asks to think, and the template's arguments; notes an unknown level."""
+    if effort == "none":
+        return False, {ENABLE_THINKING: False}
+    if effort in _EFFORTS:
+        return True, {ENABLE_THINKING: True, REASONING_EFFORT: effort}
+    notes.append(f"{field} turns thinking on; its level was ignored")
+    return True, {ENABLE_THINKING: True}
 
 
 def refusal(error: ValidationError, body: Mapping[str, Any]) -> BadRequest:

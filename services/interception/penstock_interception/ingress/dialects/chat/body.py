@@ -6,6 +6,7 @@ the agent's answer is refused by name.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -27,16 +28,24 @@ from penstock_codec.chat import (
     ToolResultPart,
 )
 from penstock_interception import cache
-from penstock_interception.domain.requests import ChatRequest, is_hosted_field
+from penstock_interception.domain.requests import (
+    ENABLE_THINKING,
+    REASONING_EFFORT,
+    ChatRequest,
+    is_hosted_field,
+    with_thinking,
+)
 from penstock_interception.ingress.dialects.base import BadRequest
 from penstock_interception.ingress.dialects.chat import fields
 from penstock_interception.ingress.dialects.images import image_at
-from penstock_interception.ingress.dialects.reading import json_object, json_text, refusal
+from penstock_interception.ingress.dialects.reading import json_object, json_text, refusal, thinking_of
 
 # Work that a provider would do besides the model: search, plug-ins, a server's tools.
 _IGNORED = frozenset(
     {"user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier", "prompt_cache_retention"}
 )
+
+_SWITCH: Final = {"enabled": True, "disabled": False}
 
 # Fields that are read separately from the settings, or not at all.
 _APART = frozenset({"messages", "tools", *_IGNORED})
@@ -189,7 +198,7 @@ def _request(body: fields.Settings, given: tuple[Tool, ...] | None) -> ChatReque
     extra = body.model_extra or {}
     notes += [f"{name} was ignored" for name in sorted(extra) if name not in _IGNORED]
     hosted = tuple(name for name in sorted(extra) if is_hosted_field(name) and extra[name] is not None)
-    thinking = body.chat_template_kwargs.enable_thinking if body.chat_template_kwargs is not None else None
+    kwargs = _template_kwargs(body, notes)
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop) if body.stop else None
     sampling = Sampling(
         temperature=body.temperature,
@@ -205,7 +214,7 @@ def _request(body: fields.Settings, given: tuple[Tool, ...] | None) -> ChatReque
         frequency_penalty=body.frequency_penalty,
         repetition_penalty=body.repetition_penalty,
         top_logprobs=body.top_logprobs or None,
-        thinking=thinking,
+        thinking=kwargs.get(ENABLE_THINKING),
         response_format=_response_format(body.response_format),
     )
     return ChatRequest(
@@ -217,10 +226,28 @@ def _request(body: fields.Settings, given: tuple[Tool, ...] | None) -> ChatReque
         stream=bool(body.stream),
         include_usage=bool(body.stream and body.stream_options is not None and body.stream_options.include_usage),
         normalisations=tuple(notes),
-        template_kwargs={} if thinking is None else {"enable_thinking": thinking},
+        template_kwargs=kwargs,
         provider_tools=hosted,
         logprobs=bool(body.logprobs),
     )
+
+
+def _template_kwargs(body: fields.Settings, notes: list[str]) -> Mapping[str, Any]:
+    """Returns the template's arguments; of the fields that say whether to think, the most explicit one counts."""
+    kwargs: Mapping[str, Any] = {}
+    effort, thinking, options = body.reasoning_effort, body.thinking, body.chat_template_kwargs
+    if isinstance(effort, str) and effort:
+        _, kwargs = thinking_of(effort, REASONING_EFFORT, notes)
+    elif effort is not None:
+        notes.append("reasoning_effort was ignored")
+    kind = thinking.get("type") if isinstance(thinking, dict) else None
+    switch = _SWITCH.get(kind) if isinstance(kind, str) else None
+    if thinking is not None and switch is None:
+        notes.append("thinking was ignored")
+    elif switch is not None and thinking.get("budget_tokens") is not None:
+        notes.append("thinking.budget_tokens was ignored")
+    kwargs = with_thinking(kwargs, switch)
+    return kwargs if options is None else with_thinking(kwargs, options.enable_thinking)
 
 
 def _choice(body: fields.Settings, tools: tuple[Tool, ...], notes: list[str]) -> ToolChoice:

@@ -145,6 +145,10 @@ class Settings(Strict):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: dict[str, Any] | None = None
     chat_template_kwargs: TemplateOptions | None = None
+    # Servers disagree on what these two may be, and they decide nothing but the template's arguments: any other value
+    # than those that are known is ignored, not refused.
+    reasoning_effort: Any = None
+    thinking: Any = None
     functions: Any = None
     function_call: Any = None
 

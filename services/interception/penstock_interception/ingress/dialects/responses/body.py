@@ -15,7 +15,7 @@ from pydantic import ConfigDict, Field, ValidationError
 from penstock_codec.chat import Message, Role, Sampling, TextPart, Tool, ToolChoice, ToolChoiceMode
 from penstock_interception.domain.requests import ChatRequest
 from penstock_interception.ingress.dialects.base import BadRequest
-from penstock_interception.ingress.dialects.reading import json_object, json_text, refusal
+from penstock_interception.ingress.dialects.reading import json_object, json_text, refusal, thinking_of
 from penstock_interception.ingress.dialects.responses.items import AnyItem, ToolsItem, messages_of
 from penstock_interception.ingress.dialects.responses.shapes import SHAPES, Strict
 from penstock_interception.ingress.dialects.responses.tools import MAX_TOOLS, AnyTool, Toolbox, flat_name
@@ -44,7 +44,6 @@ _NOT_HERE: Final = {
     "prompt": "prompt templates are not stored: send the conversation as input",
     "background": "background responses are not supported: a response is answered on its connection",
 }
-_EFFORTS: Final = frozenset({"low", "medium", "high"})
 
 
 class _Reasoning(Strict):
@@ -214,14 +213,7 @@ def _sampling(body: ResponsesBody, thinking: bool | None) -> Sampling:
 def _thinking(reasoning: _Reasoning | None, notes: list[str]) -> tuple[bool | None, dict[str, Any]]:
     """Returns whether to think, and the template's arguments; a template uses those it knows."""
     effort = reasoning.effort if reasoning is not None else None
-    if effort is None:
-        return None, {}
-    if effort == "none":
-        return False, {"enable_thinking": False}
-    if effort in _EFFORTS:
-        return True, {"enable_thinking": True, "reasoning_effort": effort}
-    notes.append("reasoning.effort turns thinking on; its level was ignored")
-    return True, {"enable_thinking": True}
+    return (None, {}) if effort is None else thinking_of(effort, "reasoning.effort", notes)
 
 
 def _response_format(text: _Text | None) -> str | None:
