@@ -84,6 +84,14 @@ def test_the_results_of_another_agent_model_or_task_are_not_mixed_in(
         assert book.config["tasks"] == {"a": "1", "b": "2", "c": "3"}
 
 
+@pytest.mark.requirement("R74")
+def test_a_resume_with_fewer_attempts_hides_none(tmp_path: Path) -> None:
+    """`eval show` and `report` are over the most that were ever asked for."""
+    for wanted in (5, 1, 3):
+        Book(tmp_path, {**CONFIG, "attempts": wanted}).close()
+    assert read_config(tmp_path)["attempts"] == 5
+
+
 def test_a_directory_without_results_and_a_line_that_is_none_are_named(tmp_path: Path) -> None:
     """Issue 6, point 6: typed errors, with the file and the line."""
     with pytest.raises(InvalidArgument, match=r"eval\.json") as caught:

@@ -187,7 +187,9 @@ class Book:
                     "use another directory",
                     reason="EVAL_CHANGED",
                 )
-            config = {**before, "attempts": config["attempts"], "tasks": {**before["tasks"], **config["tasks"]}}
+            # A run of fewer attempts or tasks hides none of those before it.
+            wanted = max(int(before["attempts"]), config["attempts"])
+            config = {**before, "attempts": wanted, "tasks": {**before["tasks"], **config["tasks"]}}
         content = orjson.dumps(config, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
         write_whole(self.folder / CONFIG_FILE, content)
         return config
