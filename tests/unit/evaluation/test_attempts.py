@@ -169,6 +169,19 @@ def test_a_comparison_pairs_the_tasks_that_both_have() -> None:
     assert compare(before, summarise([], [], 1)).difference is None
 
 
+@pytest.mark.requirement("R74")
+def test_a_comparison_leaves_out_tasks_that_changed() -> None:
+    """The same id is not the same task; a digest that one of the two does not have says nothing."""
+    names = ["a", "b", "c"]
+    before = summarise([attempt(name, 0, 0.0) for name in names], names, 1)
+    after = summarise([attempt(name, 0, 1.0) for name in names], names, 1)
+    found = compare(before, after, {"a": "1", "b": "2"}, {"a": "1", "b": "other", "c": "3"})
+    assert [task.task_id for task in found.tasks] == ["a", "c"]
+    assert found.changed == ("b",) and found.as_dict()["changed"] == ("b",)
+    assert (found.only_before, found.only_after) == ((), ())
+    assert compare(before, after, dict.fromkeys(names, "1"), dict.fromkeys(names, "2")).difference is None
+
+
 def test_tasks_that_differ_alike_give_no_interval() -> None:
     """One attempt at one task is no certainty."""
     for names in (["a"], ["a", "b"]):

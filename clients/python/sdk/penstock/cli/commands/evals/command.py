@@ -194,15 +194,19 @@ def diff(
     threshold: Threshold = 1.0,
     as_json: AsJson = False,
 ) -> None:
-    """Two evaluations side by side: the tasks that both have, and the difference with its interval."""
+    """Two evaluations side by side: the tasks that are the same in both, and the difference with its interval."""
 
     async def work() -> int:
-        first, second = _read(before, threshold)[1], _read(after, threshold)[1]
-        found = compare(first, second)
+        _, first, of_first = _read(before, threshold)
+        _, second, of_second = _read(after, threshold)
+        found = compare(first, second, of_first["tasks"], of_second["tasks"])
         if as_json:
             emit(found.as_dict())
         else:
             out.print(differences(found, str(before), str(after)))
+        if not found.tasks:
+            err.print("nothing is compared: no task was graded in both and is the same in both")
+            return FAILED
         return OK
 
     run(work())
