@@ -92,6 +92,46 @@ def test_a_resume_with_fewer_attempts_hides_none(tmp_path: Path) -> None:
     assert read_config(tmp_path)["attempts"] == 5
 
 
+ANSWERS: dict[str, Any] = {
+    "model_dir": "/m", "model_files": "1", "engine": "numpy", "script": None, "served_model": None,
+    "policy_version": None, "task_models": {"a": "", "b": "1"},
+}  # fmt: skip
+
+
+@pytest.mark.requirement("R63")
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"model_files": "2"}, "model_files"),
+        ({"model_dir": "/n"}, "model_dir"),
+        ({"script": "1"}, "script"),
+        ({"engine": "vllm"}, "engine"),
+        ({"served_model": "m", "policy_version": 0}, "policy_version, served_model"),
+        ({"task_models": {"a": "1"}}, "models of task a"),
+    ],
+)
+def test_the_results_of_what_answers_otherwise_are_not_mixed_in(
+    tmp_path: Path, change: dict[str, Any], named: str
+) -> None:
+    """Its names may be the same. A directory of an older version does not tell: it is resumed, and tells from then."""
+    Book(tmp_path / "known", {**CONFIG, **ANSWERS}).close()
+    with pytest.raises(FailedPrecondition, match=f": {named} changed") as caught:
+        Book(tmp_path / "known", {**CONFIG, **ANSWERS, **change})
+    assert caught.value.reason == "EVAL_CHANGED"
+    Book(tmp_path / "known", {**CONFIG, **ANSWERS}).close()
+    Book(tmp_path / "older", CONFIG).close()
+    Book(tmp_path / "older", {**CONFIG, **ANSWERS, **change}).close()
+    with pytest.raises(FailedPrecondition, match=f": {named} changed"):
+        Book(tmp_path / "older", {**CONFIG, **ANSWERS})
+
+
+@pytest.mark.requirement("R63")
+def test_further_tasks_come_with_their_models(tmp_path: Path) -> None:
+    Book(tmp_path, {**CONFIG, **ANSWERS}).close()
+    Book(tmp_path, {**CONFIG, **ANSWERS, "tasks": {"c": "3"}, "task_models": {"c": "9"}}).close()
+    assert read_config(tmp_path)["task_models"] == {"a": "", "b": "1", "c": "9"}
+
+
 def test_a_directory_without_results_and_a_line_that_is_none_are_named(tmp_path: Path) -> None:
     """Issue 6, point 6: typed errors, with the file and the line."""
     with pytest.raises(InvalidArgument, match=r"eval\.json") as caught:
