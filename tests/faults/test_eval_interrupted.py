@@ -10,12 +10,13 @@ from asyncio.subprocess import PIPE, Process
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import orjson
 import pytest
 from tests.support.services.restarting import RestartableStack
 from tests.support.services.stack import Running
 
-from penstock.cli.terminal.console import UNREACHABLE
+from penstock.cli.terminal.console import REFUSED, UNREACHABLE
 from penstock.client.transport.endpoints import write_connection
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -45,15 +46,15 @@ class Eval:
         write_connection(connection, running.stack.endpoints, pid=os.getpid())
         self._environment = {**os.environ, "PENSTOCK_CONNECTION": str(connection)}
 
-    async def start(self, results: str) -> Process:
-        """The command."""
+    async def start(self, results: str | None) -> Process:
+        """The command; None = the default directory."""
         return await asyncio.create_subprocess_exec(
             sys.executable, "-m", "penstock.cli.main", "eval", "tasks", "--agent", "shell", "-n", str(ATTEMPTS),
-            "--concurrency", "2", "--out", results, "--json",
+            "--concurrency", "2", *([] if results is None else ["--out", results]), "--json",
             stdout=PIPE, stderr=PIPE, cwd=self._folder, env=self._environment, limit=1 << 24,
         )  # fmt: skip
 
-    async def finish(self, process: Process, results: str) -> dict[str, Any]:
+    async def finish(self, process: Process, results: str | None) -> dict[str, Any]:
         """What the command says at its end; where it gave up since a service was away for long, it is started again."""
         out, err = await process.communicate()
         for _ in range(20):
@@ -111,3 +112,31 @@ async def test_killed_interrupted_and_abandoned_evaluation_gives_the_same_table(
     lines = (tmp_path / "broken" / "attempts.jsonl").read_bytes()
     assert await command.finish(await command.start("broken"), "broken") == whole
     assert (tmp_path / "broken" / "attempts.jsonl").read_bytes() == lines
+
+
+@pytest.mark.requirement("R63")
+async def test_an_evaluation_of_newer_weights_is_another_one(
+    fragile: tuple[Running, RestartableStack], tmp_path: Path
+) -> None:
+    """Weights are pushed to running services, whose model keeps its name: old results are not shown as theirs, and the
+    default directory is another one. Services that start again have their first version, and its evaluation."""
+    running, stack = fragile
+    command = Eval(running, tmp_path)
+    whole = await command.finish(await command.start("one"), "one")
+    await command.finish(await command.start(None), None)
+    version = (await running.ps.inference.info()).policy_version
+    await running.ps.inference.update_weights(version + 1, {"weight": np.zeros(1, np.float32)})
+
+    refused = await command.start("one")
+    out, err = await refused.communicate()
+    assert (refused.returncode, out) == (REFUSED, b""), err
+    assert b"has the results of another evaluation: policy_version changed" in err
+    await command.finish(await command.start(None), None)
+    folders = list((tmp_path / "runs" / "evals").iterdir())
+    assert len(folders) == 2
+    assert {len((folder / "attempts.jsonl").read_bytes().splitlines()) for folder in folders} == {len(TASKS) * ATTEMPTS}
+
+    await stack.restart("inference")
+    lines = (tmp_path / "one" / "attempts.jsonl").read_bytes()
+    assert await command.finish(await command.start("one"), "one") == whole
+    assert (tmp_path / "one" / "attempts.jsonl").read_bytes() == lines

@@ -396,6 +396,22 @@ def test_group_is_shown_whole_and_omissions_are_counted() -> None:
     assert [len(group.rollouts) for group in alone.groups()] == [8], "the ended siblings of one that runs"
 
 
+@pytest.mark.requirement("R74")
+@pytest.mark.parametrize(("failed", "code"), [(True, 1), (False, 0)])
+async def test_a_failure_counts_though_ended_rollouts_are_not_shown(
+    monkeypatch: pytest.MonkeyPatch, failed: bool, code: int
+) -> None:
+    """`--ended 0` limits what is printed; the exit code is of the whole group."""
+    failure = Failure(FailureCause.AGENT, "AGENT_CRASHED", "", False, Phase.RUNNING) if failed else None
+    items = tuple(summary(n, group_id="g", failure=failure if n == 1 else None) for n in range(3))
+
+    async def told(chosen: Chosen, *, waits: bool) -> AsyncGenerator[RolloutChanges, None]:
+        yield RolloutChanges(items, (), True)
+
+    monkeypatch.setattr(watch, "follow", told)
+    assert await watch._lines(Chosen(group_id="g", ended_limit=0), as_json=False) == code
+
+
 def test_all_reported_rollouts_are_shown_by_default() -> None:
     """the curve of a run of 184 groups begins with the first of them."""
     standing = standing_of([summary(n, group_id=f"g{n // 8}") for n in range(1472)], Chosen().ended_limit)

@@ -84,6 +84,54 @@ def test_the_results_of_another_agent_model_or_task_are_not_mixed_in(
         assert book.config["tasks"] == {"a": "1", "b": "2", "c": "3"}
 
 
+@pytest.mark.requirement("R74")
+def test_a_resume_with_fewer_attempts_hides_none(tmp_path: Path) -> None:
+    """`eval show` and `report` are over the most that were ever asked for."""
+    for wanted in (5, 1, 3):
+        Book(tmp_path, {**CONFIG, "attempts": wanted}).close()
+    assert read_config(tmp_path)["attempts"] == 5
+
+
+ANSWERS: dict[str, Any] = {
+    "model_dir": "/m", "model_files": "1", "engine": "numpy", "script": None, "served_model": None,
+    "policy_version": None, "task_models": {"a": "", "b": "1"},
+}  # fmt: skip
+
+
+@pytest.mark.requirement("R63")
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"model_files": "2"}, "model_files"),
+        ({"model_dir": "/n"}, "model_dir"),
+        ({"script": "1"}, "script"),
+        ({"engine": "vllm"}, "engine"),
+        ({"served_model": "m", "policy_version": 0}, "policy_version, served_model"),
+        ({"task_models": {"a": "1"}}, "models of task a"),
+    ],
+)
+def test_the_results_of_what_answers_otherwise_are_not_mixed_in(
+    tmp_path: Path, change: dict[str, Any], named: str
+) -> None:
+    """Its names may be the same. A directory of an older version does not tell: it is resumed, and tells from then."""
+    Book(tmp_path / "known", {**CONFIG, **ANSWERS}).close()
+    with pytest.raises(FailedPrecondition, match=f": {named} changed") as caught:
+        Book(tmp_path / "known", {**CONFIG, **ANSWERS, **change})
+    assert caught.value.reason == "EVAL_CHANGED"
+    Book(tmp_path / "known", {**CONFIG, **ANSWERS}).close()
+    Book(tmp_path / "older", CONFIG).close()
+    Book(tmp_path / "older", {**CONFIG, **ANSWERS, **change}).close()
+    with pytest.raises(FailedPrecondition, match=f": {named} changed"):
+        Book(tmp_path / "older", {**CONFIG, **ANSWERS})
+
+
+@pytest.mark.requirement("R63")
+def test_further_tasks_come_with_their_models(tmp_path: Path) -> None:
+    Book(tmp_path, {**CONFIG, **ANSWERS}).close()
+    Book(tmp_path, {**CONFIG, **ANSWERS, "tasks": {"c": "3"}, "task_models": {"c": "9"}}).close()
+    assert read_config(tmp_path)["task_models"] == {"a": "", "b": "1", "c": "9"}
+
+
 def test_a_directory_without_results_and_a_line_that_is_none_are_named(tmp_path: Path) -> None:
     """Issue 6, point 6: typed errors, with the file and the line."""
     with pytest.raises(InvalidArgument, match=r"eval\.json") as caught:
@@ -159,6 +207,19 @@ def test_a_comparison_pairs_the_tasks_that_both_have() -> None:
     assert (found.only_before, found.only_after) == (("x",), ("y",))
     assert found.difference == 0.5 and found.half_width == pytest.approx(0.98, abs=0.01)
     assert compare(before, summarise([], [], 1)).difference is None
+
+
+@pytest.mark.requirement("R74")
+def test_a_comparison_leaves_out_tasks_that_changed() -> None:
+    """The same id is not the same task; a digest that one of the two does not have says nothing."""
+    names = ["a", "b", "c"]
+    before = summarise([attempt(name, 0, 0.0) for name in names], names, 1)
+    after = summarise([attempt(name, 0, 1.0) for name in names], names, 1)
+    found = compare(before, after, {"a": "1", "b": "2"}, {"a": "1", "b": "other", "c": "3"})
+    assert [task.task_id for task in found.tasks] == ["a", "c"]
+    assert found.changed == ("b",) and found.as_dict()["changed"] == ("b",)
+    assert (found.only_before, found.only_after) == ((), ())
+    assert compare(before, after, dict.fromkeys(names, "1"), dict.fromkeys(names, "2")).difference is None
 
 
 def test_tasks_that_differ_alike_give_no_interval() -> None:

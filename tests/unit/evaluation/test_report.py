@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from penstock.analysis.prices import Cost
 from penstock.client import ConfigurationError
-from penstock.evaluation import Attempt, Ran, plots, summarise
+from penstock.evaluation import Attempt, Ran, Summary, plots, summarise
 from penstock.evaluation.report import check_plots, write_report
 
 HOSTILE = (
@@ -150,6 +151,26 @@ def test_a_legend_stands_above_what_is_drawn(monkeypatch: pytest.MonkeyPatch) ->
     for axes in with_legend:
         axes.figure.draw_without_rendering()
         assert axes.get_legend().get_window_extent().y0 >= axes.get_window_extent().y1 - 1
+
+
+def test_a_report_of_a_part_of_the_tasks_has_their_attempts_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A directory may have more tasks than the summary: neither plots nor the list of attempts are over those."""
+    drawn: list[str] = []
+
+    def histogram(graded: Sequence[Attempt], summary: Summary, name: str, unit: str) -> str:
+        drawn.extend(item.task_id for item in graded)
+        return "<svg></svg>"
+
+    monkeypatch.setattr(plots, "_histogram", histogram)
+    attempts = [
+        Attempt(task_id=name, index=0, again=0, rollout_id=f"rollout-of-{name}", reward=1.0) for name in ("a", "other")
+    ]
+    write_report(tmp_path / "r.html", {"name": "n"}, attempts, summarise(attempts, ["a"], 1))
+    text = (tmp_path / "r.html").read_text()
+    assert set(drawn) == {"a"}
+    assert "rollout-of-a" in text and "rollout-of-other" not in text
 
 
 def test_report_follows_a_dark_scheme_and_fits_a_narrow_screen(tmp_path: Path) -> None:

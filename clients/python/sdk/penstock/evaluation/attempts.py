@@ -1,6 +1,6 @@
 """An evaluation's results directory: its configuration, and a line for each attempt that ended.
 
-    DIR/eval.json        the configuration: agent, model, tasks with their digests
+    DIR/eval.json        the configuration: agent, what answers, tasks with their digests
     DIR/attempts.jsonl   one attempt a line, in the order in which they ended
 
 Invariants: a line is on the disk before the attempt counts; a line torn by a crash is dropped when the directory is
@@ -25,7 +25,11 @@ from penstock.client.transport.atomic_files import write_whole, writing
 SCHEMA: Final = 1
 CONFIG_FILE: Final = "eval.json"
 ATTEMPTS_FILE: Final = "attempts.jsonl"
-_MAY_CHANGE: Final = frozenset({"eval_id", "schema", "attempts", "tasks", "name"})
+_BY_TASK: Final = {"tasks": "task", "task_models": "models of task"}
+"""Digests by task, of which more may come."""
+_MAY_CHANGE: Final = frozenset({"eval_id", "schema", "attempts", "name", *_BY_TASK})
+_ANSWERS: Final = frozenset({"model_dir", "model_files", "engine", "script", "served_model", "policy_version"})
+"""What answers. An older version's directory does not have it: then it is unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,11 +179,13 @@ class Book:
         config = orjson.loads(orjson.dumps(config))
         if (self.folder / CONFIG_FILE).exists():
             before = read_config(self.folder)
-            changed = [name for name in config if name not in _MAY_CHANGE and before.get(name) != config[name]]
+            unknown = _ANSWERS - before.keys()
+            changed = [name for name in config.keys() - _MAY_CHANGE - unknown if before.get(name) != config[name]]
             changed += [
-                f"task {task}"
-                for task, digest in config["tasks"].items()
-                if before["tasks"].get(task, digest) != digest
+                f"{what} {task}"
+                for name, what in _BY_TASK.items()
+                for task, digest in config.get(name, {}).items()
+                if before.get(name, {}).get(task, digest) != digest
             ]
             if changed:
                 raise FailedPrecondition(
@@ -187,7 +193,12 @@ class Book:
                     "use another directory",
                     reason="EVAL_CHANGED",
                 )
-            config = {**before, "attempts": config["attempts"], "tasks": {**before["tasks"], **config["tasks"]}}
+            # A run of fewer attempts or tasks hides none of those before it.
+            wanted = max(int(before["attempts"]), config["attempts"])
+            by_task = {
+                name: {**before.get(name, {}), **config.get(name, {})} for name in _BY_TASK if name in before | config
+            }
+            config = {**config, **before, **by_task, "attempts": wanted}
         content = orjson.dumps(config, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
         write_whole(self.folder / CONFIG_FILE, content)
         return config

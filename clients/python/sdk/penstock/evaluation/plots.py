@@ -37,10 +37,11 @@ def check_plots() -> None:
 
 
 def plots(attempts: Sequence[Attempt], summary: Summary) -> list[tuple[str, str]]:
-    """Returns captions and drawings of the plots that have data."""
+    """Returns captions and drawings of the plots that have data, over the attempts at the summary's tasks."""
     check_plots()
     with printed(**_STYLE):
-        chosen = {key: item for key, item in settled(attempts).items() if key[1] < summary.wanted}
+        names = {task.task_id for task in summary.tasks}
+        chosen = {key: item for key, item in settled(attempts).items() if key[0] in names and key[1] < summary.wanted}
         found = [("Every attempt: a row for each task", _grid(chosen, summary))]
         if len(summary.pass_at) > 1:
             found.append(("Share of tasks done in k attempts, and its 95 % interval", _curve(summary)))

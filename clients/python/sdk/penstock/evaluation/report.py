@@ -88,7 +88,7 @@ pre {{
 def write_report(
     file: Path, config: Mapping[str, Any], attempts: Sequence[Attempt], summary: Summary, cost: Cost | None = None
 ) -> None:
-    """Writes the report; `cost` is what all attempts cost.
+    """Writes the report on the summary's tasks; `cost` is what all attempts cost.
 
     Raises:
         ConfigurationError: `MATPLOTLIB_MISSING`; `FILE_NOT_WRITTEN`.
@@ -209,7 +209,9 @@ def _wide(name: str, content: str) -> str:
 
 
 def _attempts(attempts: Sequence[Attempt], summary: Summary) -> Iterable[str]:
-    order = sorted(attempts, key=lambda item: (item.task_id, item.index, item.again))
+    names = {task.task_id for task in summary.tasks}
+    shown = (item for item in attempts if item.task_id in names)
+    order = sorted(shown, key=lambda item: (item.task_id, item.index, item.again))
     yield "<h2>Attempts</h2>"
     if len(order) > _MOST_SHOWN:
         yield f'<p class="note">The first {_MOST_SHOWN:,} of {len(order):,}; attempts.jsonl has all.</p>'

@@ -158,7 +158,7 @@ async def _lines(chosen: Chosen, as_json: bool) -> int:
                 else:
                     out.print(Text(clean(f"{name}: deleted")))
             if chosen.group_id is not None and standing.ended:
-                return FAILED if any(item.failure is not None for item in standing.rollouts()) else OK
+                return FAILED if standing.has_failures else OK
     return OK
 
 

@@ -140,6 +140,8 @@ def differences(found: Comparison, before: str, after: str) -> RenderableType:
     for name, tasks in (("before", found.only_before), ("after", found.only_after)):
         if tasks:
             lines.append(Text(clean(f"only {name}: {', '.join(tasks)}"), style="dim"))
+    if found.changed:
+        lines.append(Text(clean(f"changed, not compared: {', '.join(found.changed)}"), style="yellow"))
     if found.difference is not None:
         over = f"over {counted(len(found.tasks), 'task')}"
         if found.half_width is None:

@@ -132,6 +132,11 @@ class Standing:
         """Whether there are rollouts, and all have ended."""
         return bool(self._rollouts) and all(item.ended for item in self._rollouts.values())
 
+    @property
+    def has_failures(self) -> bool:
+        """Whether a rollout failed or was cancelled, shown or not."""
+        return any(item.failure is not None for item in self._rollouts.values())
+
     def rollouts(self) -> Sequence[RolloutSummary]:
         """Returns the shown rollouts: running ones first, then the newest."""
         if self._shown is None:

@@ -113,16 +113,15 @@ def run_(
     if report is not None:
         read(lambda _: check_plots(), report)
     table_of_prices = _prices(prices)
+    choice = model_choice(model_dir, engine, script)
     given = running.plan(
         tasks, attempts=n, concurrency=concurrency, only=only or (), upstream=upstream, model=model,
         api_key_env=api_key_env, black_box=black_box, backend=backend, timeout=timeout, max_calls=max_calls,
         temperature=temperature, seed=seed, keep_end_state=keep_end_state, retries=retries, threshold=threshold,
-        model_dir=model_dir, files_from=files_from or (), as_json=as_json,
+        choice=choice, files_from=files_from or (), as_json=as_json,
     )  # fmt: skip
-    choice = model_choice(model_dir, engine, script)
     required_assays(given.options, require_assay, assay_key)
     chosen = agent_choice(agent, option, skip_permissions)
-    folder = to or Path("runs/evals") / running.directory_name(given.config_of(chosen), agent)
 
     async def work() -> int:
         if "require_assay" in given.options:
@@ -132,7 +131,9 @@ def run_(
             await running.build(given)
         async with answered(choice, given.upstream, state_dir=state_dir) as ps:
             await require_engine(ps, given.upstream)
-            attempts, summary = await running.evaluate(ps, given, chosen, folder)
+            known = await running.identified(ps, given)
+            folder = to or Path("runs/evals") / running.directory_name(known.config_of(chosen), agent)
+            attempts, summary = await running.evaluate(ps, known, chosen, folder)
         config = read_config(folder)
         cost = _cost(table_of_prices, attempts, config["model"])
         _show(summary, cost, as_json)
@@ -194,15 +195,19 @@ def diff(
     threshold: Threshold = 1.0,
     as_json: AsJson = False,
 ) -> None:
-    """Two evaluations side by side: the tasks that both have, and the difference with its interval."""
+    """Two evaluations side by side: the tasks that are the same in both, and the difference with its interval."""
 
     async def work() -> int:
-        first, second = _read(before, threshold)[1], _read(after, threshold)[1]
-        found = compare(first, second)
+        _, first, of_first = _read(before, threshold)
+        _, second, of_second = _read(after, threshold)
+        found = compare(first, second, of_first["tasks"], of_second["tasks"])
         if as_json:
             emit(found.as_dict())
         else:
             out.print(differences(found, str(before), str(after)))
+        if not found.tasks:
+            err.print("nothing is compared: no task was graded in both and is the same in both")
+            return FAILED
         return OK
 
     run(work())

@@ -89,29 +89,31 @@ def matrix_(
             usage_error(f"--picture: the name of {picture} ends in none of {', '.join(f'.{name}' for name in FORMATS)}")
         directory_of(picture)
         read(lambda _: check_plots(), picture)
+    choice = model_choice(model_dir, engine, script)
     given = running.plan(
         tasks, attempts=n, concurrency=concurrency, only=only or (), upstream=upstream, model=model,
         api_key_env=api_key_env, black_box=black_box, backend=backend, timeout=timeout, max_calls=max_calls,
         temperature=temperature, seed=seed, keep_end_state=None, retries=retries, threshold=threshold,
-        model_dir=model_dir, files_from=files_from or (), as_json=as_json,
+        choice=choice, files_from=files_from or (), as_json=as_json,
     )  # fmt: skip
-    choices = [agent_choice(name, None, skip_permissions) for name in agent]
-    folder = to or Path("runs/evals") / running.directory_name(
-        {**given.config, "skip_permissions": skip_permissions}, "matrix"
-    )
+    agents = [agent_choice(name, None, skip_permissions) for name in agent]
 
     async def work() -> int:
         if build:
             await running.build(given)
         summaries = {}
-        async with answered(model_choice(model_dir, engine, script), given.upstream, state_dir=state_dir) as ps:
+        async with answered(choice, given.upstream, state_dir=state_dir) as ps:
             await require_engine(ps, given.upstream)
-            for choice in choices:  # all of them before any starts
-                await ps.agents.get(choice.name)
-            for number, choice in enumerate(choices, 1):
+            for chosen in agents:  # all of them before any starts
+                await ps.agents.get(chosen.name)
+            known = await running.identified(ps, given)
+            folder = to or Path("runs/evals") / running.directory_name(
+                {**known.config, "skip_permissions": skip_permissions}, "matrix"
+            )
+            for number, chosen in enumerate(agents, 1):
                 if not as_json:
-                    err.print(f"[dim]{escape(choice.name)}, {number} of {len(choices)}[/]")
-                _, summaries[choice.name] = await running.evaluate(ps, given, choice, folder / choice.name, named=True)
+                    err.print(f"[dim]{escape(chosen.name)}, {number} of {len(agents)}[/]")
+                _, summaries[chosen.name] = await running.evaluate(ps, known, chosen, folder / chosen.name, named=True)
         found = matrix(summaries)
         if as_json:
             emit({"matrix": found.as_dict()})

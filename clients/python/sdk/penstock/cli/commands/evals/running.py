@@ -6,7 +6,7 @@ import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,6 +18,7 @@ from rich.markup import escape
 
 from penstock.cli.connections.model_sources import answerer
 from penstock.cli.connections.options import rollout_options
+from penstock.cli.connections.service_selection import ModelChoice
 from penstock.cli.terminal.console import clean, err, out, read, usage_error
 from penstock.cli.views.evaluation import Board
 from penstock.client import AgentChoice, Mode, Penstock, RolloutOptions, Sampling, Task, Upstream
@@ -25,6 +26,7 @@ from penstock.client.errors import ConfigurationError
 from penstock.client.transport.atomic_files import NOT_WRITTEN
 from penstock.client.wire.specs import digest
 from penstock.evaluation import Attempt, Book, Evaluation, Summary, summarise
+from penstock.evaluation.identity import files_digest, models_digest
 from penstock.tasks.images import build_images, with_image
 from penstock.tasks.sets import load_tasks
 from penstock.values.similar_names import did_you_mean
@@ -90,7 +92,7 @@ def plan(
     keep_end_state: bool | None,
     retries: int,
     threshold: float,
-    model_dir: Path | None,
+    choice: ModelChoice,
     files_from: Sequence[Path],
     as_json: bool,
 ) -> Plan:
@@ -105,9 +107,10 @@ def plan(
     options["mode"] = Mode.BLACK_BOX if black_box else Mode.TRANSPARENT_PROXY
     if temperature is not None:
         options["sampling"] = Sampling(temperature=temperature)
+    own = "the inference service" if choice.model_dir is None else choice.model_dir.absolute().name
     config = {
         "name": tasks.absolute().name,
-        "model": model or upstream or (model_dir.absolute().name if model_dir is not None else "the inference service"),
+        "model": model or upstream or own,
         "upstream": upstream or "",
         "mode": str(options["mode"]),
         "backend": backend,
@@ -117,11 +120,42 @@ def plan(
         "seed": seed,
         "attempts": attempts,
         "tasks": {task.task_id: digest(task) for task in chosen},
+        "task_models": {task.task_id: models_digest(task.models) for task in chosen},
+        **_answers(choice),
     }
     return Plan(
         tasks=chosen, upstream=answers, options=options, config=config, attempts=attempts, concurrency=concurrency,
         retries=retries, threshold=threshold, as_json=as_json,
     )  # fmt: skip
+
+
+def _answers(choice: ModelChoice) -> dict[str, Any]:
+    """Returns the identity of an engine of the command's own; all None = running services or an upstream answer."""
+    found = dict.fromkeys(("engine", "model_dir", "model_files", "script", "served_model", "policy_version"))
+    if choice.model_dir is None:
+        return found
+    try:
+        return {
+            **found,
+            "engine": choice.engine,
+            "model_dir": str(choice.model_dir.resolve()),
+            "model_files": files_digest(choice.model_dir),
+            "script": None if choice.script is None else hashlib.sha256(choice.script.read_bytes()).hexdigest(),
+        }
+    except OSError as error:
+        usage_error(f"{error.filename}: {error.strerror}")
+
+
+async def identified(ps: Penstock, given: Plan) -> Plan:
+    """Returns the plan with the identity of running services' model, which only they know.
+
+    They may have other weights by now under the same name; after a restart their versions begin again.
+    """
+    if given.upstream is not None or given.config["model_dir"] is not None:
+        return given
+    info = await ps.inference.info()
+    served = {"engine": info.engine, "served_model": info.model, "policy_version": info.policy_version}
+    return replace(given, config={**given.config, **served})
 
 
 async def build(given: Plan) -> None:
