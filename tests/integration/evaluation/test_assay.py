@@ -37,7 +37,7 @@ solution: {commands: ["echo 42 > sum.txt"]}
 async def test_defects_are_found_by_the_trials_that_show_them(stack_with_pytest: Running) -> None:
     """One for each kind of trial after the solution: nothing, search, order, mutants, attacks."""
     maker = Maker(2026, PYTEST)
-    classes = {"for_nothing": 0, "in_git": 3, "ordered": 0, "half_tested": 0, "editable": 0}
+    classes = {"for_nothing": 0, "in_git": 7, "ordered": 0, "half_tested": 0, "editable": 0}
     tasks = [maker.planted(defect, number) for defect, number in classes.items()]
     terms = Terms(solutions=1, mutants=2, fail_fast=True)
     found, wrong = await measured(stack_with_pytest.ps, tasks, terms, 6)

@@ -145,6 +145,33 @@ def test_a_solution_in_any_object_of_git_is_found(prepared: Path, commands: str,
 
 
 @pytest.mark.requirement("R138")
+@pytest.mark.parametrize("form", ["sha1", "sha256"])
+@pytest.mark.parametrize("place", [".", "--bare ../home/kept.git"])
+def test_a_solution_in_the_tree_of_head_that_is_not_in_its_file_is_found(prepared: Path, place: str, form: str) -> None:
+    """The agent takes it by one checkout."""
+    (prepared / "src/scale.py").write_text(SOLVED)
+    (prepared / "src/näher.py").write_text(SOLVED)
+    line = f"git init -q --object-format={form} . && git add -A && git -c user.name=a -c user.email=a@b commit -qm a"
+    if place != ".":
+        line += f" && git clone -q --bare . {place.split()[1]} && rm -rf .git"
+    environment = {**os.environ, "GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
+    subprocess.run(["sh", "-ec", line], cwd=prepared, env=environment, check=True, capture_output=True)
+    for name in ("scale", "näher"):
+        (prepared / f"src/{name}.py").write_text(BROKEN)
+    assert set(looked(prepared)) == {Code.ANSWER_IN_GIT}
+
+
+@pytest.mark.requirement("R138")
+def test_a_file_that_is_as_in_head_is_searched_once(prepared: Path) -> None:
+    """It is found as a file, not as an object of git too."""
+    (prepared / "src/other.py").write_text(SOLVED)
+    line = "git init -q . && git add -A && git -c user.name=a -c user.email=a@b commit -qm a"
+    environment = {**os.environ, "GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
+    subprocess.run(["sh", "-ec", line], cwd=prepared, env=environment, check=True, capture_output=True)
+    assert set(looked(prepared)) == {Code.ANSWER_IN_VIEW}
+
+
+@pytest.mark.requirement("R138")
 def test_bytecode_of_another_source_is_found_and_its_own_is_not(prepared: Path) -> None:
     source = prepared / "src/scale.py"
     py_compile.compile(str(source))
