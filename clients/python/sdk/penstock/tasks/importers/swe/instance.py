@@ -157,7 +157,7 @@ def _put_verifier(folder: Folder, task: Instance, choices: Choices, graded: _Gra
         "new_files": graded.new,
         "helpers": list(task.helpers),
         "test_files": list(task.test_files),
-        "test_command": choices.test_command or task.test_command,
+        "test_command": (choices.test_command if task.runner == "pytest" else "") or task.test_command,
         "fail_to_pass": list(task.fail),
         "pass_to_pass": list(task.keep),
         "expected": None if task.expected is None else dict(task.expected),
@@ -170,6 +170,9 @@ def _put_verifier(folder: Folder, task: Instance, choices: Choices, graded: _Gra
         {"path": wanted, "from": folder.write("grading.json", json.dumps(grading, indent=1))},
     ]
     if task.runner != "pytest":
+        if choices.test_command:
+            note = f"its tests are run by {task.runner}'s own runner: --test-command, which is pytest's, is not used"
+            folder.notes.append(note)
         name = f"{task.runner}_report.py"
         files.append({"path": f"{GRADER_FOLDER}/{name}", "from": folder.program(name)})
     for path, content in task.tests.items():
