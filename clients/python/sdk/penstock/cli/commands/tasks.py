@@ -167,7 +167,7 @@ def import_(
         str, typer.Option(help="Where a record's image has its repository; default: the format's.")
     ] = "",
     test_command: Annotated[
-        str, typer.Option(help="How a record's tests are run with pytest; not for Django's and SymPy's runners.")
+        str, typer.Option(help="How pytest runs a record's tests.")
     ] = "",
     history: Annotated[
         bool, typer.Option("--history", help="Keep the commits of a record's image, which may have the answer.")
