@@ -52,8 +52,7 @@ def _fill(folder: Folder, source: Path, choices: Choices) -> None:
         raise Refused("it has no run-tests.sh")
     folder.content["instruction"] = config["instruction"]
     workdir = _put_environment(folder, source, choices)
-    file = source / compose.NAME
-    if file.is_file() and len((yaml_of(file) or {}).get("services") or {}) > 1:
+    if (file := source / compose.NAME).exists():
         compose.put_companions(folder, file, "client", choices)
     test_seconds = float(config.get("max_test_timeout_sec", _TEST_SECONDS))
     folder.content["limits"] = {
