@@ -342,6 +342,23 @@ def test_only_the_chosen_tasks_of_a_directory_are_imported(tmp_path: Path, form:
     assert found.name == "sum" and [path.name for path in (tmp_path / "out").iterdir()] == ["sum"]
 
 
+@pytest.mark.parametrize(("form", "usual"), [("harbor", "/solution"), ("terminal-bench", "/oracle")])
+def test_a_solution_is_where_the_user_that_runs_it_may_write(tmp_path: Path, form: str, usual: str) -> None:
+    """It is written by the agent, and only root writes to `/`; without an image, the root is the sandbox's own."""
+    {"harbor": foreign_tasks.harbor, "terminal-bench": foreign_tasks.terminal_bench}[form](tmp_path / "sum")
+    for name, choices, place in (
+        ("root", Choices(), usual),
+        ("agent", Choices(user="agent"), f"/tmp{usual}"),
+        ("image", Choices(user=""), f"/tmp{usual}"),
+        ("none", Choices(image=False), usual),
+    ):
+        task = only(form, tmp_path / "sum", tmp_path / name, choices)
+        assert task.solution is not None
+        (file,) = task.solution.files
+        assert file.path.rpartition("/")[0] == place
+        assert list(task.solution.commands[0].argv) == ["bash", file.path]
+
+
 @pytest.mark.requirement("R75")
 def test_neither_tests_nor_solution_come_into_a_terminal_bench_task_s_image(tmp_path: Path) -> None:
     """The form keeps its build context beside them."""

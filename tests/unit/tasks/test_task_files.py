@@ -83,7 +83,6 @@ metadata: {level: 3}
     assert (task.verifier.reward, task.verifier.range) == (RewardFrom.FILE, (-1.0, 1.0))
 
 
-@pytest.mark.requirement("R67")
 @pytest.mark.parametrize(("given", "mode"), [("", 0o755), ("mode: '0600'", 0o600), ("mode: '0000'", 0), ("mode: 0", 0)])
 def test_the_mode_of_a_named_file_is_the_one_that_is_set(tmp_path: Path, given: str, mode: int) -> None:
     """Without one, it is the file's own."""

@@ -19,6 +19,7 @@ from penstock.tasks.importers.common import (
     directories,
     fetches,
     manifest,
+    solution_place,
     yaml_of,
 )
 from penstock.tasks.importers.companion_grading import put_grading
@@ -114,7 +115,8 @@ def _remove(folder: Path) -> None:
 
 
 def _put_solution(folder: Folder, source: Path, workdir: str) -> None:
-    command: dict[str, Any] = {"argv": ["bash", "/oracle/solution.sh"]} | ({"cwd": workdir} if workdir else {})
+    path = f"{solution_place(folder.content, '/oracle')}/solution.sh"
+    command: dict[str, Any] = {"argv": ["bash", path]} | ({"cwd": workdir} if workdir else {})
     if (source / "solution.sh").is_file():
         folder.copy(source / "solution.sh", "solution.sh")
     elif (source / "solution.yaml").is_file():
@@ -126,6 +128,6 @@ def _put_solution(folder: Folder, source: Path, workdir: str) -> None:
     else:
         return
     folder.content["solution"] = {
-        "files": [{"path": "/oracle/solution.sh", "from": "solution.sh"}],
+        "files": [{"path": path, "from": "solution.sh"}],
         "commands": [command],
     }
