@@ -173,7 +173,7 @@ def unchanged(base: list[str], folder: str, sizes: dict[str, int]) -> set[str]:
     found: set[str] = set()
     if os.path.basename(folder) != ".git":
         return found
-    done = subprocess.run([*base, "ls-tree", "-r", "-z", "HEAD"], capture_output=True, timeout=60)
+    done = subprocess.run([*base, "ls-tree", "-r", "-z", "--full-tree", "HEAD"], capture_output=True, timeout=60)
     for entry in done.stdout.split(b"\0"):
         about, _, name = entry.partition(b"\t")
         oid = about.split()[2].decode() if len(about.split()) == 3 else ""
