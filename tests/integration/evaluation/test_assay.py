@@ -17,6 +17,7 @@ from penstock.assay.report import line_of
 from penstock.client import Assays, Command, FailedPrecondition, SeedFile, Task, User, Verifier
 from penstock.client.tasks.spec import Solution
 from penstock.tasks.scaffold import write
+from penstock.tasks.scripts import MAX_SCRIPT_BYTES
 from penstock.tasks.solutions import prove
 
 GOOD = """
@@ -37,7 +38,7 @@ solution: {commands: ["echo 42 > sum.txt"]}
 async def test_defects_are_found_by_the_trials_that_show_them(stack_with_pytest: Running) -> None:
     """One for each kind of trial after the solution: nothing, search, order, mutants, attacks."""
     maker = Maker(2026, PYTEST)
-    classes = {"for_nothing": 0, "in_git": 3, "ordered": 0, "half_tested": 0, "editable": 0}
+    classes = {"for_nothing": 0, "in_git": 7, "ordered": 0, "half_tested": 0, "editable": 0}
     tasks = [maker.planted(defect, number) for defect, number in classes.items()]
     terms = Terms(solutions=1, mutants=2, fail_fast=True)
     found, wrong = await measured(stack_with_pytest.ps, tasks, terms, 6)
@@ -153,6 +154,38 @@ async def test_a_task_that_is_refused_does_not_end_the_proof_of_others(stack: Ru
     assert (first.task_id, first.holds, first.solution, first.nothing) == ("refused", False, None, None)
     assert len(first.problems) == 1 and "spec.task.files[0].path" in first.problems[0]
     assert second.holds, second.problems
+
+
+@pytest.mark.requirement("R138")
+async def test_a_proof_puts_the_solution_where_an_agent_could(stack: Running) -> None:
+    """Its files are no part of the prepared state: what agents cannot do proves nothing, and what they can does."""
+    out = Verifier(commands=[Command(argv=["grep", "-q", "some", "out/it.txt"])])
+    written = Solution(files=[SeedFile("out/it.txt", b"some text\n", 0o640)], commands=[Command(argv=["true"])])
+    good = Task(task_id="good", instruction="Write it.", verifier=out, solution=written)
+    compiled = replace(good, setup=[Command(shell="mkdir -p out && cat in.txt > out/it.txt || true")])
+    tasks = [
+        good,
+        replace(good, task_id="elsewhere", verifier=replace(out, changes_below=["work"])),
+        replace(
+            compiled,
+            task_id="compiled",
+            solution=Solution(files=[SeedFile("in.txt", b"some text\n")], commands=[Command(argv=["true"])]),
+        ),
+        # Setup would not find the directory as agents have it.
+        replace(good, task_id="kept", setup=[Command(shell="test ! -e out")]),
+        replace(
+            good,
+            task_id="large",
+            solution=replace(written, files=[*written.files, SeedFile("more", b"x" * MAX_SCRIPT_BYTES)]),
+        ),
+    ]
+    proofs = await prove(stack.ps, tasks)
+    assert [(proof.task_id, proof.holds) for proof in proofs] == [
+        ("good", True), ("elsewhere", False), ("compiled", False), ("kept", True), ("large", False),
+    ], [proof.problems for proof in proofs]  # fmt: skip
+    assert proofs[-1].problems == (
+        f"its solution has more than {MAX_SCRIPT_BYTES} bytes, which cannot be put in place",
+    )
 
 
 @pytest.mark.requirement("R138")

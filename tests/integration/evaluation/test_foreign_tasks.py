@@ -13,7 +13,8 @@ from tests.support.services.stack import Running
 
 from penstock.client import Command, Task
 from penstock.tasks.importers import Choices, import_tasks
-from penstock.tasks.solutions import prove, script, solving_agent
+from penstock.tasks.scripts import script
+from penstock.tasks.solutions import prove, solving_agent
 
 WITHOUT_IMAGES = Choices(image=False, resources=False)
 PYTEST = f"env PYTHONPATH={SITE_PACKAGES} PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 python3 -m pytest"

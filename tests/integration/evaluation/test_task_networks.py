@@ -13,7 +13,8 @@ from tests.support.endpoints.egress_upstream import Indexes
 from tests.support.services.stack import Running, running
 
 from penstock.client import Allowlist, Command, InvalidArgument, SandboxChoice, Task, Verifier
-from penstock.tasks.solutions import script, solving_agent
+from penstock.tasks.scripts import script
+from penstock.tasks.solutions import solving_agent
 
 # Clients leave loopback out by default.
 CURL = "curl -sS --noproxy '' "

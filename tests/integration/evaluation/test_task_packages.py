@@ -33,7 +33,8 @@ from penstock.client import Command, InvalidArgument, Packages, SandboxChoice, T
 from penstock.client.transport.endpoints import write_connection
 from penstock.client.types.results import RolloutResult
 from penstock.tasks.scaffold import write
-from penstock.tasks.solutions import script, solving_agent
+from penstock.tasks.scripts import script
+from penstock.tasks.solutions import solving_agent
 
 PAGE = "docs/guides/pytest.md"
 MOUNT = "/opt/penstock/toolboxes/task-packages"

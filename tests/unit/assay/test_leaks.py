@@ -42,6 +42,11 @@ TASK = Task(
 
 def looked(folder: Path, task: Task = TASK, diff: str = DIFF) -> dict[Code, str]:
     """What the search finds in a directory, with the evidence."""
+    return {finding.code: finding.evidence for finding in leaks.findings(reported(folder, task, diff))}
+
+
+def reported(folder: Path, task: Task = TASK, diff: str = DIFF) -> list[str]:
+    """The lines of the search of a directory."""
     home = folder.parent / "home"
     home.mkdir(exist_ok=True)
     # Everything but the directory and the home is other tests' and the machine's own.
@@ -58,7 +63,7 @@ def looked(folder: Path, task: Task = TASK, diff: str = DIFF) -> dict[Code, str]
     )
     reports = [line for line in done.stdout.splitlines() if line.startswith("PENSTOCK ")]
     assert leaks.size(reports) is not None, done.stderr
-    return {finding.code: finding.evidence for finding in leaks.findings(reports)}
+    return reports
 
 
 @pytest.fixture
@@ -142,6 +147,61 @@ def test_a_solution_in_any_object_of_git_is_found(prepared: Path, commands: str,
     subprocess.run(["sh", "-ec", line], cwd=prepared, env=environment, check=True, capture_output=True)
     (prepared / "src/scale.py").write_text(BROKEN)
     assert code in looked(prepared)
+
+
+@pytest.mark.requirement("R138")
+@pytest.mark.parametrize("form", ["sha1", "sha256"])
+@pytest.mark.parametrize("place", [".", "--bare ../home/kept.git"])
+def test_a_solution_in_the_tree_of_head_that_is_not_in_its_file_is_found(prepared: Path, place: str, form: str) -> None:
+    """The agent takes it by one checkout."""
+    (prepared / "src/scale.py").write_text(SOLVED)
+    (prepared / "src/näher.py").write_text(SOLVED)
+    line = f"git init -q --object-format={form} . && git add -A && git -c user.name=a -c user.email=a@b commit -qm a"
+    if place != ".":
+        line += f" && git clone -q --bare . {place.split()[1]} && rm -rf .git"
+    environment = {**os.environ, "GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
+    subprocess.run(["sh", "-ec", line], cwd=prepared, env=environment, check=True, capture_output=True)
+    for name in ("scale", "näher"):
+        (prepared / f"src/{name}.py").write_text(BROKEN)
+    assert set(looked(prepared)) == {Code.ANSWER_IN_GIT}
+
+
+@pytest.mark.requirement("R138")
+def test_a_file_that_is_as_in_head_is_searched_once(prepared: Path) -> None:
+    """It is found as a file, not as an object of git too."""
+    (prepared / "src/other.py").write_text(SOLVED)
+    line = "git init -q . && git add -A && git -c user.name=a -c user.email=a@b commit -qm a"
+    environment = {**os.environ, "GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
+    subprocess.run(["sh", "-ec", line], cwd=prepared, env=environment, check=True, capture_output=True)
+    assert set(looked(prepared)) == {Code.ANSWER_IN_VIEW}
+
+
+@pytest.mark.requirement("R138")
+def test_harmless_reports_hide_neither_the_answer_nor_the_end(prepared: Path) -> None:
+    """Pointers of LFS that are named as archives are; and files of the verifier that are shown."""
+    assert TASK.verifier is not None
+    for number in range(300):
+        (prepared / f"data{number}.zip").write_text("version https://git-lfs.github.com/spec/v1\n")
+        (prepared / f"seen{number}.py").write_bytes(TASK.verifier.files[0].content)
+    (prepared / "src/old.py").write_text(SOLVED)
+    (prepared / "src/same.csv").write_bytes(b"name,total\nada,3\nbob,12\ncy,99\nmore,1\n")
+    wanted = SeedFile("expected.csv", (prepared / "src/same.csv").read_bytes())
+    task = replace(TASK, verifier=replace(TASK.verifier, files=[*TASK.verifier.files, wanted]))
+    reports = reported(prepared, task)
+    found = list(leaks.findings(reports))
+    assert {finding.code for finding in found} == {Code.VIEW_NOT_READ, Code.VERIFIER_IN_VIEW, Code.ANSWER_IN_VIEW}
+    defects = {Path(finding.evidence).name for finding in found if finding.code is Code.ANSWER_IN_VIEW}
+    assert defects == {"old.py", "same.csv"}
+    assert "the search of the sandbox did not end" not in {finding.message for finding in found}
+    assert len(reports) < 500
+
+
+@pytest.mark.requirement("R138")
+def test_a_search_that_did_not_end_is_a_finding_whatever_else_it_saw() -> None:
+    """A file that was not read is another matter."""
+    reports = ['PENSTOCK {"kind":"unread","where":"/w/a.zip","why":"BadZipFile"}']
+    messages = [finding.message for finding in leaks.findings(reports)]
+    assert messages == ["/w/a.zip was not searched: BadZipFile", "the search of the sandbox did not end"]
 
 
 @pytest.mark.requirement("R138")

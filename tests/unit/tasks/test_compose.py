@@ -56,6 +56,45 @@ def imported(folder: Path, file: str, choices: Choices | None = None) -> Importe
     return found
 
 
+ALONE = """
+services:
+  client:
+    build: {dockerfile: Dockerfile}
+    image: ${T_BENCH_TASK_DOCKER_CLIENT_IMAGE_NAME}
+    command: [sh, -c, sleep infinity]
+    environment: [TEST_DIR=$T_BENCH_TEST_DIR, MODE=fast]
+    volumes: ["${T_BENCH_TASK_LOGS_PATH}:${T_BENCH_CONTAINER_LOGS_PATH}"]
+"""
+
+
+@pytest.mark.requirement("R63")
+@pytest.mark.parametrize("image", [True, False])
+def test_the_agents_service_alone_keeps_its_variables(tmp_path: Path, image: bool) -> None:
+    """With companions or without, the agent and the tests have them."""
+    found = imported(tmp_path, ALONE, Choices(image=image))
+    assert found.folder is not None, found.problem
+    task = Task.load(found.folder)
+    assert task.env["MODE"] == "fast" and "TEST_DIR" not in task.env
+    assert task.verifier is not None and task.verifier.commands[0].env["MODE"] == "fast"
+    assert task.sandbox is None or not task.sandbox.companions
+
+
+@pytest.mark.requirement("R63")
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("privileged: true", "services.client: privileged"),
+        ("cap_add: [NET_ADMIN]", "services.client: cap_add"),
+        ("command: [sh, -c, 'nginx && sleep infinity']", "services.client.command"),
+        ('environment: ["KEY=${SECRET}"]', "--env SECRET=VALUE"),
+    ],
+)
+def test_what_the_agents_service_alone_cannot_have_is_refused(tmp_path: Path, line: str, named: str) -> None:
+    """Without it, the task would be another one."""
+    found = imported(tmp_path, f"services:\n  client:\n    build: .\n    {line}\n")
+    assert found.folder is None and named in found.problem
+
+
 @pytest.mark.requirement("R63")
 def test_services_beside_the_agents_become_companions(tmp_path: Path) -> None:
     """Issue 12, point 6: in the order of their starts, with all that their entries say."""

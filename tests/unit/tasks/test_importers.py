@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gzip
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
+import tarfile
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -339,6 +342,23 @@ def test_only_the_chosen_tasks_of_a_directory_are_imported(tmp_path: Path, form:
     assert found.name == "sum" and [path.name for path in (tmp_path / "out").iterdir()] == ["sum"]
 
 
+@pytest.mark.parametrize(("form", "usual"), [("harbor", "/solution"), ("terminal-bench", "/oracle")])
+def test_a_solution_is_where_the_user_that_runs_it_may_write(tmp_path: Path, form: str, usual: str) -> None:
+    """It is written by the agent, and only root writes to `/`; without an image, the root is the sandbox's own."""
+    {"harbor": foreign_tasks.harbor, "terminal-bench": foreign_tasks.terminal_bench}[form](tmp_path / "sum")
+    for name, choices, place in (
+        ("root", Choices(), usual),
+        ("agent", Choices(user="agent"), f"/tmp{usual}"),
+        ("image", Choices(user=""), f"/tmp{usual}"),
+        ("none", Choices(image=False), usual),
+    ):
+        task = only(form, tmp_path / "sum", tmp_path / name, choices)
+        assert task.solution is not None
+        (file,) = task.solution.files
+        assert file.path.rpartition("/")[0] == place
+        assert list(task.solution.commands[0].argv) == ["bash", file.path]
+
+
 @pytest.mark.requirement("R75")
 def test_neither_tests_nor_solution_come_into_a_terminal_bench_task_s_image(tmp_path: Path) -> None:
     """The form keeps its build context beside them."""
@@ -366,6 +386,17 @@ def test_scripts_that_install_from_the_network_are_listed(tmp_path: Path) -> Non
         ("COPY --from=x a b", "--from"),
         ("COPY absent /", "not exist"),
         ("COPY ../x /", "outside"),
+        ("WORKDIR $HOME/app", "WORKDIR with a variable, which needs an image"),
+        ("ENV PATH=/opt/bin:$PATH", "ENV with a variable, which needs an image"),
+        ("ENV A=1 \\\n  B=${A}", "ENV with a variable"),
+        ("COPY x ${PLACE}/", "COPY with a variable"),
+        ("ADD $FILE /", "ADD with a variable"),
+        ("COPY --chmod=755 x /", "--chmod=755, which needs an image"),
+        ("COPY --chown=a --chmod=755 x /", "--chmod=755, which needs an image"),
+        ("ADD old.tar.gz /srv", "old.tar.gz, which is unpacked, which needs an image"),
+        ("ADD old.* /srv/", "old.tar.gz, which is unpacked"),
+        ("ADD unnamed /srv", "unnamed, which is unpacked"),
+        ("ADD data.tar.zst /srv", "data.tar.zst, which is unpacked"),
     ],
 )
 def test_an_importer_without_images_refuses_dockerfiles_that_do_more_than_copy(
@@ -373,8 +404,12 @@ def test_an_importer_without_images_refuses_dockerfiles_that_do_more_than_copy(
 ) -> None:
     """No silent downgrade to a sandbox that lacks what the image has."""
     (tmp_path / "x").write_text("x")
-    context = foreign_tasks.write(tmp_path / "context", {"Dockerfile": f"FROM a\n{line}\n"})
-    with pytest.raises(Refused, match=named):
+    context = foreign_tasks.write(tmp_path / "context", {"Dockerfile": f"FROM a\n{line}\n", "x": "x"})
+    with tarfile.open(context / "old.tar.gz", "w:gz") as compressed, tarfile.open(context / "unnamed", "w") as archive:
+        compressed.add(tmp_path / "x", "x")
+        archive.add(tmp_path / "x", "x")
+    (context / "data.tar.zst").write_bytes(b"\x28\xb5\x2f\xfd")
+    with pytest.raises(Refused, match=re.escape(named)):
         contents(context)
 
 
@@ -385,13 +420,18 @@ def test_an_importer_without_images_puts_copies_where_docker_does(tmp_path: Path
         {
             "Dockerfile": (
                 "# comment\nFROM a AS b\nWORKDIR /app\nWORKDIR sub\nENV A=1 \\\n    B='two words'\nENV C three words\n"
-                'COPY a.txt ./\nCOPY a.txt renamed.txt\nCOPY data /data\nCOPY ["a.txt", "b.txt", "/both/"]\nCMD ["x"]\n'
+                "COPY a.txt ./\nCOPY a.txt renamed.txt\nCOPY data /data\nADD a.gz /\nCOPY old.tar /\n"
+                'COPY ["a.txt", "b.txt", "/both/"]\nCMD ["x"]\n'
             ),
             "a.txt": "a",
             "b.txt": "b",
             "data/c.txt": "c",
         },
     )
+    # Only ADD unpacks, and only what is an archive.
+    (context / "a.gz").write_bytes(gzip.compress(b"no archive"))
+    with tarfile.open(context / "old.tar", "w") as archive:
+        archive.add(context / "a.txt", "a.txt")
     found = contents(context)
     assert found.workdir == "/app/sub"
     assert found.env == {"A": "1", "B": "two words", "C": "three words"}
@@ -399,6 +439,8 @@ def test_an_importer_without_images_puts_copies_where_docker_does(tmp_path: Path
         ("a.txt", "/app/sub/a.txt"),
         ("a.txt", "/app/sub/renamed.txt"),
         ("data", "/data"),
+        ("a.gz", "/a.gz"),
+        ("old.tar", "/old.tar"),
         ("a.txt", "/both/a.txt"),
         ("b.txt", "/both/b.txt"),
     ]

@@ -19,6 +19,12 @@ from penstock.tasks.importers import Choices, import_tasks
 from penstock.tasks.importers import records as reading
 
 PYTEST = f"env PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 {sys.executable} -m pytest"
+PLAIN = "--- a/tests/test_a.py\n+++ b/tests/test_a.py\n@@ -1 +1 @@\n-a\n+b\n"
+GIT = "diff --git a/tests/test_b.py b/tests/test_b.py\n" + PLAIN.replace("test_a", "test_b")
+QUOTED = (
+    'diff --git "a/tests/test_\\303\\244.py" "b/tests/test_\\303\\244.py"\n'
+    '--- "a/tests/test_\\303\\244.py"\n+++ "b/tests/test_\\303\\244.py"\n@@ -1 +1 @@\n-a\n+b\n'
+)
 
 
 def imported(form: str, record: dict[str, Any], place: Path, choices: Choices | None = None) -> tuple[Task, list[str]]:
@@ -109,6 +115,13 @@ def test_swe_gym_records_have_images_of_their_own(tmp_path: Path) -> None:
         ("swe-bench", {"FAIL_TO_PASS": ["../x/test_a.py::test_a"]}, "a test leads out"),
         ("swe-bench", {"FAIL_TO_PASS": ["-p::x"]}, "not the name of a file"),
         ("swe-bench", {"test_patch": "diff --git a/.git/x b/.git/x\n"}, "the test patch leads out"),
+        ("swe-bench", {"test_patch": PLAIN}, "test_patch: tests/test_a.py has no 'diff --git' before it"),
+        ("swe-bench", {"test_patch": QUOTED}, "test_patch: 'diff --git \"a/t"),
+        ("swe-bench", {"test_patch": GIT + PLAIN}, "test_patch: tests/test_a.py has no"),
+        ("swe-bench", {"test_patch": GIT.replace("a/", "").replace("b/", "")}, "test_patch: 'diff --git tests"),
+        ("swe-bench", {"test_patch": "@@ -1 +1 @@\n-a\n+b\n"}, "test_patch: it names no file"),
+        ("swe-rebench", {"test_patch": PLAIN}, "test_patch: tests/test_a.py has no"),
+        ("swe-smith", {"patch": PLAIN}, "patch: tests/test_a.py has no"),
         ("swe-rebench", {"language": "c"}, "language c"),
         ("swe-rebench", {"install_config": {"log_parser": "parse_log_jq"}}, "install_config.log_parser parse_log_jq"),
         ("swe-rebench", {"install_config": {"test_cmd": "make test"}}, "does not run pytest"),
@@ -145,6 +158,39 @@ def test_fields_that_cannot_be_graded_are_refused_by_name(
         "r2e-gym": foreign_tasks.r2e_record(),
     }[form]
     assert named in refusal(form, {**made, **change}, tmp_path)
+
+
+@pytest.mark.requirement("R63")
+def test_every_form_of_a_file_in_gits_patches_is_known(tmp_path: Path) -> None:
+    """Lines of a hunk that look like headers, names with spaces, files that come, go, move or change their mode."""
+    box = tmp_path / "box"
+    content = {name: f"{name}\nvalue\n" * 9 for name in ("gone.py", "moved.py", "mode.py", "a b.py", "text.py")}
+    foreign_tasks.write(box, content)
+    commands = """
+        git init -q . && git add -A && git -c user.name=a -c user.email=a@b commit -qm a
+        printf '%s\n' '++ b/x' '-- a/x' >text.py; git rm -q gone.py; git mv moved.py new.py; chmod +x mode.py
+        echo more >>'a b.py'; touch empty.py; printf 'a\\0b' >data.bin; echo 1 >added.py
+        git add -A; git diff --cached --binary
+    """
+    done = subprocess.run(["sh", "-ec", commands], cwd=box, check=True, capture_output=True, text=True)
+    task, _ = imported(
+        "swe-bench", foreign_tasks.record("abc", test_patch=done.stdout), tmp_path, Choices(history=True)
+    )
+    grading = grading_of(task)
+    assert grading["changed_files"] == ["a b.py", "gone.py", "mode.py", "moved.py", "text.py"]
+    assert sorted(grading["new_files"]) == ["added.py", "data.bin", "empty.py", "new.py"]
+
+
+@pytest.mark.requirement("R76")
+@pytest.mark.parametrize("repo", ["django/django", "sympy/sympy"])
+def test_a_command_for_pytest_is_not_for_other_runners(tmp_path: Path, repo: str) -> None:
+    """Their reports come from their own runner: with another command, there is none."""
+    record = foreign_tasks.record("abc", repo=repo, FAIL_TO_PASS=["test_add"], PASS_TO_PASS=[])
+    task, notes = imported("swe-bench", record, tmp_path, Choices(test_command=PYTEST))
+    runner = repo.partition("/")[0]
+    assert f"{runner}_report.py" in grading_of(task)["test_command"]
+    assert PYTEST not in grading_of(task)["test_command"]
+    assert notes == [f"its tests are run by {runner}'s own runner: --test-command, which is pytest's, is not used"]
 
 
 def test_a_record_without_its_image_is_refused_where_the_image_is_the_task(tmp_path: Path) -> None:

@@ -83,6 +83,15 @@ metadata: {level: 3}
     assert (task.verifier.reward, task.verifier.range) == (RewardFrom.FILE, (-1.0, 1.0))
 
 
+@pytest.mark.parametrize(("given", "mode"), [("", 0o755), ("mode: '0600'", 0o600), ("mode: '0000'", 0), ("mode: 0", 0)])
+def test_the_mode_of_a_named_file_is_the_one_that_is_set(tmp_path: Path, given: str, mode: int) -> None:
+    """Without one, it is the file's own."""
+    (tmp_path / "run").write_text("#!/bin/sh\n")
+    (tmp_path / "run").chmod(0o755)
+    task = Task.load(write(tmp_path, f"instruction: x\nfiles: [{{path: a, from: run, {given}}}]\n"))
+    assert [file.mode for file in task.files] == [mode]
+
+
 @pytest.mark.parametrize(
     ("text", "field", "description"),
     [
@@ -93,6 +102,7 @@ metadata: {level: 3}
         ("instruction: x\nfiles: [{path: a, content: b, from: c}]", "files.0", "exactly one"),
         ("instruction: x\nfiles: [{path: a, from: absent}]", "files.0.from", "absent"),
         ("instruction: x\nfiles: [{path: a, content: b, mode: rw}]", "files.0.mode", "octal"),
+        ("instruction: x\nfiles: [{path: a, from: ., mode: '0600'}]", "files.0.mode", "each file of a directory"),
         ("instruction: x\nenv: {A: 1}", "env.A", "must be text: put it in quotes"),
         ("instruction_file: absent.md", "instruction_file", "absent.md"),
         ("- x", "task", "must be a mapping"),

@@ -6,7 +6,7 @@ from importlib import resources
 
 import yaml
 
-from penstock.assay.scripts import quoted_path
+from penstock.tasks.scripts import quoted_path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,6 +27,8 @@ _MAX_HASHES: Final = 2000
 _SHARE: Final = 0.6
 """Share of the answer's lines that a place must have."""
 _SECONDS: Final = 60
+_ALL: Final = "the sandbox"
+"""What was not read where the search cannot run."""
 _SYSTEM: Final = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32", "nix")
 """Directories of the operating system, which no task fills."""
 _LEFT_OUT: Final = ("/opt/penstock", "/usr/lib", "/usr/share", "/usr/include", "/usr/bin", "/usr/sbin", "/usr/libexec")
@@ -69,7 +71,7 @@ def script(task: Task, diff: str) -> str:
     """Returns the shell script that searches the sandbox; without Python it reports that it read nothing."""
     terms = base64.b64encode(orjson.dumps(_terms(task, diff))).decode()
     program = resources.files("penstock.assay").joinpath("programs", "look.py").read_text("utf-8")
-    unread = orjson.dumps({"kind": "unread", "where": "the sandbox", "why": "it has no python3"}).decode()
+    unread = orjson.dumps({"kind": "unread", "where": _ALL, "why": "it has no python3"}).decode()
     return (
         f"command -v python3 >/dev/null || {{ echo '{REPORT}{unread}'; exit 0; }}\n"
         f"exec python3 -I - <<'PENSTOCK_END'\n{program.replace('TERMS_IN_BASE64', terms)}\nPENSTOCK_END\n"
@@ -82,7 +84,7 @@ def findings(reports: Sequence[str]) -> Iterator[Finding]:
     ended = False
     for item in map(_parsed, reports):
         kind, where = str(item.get("kind")), str(item.get("where", ""))
-        ended |= kind == "end"
+        ended |= kind == "end" or (kind == "unread" and where == _ALL)
         if kind == "end" and item.get("cut"):
             yield _warning(
                 Code.VIEW_NOT_READ, "the sandbox has more files than are searched", f"{item.get('read')} read"
@@ -91,7 +93,7 @@ def findings(reports: Sequence[str]) -> Iterator[Finding]:
         if found is not None and (found.code, where) not in seen:
             seen.add((found.code, where))
             yield found
-    if not ended and not any(code is Code.VIEW_NOT_READ for code, _ in seen):
+    if not ended:
         yield _warning(Code.VIEW_NOT_READ, "the search of the sandbox did not end")
 
 

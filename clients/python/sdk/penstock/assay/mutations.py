@@ -12,8 +12,8 @@ from itertools import chain
 from pathlib import PurePosixPath
 from typing import Final
 
-from penstock.assay.scripts import quoted_path, replace_lines, write_file
 from penstock.client.tasks.spec import SeedFile
+from penstock.tasks.scripts import quoted_path, replace_lines, write_file
 
 _HUNK: Final = re.compile(r"@@ -\d+(?:,\d+)? \+(\d+)(?:,(\d+))? @@")
 _NO_BEHAVIOUR: Final = re.compile(

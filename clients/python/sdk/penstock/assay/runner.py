@@ -17,7 +17,6 @@ from penstock.assay.attacks import attacks
 from penstock.assay.model import Assay, Code, Finding, Kind, Severity, Trial
 from penstock.assay.mutations import answer_blocks, mutants
 from penstock.assay.reversed_tests import reversed_order, uses_pytest
-from penstock.assay.scripts import MAX_SCRIPT_BYTES, of_solution
 from penstock.assay.trials import Trials
 from penstock.client.connection import Penstock
 from penstock.client.errors import InvalidArgument, first_of
@@ -25,6 +24,7 @@ from penstock.client.rollouts.client import RolloutOptions, over
 from penstock.client.tasks.spec import SandboxChoice
 from penstock.client.tasks.task import Task
 from penstock.client.wire.specs import digest
+from penstock.tasks.scripts import MAX_SCRIPT_BYTES, of_solution
 from penstock.tasks.solutions import solving_agent, without_calls
 
 _T = TypeVar("_T")

@@ -6,7 +6,6 @@ must get the verifier's maximum reward, and nothing must get less.
 
 import asyncio
 import secrets
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -15,10 +14,11 @@ from penstock.client.connection import Penstock
 from penstock.client.errors import FailedPrecondition, InvalidArgument, first_of
 from penstock.client.rollouts.client import RolloutOptions
 from penstock.client.rollouts.handles import abandon, created
-from penstock.client.tasks.spec import AgentChoice, Command, Mode
+from penstock.client.tasks.spec import AgentChoice, Mode
 from penstock.client.tasks.task import Task
 from penstock.client.types.results import CommandFinished, Ended, Outcome
 from penstock.driver.v1 import agent_pb2
+from penstock.tasks.scripts import MAX_SCRIPT_BYTES, of_solution
 from penstock.trajectory.v1 import trajectory_pb2
 
 _INTERRUPTED: Final = "the proof was interrupted"
@@ -90,16 +90,19 @@ async def _prove(
 ) -> Proof:
     if task.verifier is None or task.solution is None:
         lacks = "verifier" if task.verifier is None else "solution"
-        return Proof(task_id=task.task_id, solution=None, nothing=None, holds=False, problems=(f"it has no {lacks}",))
+        return _unproved(task, f"it has no {lacks}")
+    written = of_solution(task.solution)
+    if len(written.encode()) > MAX_SCRIPT_BYTES:
+        return _unproved(task, f"its solution has more than {MAX_SCRIPT_BYTES} bytes, which cannot be put in place")
     # The agent that runs a script can neither use MCP servers nor go on for a user.
     undone = replace(task, instruction=":\n", mcp_servers=(), user=None, solution=None)
-    solved = replace(undone, instruction=script(task.solution.commands), files=[*task.files, *task.solution.files])
+    solved = replace(undone, instruction=written)
     try:
         right, transcript = await _run(ps, solved, solver, options, places)
         wrong, _ = await _run(ps, undone, solver, options, places)
     except (InvalidArgument, FailedPrecondition) as error:
         # The services refuse this task: the proofs of the others go on.
-        return Proof(task_id=task.task_id, solution=None, nothing=None, holds=False, problems=(str(error),))
+        return _unproved(task, str(error))
     solution, nothing = (None if item.reward is None else item.reward.value for item in (right, wrong))
     most = task.verifier.range[1] if task.verifier.range is not None else 1.0
     problems = []
@@ -108,6 +111,10 @@ async def _prove(
     if nothing is None or nothing >= most:
         problems.append(f"doing nothing gets the reward {nothing}: {_failure(wrong)}")
     return Proof(task_id=task.task_id, solution=solution, nothing=nothing, holds=not problems, problems=tuple(problems))
+
+
+def _unproved(task: Task, problem: str) -> Proof:
+    return Proof(task_id=task.task_id, solution=None, nothing=None, holds=False, problems=(problem,))
 
 
 async def _run(
@@ -132,17 +139,6 @@ async def _run(
 
 def _failure(outcome: Outcome) -> str:
     return "" if outcome.failure is None else f"{outcome.failure.reason}: {outcome.failure.message}"
-
-
-def script(commands: Sequence[Command]) -> str:
-    """Returns commands as one shell script that stops at the first failure."""
-    lines = ["set -e\n"]
-    for command in commands:
-        words = list(command.argv) if command.shell is None else ["sh", "-c", command.shell]
-        env = [f"{name}={value}" for name, value in {**command.env, **command.secret_env}.items()]
-        line = shlex.join(["env", *env, *words] if env else words)
-        lines.append(f"(cd {shlex.quote(command.cwd)} && {line})\n" if command.cwd else f"{line}\n")
-    return "".join(lines)
 
 
 def _spec() -> agent_pb2.AgentSpec:

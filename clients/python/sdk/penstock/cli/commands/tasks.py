@@ -166,7 +166,7 @@ def import_(
     workdir: Annotated[
         str, typer.Option(help="Where a record's image has its repository; default: the format's.")
     ] = "",
-    test_command: Annotated[str, typer.Option(help="How a record's tests are run with pytest.")] = "",
+    test_command: Annotated[str, typer.Option(help="How pytest runs a record's tests.")] = "",
     history: Annotated[
         bool, typer.Option("--history", help="Keep the commits of a record's image, which may have the answer.")
     ] = False,

@@ -107,6 +107,8 @@ class File(Strict):
                     pass
             except CannotRead as error:
                 yield ("from",), str(error)
+        if directory and value.get("mode") is not None:
+            yield ("mode",), "each file of a directory has its own: set the mode of single files only"
         if isinstance(path, str) and not directory and (path.endswith("/") or not is_file_path(path)):
             yield ("path",), FILE_PATH
 
@@ -119,7 +121,7 @@ class File(Strict):
         try:
             if not beside.place(source).is_dir():
                 content, mode = beside.read(source)
-                return [SeedFile(self.path, content, self.mode or mode)]
+                return [SeedFile(self.path, content, mode if self.mode is None else self.mode)]
             into = "" if self.path in WORKING_DIRECTORY else f"{self.path.rstrip('/')}/"
             return [SeedFile(into + path, content, mode) for path, content, mode in beside.tree(source)]
         except CannotRead as error:

@@ -214,6 +214,13 @@ def manifest(folder: Path) -> str:
     return "".join(f"{name}\n" for name in names)
 
 
+def solution_place(content: Mapping[str, Any], usual: str) -> str:
+    """Returns the directory of a task's solution: the agent writes it, and in an image only root can write to `/`."""
+    has_image = content.get("image") or content.get("build")
+    is_root = content.get("sandbox", {}).get("user") in ("root", "0")
+    return f"/tmp{usual}" if has_image and not is_root else usual  # noqa: S108 - of the sandbox
+
+
 def fetches(*scripts: Path) -> list[str]:
     """Returns a note for each script that seems to install something: a verifier has no network."""
     return [

@@ -9,6 +9,7 @@ there); a task whose Dockerfile runs anything needs an image, and is refused.
 import json
 import posixpath
 import shlex
+import tarfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -16,6 +17,8 @@ from typing import Any, Final
 from penstock.tasks.importers.common import Choices, Folder, Refused, text_of
 
 _WITHOUT_EFFECT: Final = frozenset({"FROM", "LABEL", "CMD", "ENTRYPOINT", "EXPOSE", "MAINTAINER", "USER", "SHELL"})
+_WITH_VARIABLES: Final = frozenset({"WORKDIR", "ENV", "COPY", "ADD"})
+_ZSTANDARD: Final = b"\x28\xb5\x2f\xfd"
 
 
 @dataclass(slots=True)
@@ -37,15 +40,18 @@ def contents(folder: Path) -> Contents:
     for line in _lines(text_of(folder / "Dockerfile")):
         word, _, rest = line.partition(" ")
         rest = rest.strip()
+        if "$" in rest and word.upper() in _WITH_VARIABLES:
+            # Its value is the build's, or that of the image it begins with.
+            raise _needs_image(f"has {word.upper()} with a variable")
         match word.upper():
             case "WORKDIR":
                 found.workdir = posixpath.normpath(posixpath.join(found.workdir, rest))
             case "ENV":
                 found.env |= _variables(rest)
             case "COPY" | "ADD":
-                found.copies += _copies(folder, rest, found.workdir)
+                found.copies += _copies(folder, rest, found.workdir, unpacks=word.upper() == "ADD")
             case name if name not in _WITHOUT_EFFECT:
-                raise Refused(f"its Dockerfile has {name}, which needs an image: import it with images")
+                raise _needs_image(f"has {name}")
     return found
 
 
@@ -86,10 +92,22 @@ def _variables(rest: str) -> dict[str, str]:
     return dict(word.split("=", 1) for word in words if "=" in word)
 
 
-def _copies(folder: Path, rest: str, workdir: str) -> list[tuple[Path, str]]:
+def _needs_image(what: str) -> Refused:
+    return Refused(f"its Dockerfile {what}, which needs an image: import it with images")
+
+
+def _is_archive(path: Path) -> bool:
+    """Returns whether ADD unpacks a file: it goes by the content, not by the name."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(4) == _ZSTANDARD or tarfile.is_tarfile(path)
+
+
+def _copies(folder: Path, rest: str, workdir: str, *, unpacks: bool) -> list[tuple[Path, str]]:
     words = json.loads(rest) if rest.startswith("[") else shlex.split(rest)
-    if any(word.startswith("--") and not word.startswith(("--chown=", "--chmod=")) for word in words):
-        raise Refused(f"its Dockerfile copies with {words[0]}, which needs an image: import it with images")
+    if option := next((word for word in words if word.startswith("--") and not word.startswith("--chown=")), ""):
+        raise _needs_image(f"copies with {option}")
     words = [word for word in words if not word.startswith("--")]
     *sources, target = words
     found: list[tuple[Path, str]] = []
@@ -102,9 +120,11 @@ def _copies(folder: Path, rest: str, workdir: str) -> list[tuple[Path, str]]:
         for path in matches:
             if not path.resolve().is_relative_to(folder.resolve()):
                 raise Refused(f"its Dockerfile copies {source}, which is outside of its context")
+            if unpacks and _is_archive(path):
+                raise _needs_image(f"adds {path.name}, which is unpacked")
             place = posixpath.normpath(posixpath.join(workdir, target))
             into = target.endswith("/") or target in (".", "./") or len(sources) > 1 or len(matches) > 1
-            found.append((path, f"{place}/{path.name}" if into and path.is_file() else place))
+            found.append((path, posixpath.join(place, path.name) if into and path.is_file() else place))
     return found
 
 

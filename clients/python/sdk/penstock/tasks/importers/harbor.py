@@ -31,6 +31,7 @@ from penstock.tasks.importers.common import (
     fetches,
     manifest,
     plain,
+    solution_place,
     substituted,
     text_of,
 )
@@ -276,11 +277,12 @@ def _host(url: object) -> str | None:
 def _put_solution(folder: Folder, source: Path, config: dict[str, Any], choices: Choices, workdir: str) -> None:
     if not (source / "solution" / "solve.sh").is_file():
         return
-    command: dict[str, Any] = {"argv": ["bash", "/solution/solve.sh"]}
+    place = solution_place(folder.content, "/solution")
+    command: dict[str, Any] = {"argv": ["bash", f"{place}/solve.sh"]}
     env = substituted(config.get("env", {}), choices.env, "solution.env")
     command |= ({"env": env} if env else {}) | ({"cwd": workdir} if workdir else {})
     folder.content["solution"] = {
-        "files": [{"path": "/solution", "from": folder.copy(source / "solution", "solution")}],
+        "files": [{"path": place, "from": folder.copy(source / "solution", "solution")}],
         "commands": [command],
     }
     folder.notes += fetches(source / "solution" / "solve.sh")

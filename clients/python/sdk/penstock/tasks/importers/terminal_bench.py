@@ -19,6 +19,7 @@ from penstock.tasks.importers.common import (
     directories,
     fetches,
     manifest,
+    solution_place,
     yaml_of,
 )
 from penstock.tasks.importers.companion_grading import put_grading
@@ -52,8 +53,7 @@ def _fill(folder: Folder, source: Path, choices: Choices) -> None:
         raise Refused("it has no run-tests.sh")
     folder.content["instruction"] = config["instruction"]
     workdir = _put_environment(folder, source, choices)
-    file = source / compose.NAME
-    if file.is_file() and len((yaml_of(file) or {}).get("services") or {}) > 1:
+    if (file := source / compose.NAME).exists():
         compose.put_companions(folder, file, "client", choices)
     test_seconds = float(config.get("max_test_timeout_sec", _TEST_SECONDS))
     folder.content["limits"] = {
@@ -115,7 +115,8 @@ def _remove(folder: Path) -> None:
 
 
 def _put_solution(folder: Folder, source: Path, workdir: str) -> None:
-    command: dict[str, Any] = {"argv": ["bash", "/oracle/solution.sh"]} | ({"cwd": workdir} if workdir else {})
+    path = f"{solution_place(folder.content, '/oracle')}/solution.sh"
+    command: dict[str, Any] = {"argv": ["bash", path]} | ({"cwd": workdir} if workdir else {})
     if (source / "solution.sh").is_file():
         folder.copy(source / "solution.sh", "solution.sh")
     elif (source / "solution.yaml").is_file():
@@ -127,6 +128,6 @@ def _put_solution(folder: Folder, source: Path, workdir: str) -> None:
     else:
         return
     folder.content["solution"] = {
-        "files": [{"path": "/oracle/solution.sh", "from": "solution.sh"}],
+        "files": [{"path": path, "from": "solution.sh"}],
         "commands": [command],
     }

@@ -16,6 +16,7 @@ from typing import Any, Final
 from penstock.client.tasks.field_types import MAX_PATHS
 from penstock.tasks.importers.common import GRADER_FOLDER, Choices, Folder, Refused
 from penstock.tasks.importers.git import clone_of, extract, git
+from penstock.tasks.importers.swe.patches import check_patch, touched
 
 TEST_SECONDS: Final = 1800.0
 WORKDIR: Final = "/testbed"
@@ -91,6 +92,8 @@ def write(folder: Folder, task: Instance, choices: Choices) -> None:
     """Fills a task directory. Raises Refused if it cannot be graded, or has no place to come from."""
     base, workdir, restored = task.base_commit, task.workdir, list(task.restored)
     changed, new, _ = touched(task.test_patch)
+    check_patch(task.test_patch, "test_patch")
+    check_patch(task.bug, "patch")
     folder.content["instruction"] = task.statement
     if task.image and choices.image:
         folder.content["image"] = task.image
@@ -154,7 +157,7 @@ def _put_verifier(folder: Folder, task: Instance, choices: Choices, graded: _Gra
         "new_files": graded.new,
         "helpers": list(task.helpers),
         "test_files": list(task.test_files),
-        "test_command": choices.test_command or task.test_command,
+        "test_command": (choices.test_command if task.runner == "pytest" else "") or task.test_command,
         "fail_to_pass": list(task.fail),
         "pass_to_pass": list(task.keep),
         "expected": None if task.expected is None else dict(task.expected),
@@ -167,6 +170,9 @@ def _put_verifier(folder: Folder, task: Instance, choices: Choices, graded: _Gra
         {"path": wanted, "from": folder.write("grading.json", json.dumps(grading, indent=1))},
     ]
     if task.runner != "pytest":
+        if choices.test_command:
+            note = f"its tests are run by {task.runner}'s own runner: --test-command, which is pytest's, is not used"
+            folder.notes.append(note)
         name = f"{task.runner}_report.py"
         files.append({"path": f"{GRADER_FOLDER}/{name}", "from": folder.program(name)})
     for path, content in task.tests.items():
@@ -193,37 +199,6 @@ def _put_solution(folder: Folder, task: Instance, workdir: str) -> None:
         files = [{"path": place + path, "from": folder.write(f"solution/{path}", text)} for path, text in patch.items()]
         command = {"argv": ["true"]}
     folder.content["solution"] = {"files": files, "commands": [command | cwd]}
-
-
-_DIFF: Final = re.compile(r"^diff --git a/(?P<old>.+?) b/(?P<new>.+)$", re.MULTILINE)
-
-
-def touched(patch: str) -> tuple[list[str], list[str], set[str]]:
-    """Returns the files that a patch changes or removes, those that it creates, and those that are gone after it."""
-    changed, new, gone = [], [], set()
-    matches = list(_DIFF.finditer(patch))
-    for match, after in zip(matches, [*matches[1:], *[None] * bool(matches)], strict=True):
-        head = patch[match.end() : after.start() if after else None].partition("\n@@")[0]
-        if "\ndeleted file mode" in head or "\nrename from " in head:
-            gone.add(match["old"])
-        if "\nnew file mode" in head:
-            new.append(match["new"])
-        elif match["old"] != match["new"]:
-            changed.append(match["old"])
-            new.append(match["new"])
-        else:
-            changed.append(match["old"])
-    for path in (*changed, *new):
-        inside(path, "the test patch")
-    return changed, new, gone - set(new)
-
-
-def inside(path: str, what: str) -> str:
-    """Returns a path of the repository. Raises Refused if it leads out of it, or into its `.git`."""
-    parts = Path(path).parts
-    if not parts or path.startswith("/") or ".." in parts or ".git" in parts or "\0" in path:
-        raise Refused(f"{what} leads out of the repository: {path}")
-    return path
 
 
 def templated(template: str, *, instance_id: str, repo: str) -> str:

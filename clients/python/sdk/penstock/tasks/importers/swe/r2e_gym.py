@@ -15,7 +15,8 @@ from typing import Any, Final
 
 from penstock.tasks.importers.common import Choices, Refused
 from penstock.tasks.importers.records import Record, parsed, required
-from penstock.tasks.importers.swe.instance import WORKDIR, Instance, inside
+from penstock.tasks.importers.swe.instance import WORKDIR, Instance
+from penstock.tasks.importers.swe.patches import inside
 from penstock.tasks.importers.swe.swe_bench import image_of
 
 _TESTS: Final = "r2e_tests"

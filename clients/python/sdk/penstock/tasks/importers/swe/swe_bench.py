@@ -13,7 +13,8 @@ from typing import Any, Final
 
 from penstock.tasks.importers.common import Choices, Refused
 from penstock.tasks.importers.records import Record, parsed, required
-from penstock.tasks.importers.swe.instance import WORKDIR, Instance, inside, templated, touched
+from penstock.tasks.importers.swe.instance import WORKDIR, Instance, templated
+from penstock.tasks.importers.swe.patches import inside, touched
 
 IMAGE: Final = "swebench/sweb.eval.x86_64.{docker_id}:latest"
 _SWE_GYM_IMAGE: Final = "xingyaoww/sweb.eval.x86_64.{gym_id}:latest"

@@ -10,7 +10,8 @@ from typing import Any, Final
 
 from penstock.tasks.importers.common import Choices, Refused
 from penstock.tasks.importers.records import Record, parsed, required
-from penstock.tasks.importers.swe.instance import WORKDIR, Instance, touched
+from penstock.tasks.importers.swe.instance import WORKDIR, Instance
+from penstock.tasks.importers.swe.patches import touched
 from penstock.tasks.importers.swe.swe_bench import IN_TESTBED, image_of, kept, pytest_files, tests
 
 _IMAGE: Final = "swerebench/sweb.eval.x86_64.{docker_id}:latest"

@@ -11,7 +11,8 @@ from typing import Final
 
 from penstock.tasks.importers.common import Choices, Refused
 from penstock.tasks.importers.records import Record, required
-from penstock.tasks.importers.swe.instance import WORKDIR, Instance, templated, touched
+from penstock.tasks.importers.swe.instance import WORKDIR, Instance, templated
+from penstock.tasks.importers.swe.patches import touched
 from penstock.tasks.importers.swe.swe_bench import IN_TESTBED, kept, pytest_files, tests
 
 IMAGE: Final = "jyangballin/swesmith.x86_64.{docker_id}:latest"

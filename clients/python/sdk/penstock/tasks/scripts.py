@@ -5,8 +5,7 @@ import shlex
 from collections.abc import Sequence
 from typing import Final
 
-from penstock.client.tasks.spec import SeedFile, Solution
-from penstock.tasks.solutions import script
+from penstock.client.tasks.spec import Command, SeedFile, Solution
 
 MAX_SCRIPT_BYTES: Final = 900_000
 """Below the limit of an instruction, which carries a script."""
@@ -19,6 +18,17 @@ def of_solution(solution: Solution) -> str:
     trials, and setup commands do not see them.
     """
     return "set -e\n" + "".join(map(write_file, solution.files)) + script(solution.commands)
+
+
+def script(commands: Sequence[Command]) -> str:
+    """Returns commands as one shell script that stops at the first failure."""
+    lines = ["set -e\n"]
+    for command in commands:
+        words = list(command.argv) if command.shell is None else ["sh", "-c", command.shell]
+        env = [f"{name}={value}" for name, value in {**command.env, **command.secret_env}.items()]
+        line = shlex.join(["env", *env, *words] if env else words)
+        lines.append(f"(cd {shlex.quote(command.cwd)} && {line})\n" if command.cwd else f"{line}\n")
+    return "".join(lines)
 
 
 def write_file(file: SeedFile) -> str:
