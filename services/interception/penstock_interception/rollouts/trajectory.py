@@ -112,7 +112,7 @@ def notes_of(call: Call) -> tuple[str, ...]:
 
 
 def _lost_thinking(call: Call) -> bool:
-    """Returns whether an upstream does not get what the agent asked for: its body was written anew, for the bare API."""
+    """Returns whether an upstream lacks what the agent asked for: its body was written anew, for the bare API."""
     request = call.request
     return (
         call.answerer is Answerer.UPSTREAM
