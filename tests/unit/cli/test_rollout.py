@@ -96,7 +96,8 @@ async def test_the_cost_is_of_all_attempts_and_each_answer_counts_once(
     event."""
     first = [CallFinished(call) for call in from_proto(attempt_of("e0", "lost")).calls]
     last = from_proto(attempt_of("c0", "c1", replayed=1))
-    told = [("r", one) for one in first] + [("r", AttemptFailed(1, LOST)), ("r", CallFinished(last.calls[0]))]
+    told: list[tuple[str, EventPayload]] = [("r", one) for one in first]
+    told += [("r", AttemptFailed(1, LOST)), ("r", CallFinished(last.calls[0]))]
     told += [("none", first[0]), ("none", Ended(Outcome(failure=LOST))), ("r", Ended(Outcome()))]
     absent = FailedPrecondition("no gate", reason="TRAJECTORY_ABSENT")
     assert await seen(Services(r=last, none=absent), Handle(*told), tmp_path) == 1
