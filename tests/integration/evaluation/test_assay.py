@@ -9,7 +9,7 @@ import orjson
 import pytest
 from benchmarks.assay.__main__ import PYTEST, measured
 from benchmarks.assay.corpus import Maker, Planted
-from tests.integration.evaluation.test_eval_cli import penstock
+from tests.integration.evaluation.test_eval_cli import STUCK, interrupted_after_a_line, penstock
 from tests.support.services.stack import Running
 
 from penstock.assay import Code, Kind, Severity, Terms, assay
@@ -222,6 +222,22 @@ async def test_the_command_reports_signs_and_its_lines_decide_what_starts(stack:
         stack, tmp_path, "rollout", "--task", "tasks/good.yaml", "--agent", "shell", "--require-assay", str(lines)
     )
     assert code == 2 and "not signed with this key" in err
+
+
+@pytest.mark.requirement("R138")
+async def test_an_interrupted_assay_keeps_the_results_that_it_has(stack: Running, tmp_path: Path) -> None:
+    """The line is signed as soon as it is known; the reports have what there is."""
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "tasks" / "bare.yaml").write_text("instruction: x\n")
+    (tmp_path / "tasks" / "stuck.yaml").write_text(f"instruction: x\n{STUCK}")
+    given = ("tasks", "assay", "tasks", "--solutions", "1", "--out", "assay.jsonl", "--json")
+    code, _, err = await interrupted_after_a_line(stack, tmp_path, *given)
+    assert code == 130 and "0 of 1 task passed, 1 not assayed" in err, err
+    Assays.load(tmp_path / "assay.jsonl")
+    (line,) = (tmp_path / "assay.jsonl").read_bytes().splitlines()
+    (reported,) = orjson.loads((tmp_path / "assay.json").read_bytes())["assays"]
+    assert orjson.loads(line)["task_id"] == reported["task_id"] == "bare"
+    assert "bare" in (tmp_path / "assay.html").read_text()
 
 
 @pytest.mark.requirement("R138")

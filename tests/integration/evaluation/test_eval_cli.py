@@ -117,6 +117,35 @@ async def test_interrupted_evaluation_prints_the_command_that_resumes(stack: Run
     assert "  penstock eval 'its tasks' --agent shell --out kept\n" in err.decode(), err
 
 
+STUCK = "setup: [mkfifo in, cat in]\nverifier: {commands: ['true']}\nsolution: {commands: ['true']}\n"
+"""The rest of a task whose rollouts never end."""
+
+
+async def interrupted_after_a_line(running: Running, folder: Path, *argv: str) -> tuple[int | None, str, str]:
+    """Exit code, first line and standard error of a command that is interrupted once it has printed a line."""
+    connection = folder / "connection.json"
+    write_connection(connection, running.stack.endpoints, pid=os.getpid())
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "penstock.cli.main", *argv, stdout=PIPE, stderr=PIPE, cwd=folder,
+        env={**os.environ, "PENSTOCK_CONNECTION": str(connection)},
+    )  # fmt: skip
+    assert process.stdout is not None
+    line = await process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    _, err = await process.communicate()
+    return process.returncode, line.decode(), err.decode()
+
+
+async def test_a_proof_is_printed_as_soon_as_it_is_known(stack: Running, tmp_path: Path) -> None:
+    """An interruption does not take it back."""
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "tasks" / "bare.yaml").write_text("instruction: x\n")
+    (tmp_path / "tasks" / "stuck.yaml").write_text(f"instruction: x\n{STUCK}")
+    code, line, err = await interrupted_after_a_line(stack, tmp_path, "tasks", "prove", "tasks", "--json")
+    assert code == 130, err
+    assert orjson.loads(line)["task_id"] == "bare"
+
+
 async def test_solution_agent_is_never_listed(stack: Running) -> None:
     """Whoever proves tasks leaves no agent behind, interrupted or killed, and takes none from another who proves."""
     first, second = await solving_agent(stack.ps), await solving_agent(stack.ps)

@@ -11,10 +11,11 @@ from tests.unit.analysis.test_export import trajectory
 
 from penstock.analysis.export import read_rows, rollouts, write
 from penstock.analysis.interchange.atif import document
-from penstock.analysis.prices import Cost, Price, Prices, Used, by_model, used
+from penstock.analysis.prices import Cost, Price, Prices, Used, by_model, paid, used
 from penstock.chat.v1 import chat_pb2
 from penstock.client import InvalidArgument, Trajectory
 from penstock.client.wire.results import trajectory as from_proto
+from penstock.client.wire.results import trajectory_to
 from penstock.tables.columns import row_digest
 from penstock.trajectory.v1 import trajectory_pb2 as pb
 
@@ -63,19 +64,48 @@ def test_an_invalid_table_is_refused_with_its_key(text: str, place: str, tmp_pat
         Prices.load(tmp_path / "absent.yaml")
 
 
-def test_only_what_was_sampled_is_paid() -> None:
-    """A replayed answer was paid before; a given one never."""
+def attempt_of(*ids: str, replayed: int = 0) -> pb.Trajectory:
+    """An attempt of the rollout `r`: its first calls were answered by what an earlier attempt sampled as e0, e1, ..."""
     message = pb.Trajectory(rollout_id="r")
-    for number in range(4):
-        call = message.calls.add(call_id=f"c{number}", prompt_count=10)
+    for number, name in enumerate(ids):
+        call = message.calls.add(call_id=name, rollout_id="r", prompt_count=10)
         call.completion.model = "m"
         call.completion.usage.MergeFrom(chat_pb2.Usage(completion_tokens=2, cached_tokens=3))
-    message.calls[1].replayed_from.call_id = "earlier"
+        if number < replayed:
+            call.replayed_from.MergeFrom(pb.ReplayOrigin(rollout_id="r", attempt=1, call_id=f"e{number}"))
+    return message
+
+
+@pytest.mark.requirement("R129")
+def test_only_what_was_sampled_for_the_rollout_is_paid() -> None:
+    """What a branch replays was paid with its parent; a given answer never."""
+    message = attempt_of("c0", "c1", "c2", "c3")
+    message.calls[1].replayed_from.MergeFrom(pb.ReplayOrigin(rollout_id="parent", attempt=1, call_id="earlier"))
     message.calls[2].given = True
     message.calls[3].ClearField("completion")
     found = used(from_proto(message).calls)
     assert found == [Used("m", 10, 2, 3)]
     assert by_model([*found, *found, Used("a", 1, 1)]) == (Used("a", 1, 1), Used("m", 20, 4, 6))
+
+
+def test_what_an_earlier_attempt_sampled_is_paid_once() -> None:
+    """The last attempt's trajectory has it as replayed; whoever saw both attempts knows it by one id."""
+    last = from_proto(attempt_of("c0", "c1", "c2", replayed=2))
+    assert used(last.calls) == [Used("m", 10, 2, 3)] * 3
+    earlier = from_proto(attempt_of("e0", "e1"))
+    assert list(paid((*earlier.calls, *last.calls))) == ["e0", "e1", "c2"]
+    prices = Prices({"*": Price(prompt=1_000_000, cached=0, completion=0)})
+    (row,) = rollouts(last, prices)
+    assert row["cost"]["amount"] == 21
+
+
+def test_a_step_that_a_further_attempt_replayed_has_its_cost() -> None:
+    prices = Prices({"m": Price(prompt=1_000_000, cached=0, completion=10_000_000)})
+    message = trajectory_to(with_tools())
+    message.calls[0].replayed_from.MergeFrom(pb.ReplayOrigin(rollout_id=message.rollout_id, attempt=1, call_id="e0"))
+    message.calls[0].rollout_id = message.rollout_id
+    made = document(from_proto(message), prices)
+    assert made is not None and made["final_metrics"]["total_cost_usd"] == 78
 
 
 async def test_the_row_of_a_rollout_has_its_cost(tmp_path: Path) -> None:

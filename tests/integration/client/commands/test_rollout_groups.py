@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
+import sys
+from asyncio.subprocess import PIPE
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +15,7 @@ from tests.integration.client.test_cli import TASK_FILE
 from tests.support.terminal import ptys
 from tests.support.terminal.commands import invoke
 
+from penstock.client import Penstock
 from penstock.client.transport.endpoints import write_connection
 from penstock.local.stack import LocalStack
 
@@ -57,3 +61,23 @@ async def test_a_group_in_a_pipe_is_lines_and_its_summary(connection: dict[str, 
     assert f"{group}-0: completed" not in lines, "it never was"
     assert out.count("setup command 1 of 1 failed: exit code 9") == 2 and "\x1b" not in out, out
     assert f"group {group}  2 rollouts: 0 completed, 2 failed" in lines
+
+
+@pytest.mark.requirement("R70")
+async def test_rollouts_whose_output_has_no_reader_any_more_are_cancelled(
+    connection: dict[str, str], ps: Penstock, tmp_path: Path
+) -> None:
+    """As by `penstock rollout -n 2 --json | head`: a trainer that is gone answers none of their calls."""
+    (tmp_path / "task.yaml").write_text("instruction: x\nsetup: [sleep 600]\n")
+    given = ("rollout", "--agent", "shell", "--task", "task.yaml", "-n", "2", "--run-id", "unread")
+    reading, writing = os.pipe()
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "penstock.cli.main", *given, "--json"),
+        stdout=writing, stderr=PIPE, env={**os.environ, **connection}, cwd=tmp_path,
+    )  # fmt: skip
+    os.close(writing)
+    os.close(reading)
+    _, err = await process.communicate()
+    assert process.returncode == 141 and b"Traceback" not in err, err
+    found = [one async for one in ps.rollouts.list(run_id="unread")]
+    assert len(found) == 2 and all(one.outcome is not None for one in found), found

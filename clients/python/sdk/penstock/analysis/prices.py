@@ -111,18 +111,30 @@ class Prices:
         return next(patterns, None) if found is None else found
 
 
-def used(calls: Iterable[Call]) -> list[Used]:
-    """Returns the tokens of calls that a model answered; what was replayed or given was not sampled again."""
-    return [
-        Used(
+def paid(calls: Iterable[Call]) -> dict[str, Used]:
+    """Returns the tokens of calls that a model answered for their rollout, by the id of the call that was sampled.
+
+    An answer that a further attempt of the rollout replayed was sampled in an earlier one: it has the earlier call's
+    id, so that it counts once for whoever saw that call too. What was replayed from another rollout was sampled for
+    that one, and what was given for none.
+    """
+    found: dict[str, Used] = {}
+    for call in calls:
+        done, origin = call.completion, call.replayed_from
+        if done is None or call.given or (origin is not None and origin.rollout_id != call.rollout_id):
+            continue
+        found[call.call_id if origin is None else origin.call_id] = Used(
             done.model or call.model_requested,
             call.prompt_count or (0 if done.usage is None else done.usage.prompt_tokens),
             call.sampled_count or (0 if done.usage is None else done.usage.completion_tokens),
             0 if done.usage is None else done.usage.cached_tokens or 0,
         )
-        for call in calls
-        if (done := call.completion) is not None and call.replayed_from is None and not call.given
-    ]
+    return found
+
+
+def used(calls: Iterable[Call]) -> list[Used]:
+    """Returns the tokens of calls as `paid` does, without the ids."""
+    return list(paid(calls).values())
 
 
 def by_model(found: Iterable[Used]) -> tuple[Used, ...]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import Final, Protocol
 
-from penstock.analysis.prices import Used, by_model, used
+from penstock.analysis.prices import Used, by_model, paid
 from penstock.client.connection import Penstock
 from penstock.client.errors import AlreadyExists, FailedPrecondition, first_of
 from penstock.client.rollouts.client import RolloutOptions
@@ -69,7 +69,8 @@ class _Story:
     phase: Phase | None = None
     ran: list[Ran] = field(default_factory=list)
     outcome: Outcome = field(default_factory=Outcome)
-    used: list[Used] = field(default_factory=list)
+    used: dict[str, Used] = field(default_factory=dict)
+    """By the call that was sampled: a further attempt may replay its answer."""
 
     def add(self, event: RolloutEvent) -> None:
         match event.payload:
@@ -79,7 +80,8 @@ class _Story:
                 self.calls += 1
                 self.prompt_tokens += call.prompt_count
                 self.completion_tokens += call.sampled_count
-                self.used += used([call])
+                for call_id, tokens in paid([call]).items():
+                    self.used.setdefault(call_id, tokens)
             case AgentEvent(kind="assistant", data=data) if str(data.get("text") or "").strip():
                 self.said = str(data["text"])[-_TEXT_CHARACTERS:]
             case CommandFinished() as done:
@@ -270,5 +272,5 @@ def _completed(blank: Attempt, story: _Story, phase_times: Mapping[Phase, float]
         completion_tokens=story.completion_tokens,
         said=story.said,
         ran=tuple(story.ran),
-        used=by_model(story.used),
+        used=by_model(story.used.values()),
     )

@@ -5,12 +5,15 @@ driver, and stops them in reverse; `penstock.local.processes` has how they are s
 """
 
 import secrets
+import sqlite3
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
+from penstock.client.errors import ConfigurationError
 from penstock.client.transport.endpoints import (
     CONNECTION_FILE,
     DEFAULT_INGRESS_PORT,
@@ -56,6 +59,11 @@ class LocalStack(ServiceProcesses):
         start_timeout: seconds for each service to become ready.
         max_restarts: how often a service that died is restarted within ten minutes; 0 = a death ends the stack.
         on_restart: called when a service died and is about to be restarted, and when it is back; absent = logged.
+        takes_up: whether it goes on with rollouts that an earlier stack left, which end with it if they have not
+            ended before; False = it does not start where there are some, and they stay as they are.
+
+    Raises:
+        ConfigurationError: `ROLLOUTS_LEFT`, there are some.
     """
 
     def __init__(
@@ -73,6 +81,7 @@ class LocalStack(ServiceProcesses):
         start_timeout: float = START_TIMEOUT_S,
         max_restarts: int = MAX_RESTARTS,
         on_restart: Callable[[ServiceRestart], None] | None = None,
+        takes_up: bool = True,
     ) -> None:
         super().__init__(
             state_dir=state_dir or default_state_dir(),
@@ -89,12 +98,25 @@ class LocalStack(ServiceProcesses):
         self._tokenizers = {name: Path(path).absolute() for name, path in tokenizers.items()}
         self._ports = ports
         self._more_settings = settings
+        self._takes_up = takes_up
         self.connection_file = self.state_dir / CONNECTION_FILE
         """Where `penstock up` writes how clients reach the services."""
         self.operator_token = secrets.token_hex(32)
         """The token that may call everything."""
         self.trainer_token = secrets.token_hex(32)
         """The token for a trainer in another process or language."""
+
+    def _prepare(self) -> None:
+        super()._prepare()
+        # Before any service runs: the end of the sandbox service alone would end what it keeps for them.
+        if not self._takes_up and (left := _unended(Path(self.settings_of("driver")["state_dir"]) / "driver.db")):
+            what = "1 rollout has" if left == 1 else f"{left} rollouts have"
+            raise ConfigurationError(
+                f"{what} not ended in {self.state_dir}, whose services were killed. Services for this command only "
+                "would end them with it: start `penstock up` first, with the options that it had. It goes on with "
+                "them, and answers this command. If they are of no use any more, stop it: that ends them.",
+                reason="ROLLOUTS_LEFT",
+            )
 
     @property
     def services(self) -> Sequence[ServiceName]:
@@ -146,3 +168,18 @@ class LocalStack(ServiceProcesses):
                 table["interception_address"] = self._addresses.get("interception", "")
                 table["interception_token"] = self.operator_token
         return table | dict(self._more_settings.get(service, {}))
+
+
+def _unended(journal: Path) -> int:
+    """Returns how many rollouts a driver that does not run has left; 0 also where its journal cannot be read.
+
+    The driver then says what is wrong with it.
+    """
+    if not journal.exists():
+        return 0
+    try:
+        with closing(sqlite3.connect(f"{journal.as_uri()}?mode=ro", uri=True)) as connection:
+            (count,) = connection.execute("SELECT COUNT(*) FROM rollouts WHERE end_time IS NULL").fetchone()
+    except sqlite3.Error:
+        return 0
+    return int(count)

@@ -6,7 +6,7 @@ must get the verifier's maximum reward, and nothing must get less.
 
 import asyncio
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -43,11 +43,23 @@ class Proof:
 
 
 async def prove(
-    ps: Penstock, tasks: Sequence[Task], *, concurrency: int = 4, options: RolloutOptions | None = None
+    ps: Penstock,
+    tasks: Sequence[Task],
+    *,
+    concurrency: int = 4,
+    options: RolloutOptions | None = None,
+    ended: Callable[[Proof], None] = lambda _: None,
 ) -> list[Proof]:
     """Returns the proofs of tasks, in their order.
 
     A task without a verifier or a solution, or one that the services refuse, is not proved: its proof has the problem.
+
+    Args:
+        ps: the services.
+        tasks: those with an image of their own as `with_image` returns them.
+        concurrency: rollouts at once.
+        options: of the rollouts.
+        ended: called with each proof as soon as it is known.
 
     Raises:
         The errors of `ps.rollouts.create`, but for InvalidArgument and FailedPrecondition.
@@ -57,9 +69,15 @@ async def prove(
     given = without_calls(options)
     given["run_id"] = f"prove-{secrets.token_hex(6)}"
     proofs: list[asyncio.Task[Proof]] = []
+
+    async def one(task: Task) -> Proof:
+        proof = await _prove(ps, task, solver, given, places)
+        ended(proof)
+        return proof
+
     try:
         async with asyncio.TaskGroup() as group:
-            proofs.extend(group.create_task(_prove(ps, task, solver, given, places)) for task in tasks)
+            proofs.extend(group.create_task(one(task)) for task in tasks)
     except BaseExceptionGroup as failed:
         raise first_of(failed) from None
     return [proof.result() for proof in proofs]

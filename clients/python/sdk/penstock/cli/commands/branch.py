@@ -7,12 +7,13 @@ from typing import Annotated, Any
 import orjson
 import typer
 
-from penstock.cli.commands.rollout import delegating, see_through
+from penstock.cli.commands.rollout import INTERRUPTED, delegating, see_through
 from penstock.cli.connections.completion import recordings
 from penstock.cli.connections.options import AsJson, StateDir
 from penstock.cli.connections.service_selection import services
-from penstock.cli.terminal.console import err, run, usage_error
+from penstock.cli.terminal.console import run, usage_error
 from penstock.client import Message, Reasoning, Replay, Role, Text, ToolCall
+from penstock.client.rollouts.handles import created
 
 _SHAPE = 'a JSON object like {"text": "...", "reasoning": "...", "tool_calls": [{"name": "...", "arguments": {...}}]}'
 
@@ -56,7 +57,7 @@ def branch(
 
     async def work() -> int:
         async with services(state_dir=state_dir) as ps, delegating(ps, {"group_id": group_id}, needed=delegate):
-            group = await ps.rollouts.branch(
+            branching = ps.rollouts.branch(
                 rollout_id,
                 int(call) if call.isdecimal() else call,
                 n,
@@ -66,9 +67,8 @@ def branch(
                 replay=replay,
                 seed=seed,
             )
-            if not as_json:
-                err.print(f"branches: {group.group_id}", markup=False)
-            return await see_through(ps, group, n, save, as_json)
+            group = await created(branching, INTERRUPTED)
+            return await see_through(ps, group, n, save, as_json, f"branches: {group.group_id}")
 
     run(work())
 

@@ -14,8 +14,8 @@ from rich.live import Live
 from rich.markup import escape
 from rich.text import Text
 
-from penstock.analysis.export import write_jsonl
-from penstock.analysis.prices import Prices, Used, used
+from penstock.analysis.prices import Prices
+from penstock.cli.connections.ended_rollouts import EndedRollouts
 from penstock.cli.connections.model_sources import (
     Engine,
     ModelDir,
@@ -57,8 +57,6 @@ from penstock.cli.views.json_shapes import event_shape
 from penstock.client import (
     AgentChoice,
     ArtifactCollected,
-    Ended,
-    FailedPrecondition,
     GroupHandle,
     InterceptSession,
     Mode,
@@ -70,15 +68,18 @@ from penstock.client import (
     RolloutHandle,
     RolloutOptions,
     Task,
-    Trajectory,
 )
 from penstock.client.errors import first_of
+from penstock.client.rollouts.handles import abandon, created
 from penstock.client.tasks.model_keys import load_models
 from penstock.client.tasks.task import load_user
 from penstock.client.transport.atomic_files import write_whole
 from penstock.tasks.images import with_image
 
-_CANCEL_S: Final = 30.0
+INTERRUPTED: Final = "interrupted"
+"""Why rollouts of a command that ends early are cancelled."""
+_SAVE_S: Final = 30.0
+"""Seconds for saving what had ended when the command was interrupted."""
 _REDRAW_S: Final = 0.25
 """Seconds between two drawings of a group."""
 
@@ -170,12 +171,11 @@ async def _run(
     async with delegating(ps, selector, needed=options.get("mode") == Mode.INTERCEPTION_GATE):
         handle: RolloutHandle | GroupHandle
         if n == 1:
-            handle = await ps.rollouts.create(task, agent, rollout_id=name, **options)
+            handle = await created(ps.rollouts.create(task, agent, rollout_id=name, **options), INTERRUPTED)
         else:
-            handle = await ps.groups.create(task, agent, n, group_id=name, **options)
-        if not as_json:
-            err.print(f"{'rollout' if n == 1 else 'group'}: {name}", markup=False)
-        return await see_through(ps, handle, n, save, as_json, run_id=options.get("run_id"), prices=prices)
+            handle = await created(ps.groups.create(task, agent, n, group_id=name, **options), INTERRUPTED)
+        title = f"{'rollout' if n == 1 else 'group'}: {name}"
+        return await see_through(ps, handle, n, save, as_json, title, run_id=options.get("run_id"), prices=prices)
 
 
 async def see_through(
@@ -184,34 +184,37 @@ async def see_through(
     n: int,
     save: Path,
     as_json: bool,
+    title: str,
     *,
     run_id: str | None = None,
     prices: Prices | None = None,
 ) -> int:
-    """Shows rollouts to their end, and saves them; an interruption cancels them. Returns the exit code."""
+    """Shows rollouts to their end, and saves each as it ends. Returns the exit code.
+
+    Whatever ends it early, an interruption, an error or a closed output, cancels those that run.
+    """
     progress: GroupProgress | None = None
+    ends = EndedRollouts(ps, save, keep=n == 1)
     try:
+        if not as_json:
+            err.print(title, markup=False)
         if n > 1 and isinstance(handle, GroupHandle) and not as_json:
             async with aclosing(ps.rollouts.list(group_id=handle.group_id)) as found:
                 progress = GroupProgress([item async for item in found], run_id)
-        ended = await _watch(handle, progress, save, as_json)
-    except asyncio.CancelledError:
-        err.print("cancelling")
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_CANCEL_S):
-                await handle.cancel("interrupted")
+        async with ends.saving():
+            await _watch(handle, progress, ends, save, as_json)
+    except BaseException as error:
+        with suppress(OSError, SystemExit):  # its reader may be gone, too
+            err.print("cancelling")
+        if await abandon(handle, INTERRUPTED):  # otherwise the services do not answer
+            await ends.finish(_SAVE_S)
+        if not isinstance(error, BrokenPipeError | SystemExit):
+            _show(ps, ends, progress, save, prices, as_json)
         raise
-    models = list[Used]()
-    for rollout_id, outcome in ended.items():
-        trajectory = await _save(ps, rollout_id, save)
-        models += [] if trajectory is None else used(trajectory.calls)
-        if progress is None:
-            _show_end(rollout_id, outcome, trajectory, save, prices, as_json)
-    if progress is not None:
-        _show_group(progress, ended, save, ps.endpoints.dashboard)
-        if prices is not None:
-            out.print(f"cost {escape(str(prices.cost(models)))}", style="dim", soft_wrap=True)
-    return FAILED if any(outcome.failure is not None for outcome in ended.values()) else OK
+    _show(ps, ends, progress, save, prices, as_json)
+    for failed in ends.errors.values():
+        raise failed
+    return FAILED if any(outcome.failure is not None for outcome in ends.outcomes.values()) else OK
 
 
 @asynccontextmanager
@@ -243,18 +246,16 @@ async def _pass_on(call: Any) -> None:
 
 
 async def _watch(
-    handle: RolloutHandle | GroupHandle, progress: GroupProgress | None, save: Path, as_json: bool
-) -> dict[str, Outcome]:
-    """Shows events, or a group's progress, until all have ended; returns the outcomes in the order of their end."""
-    ended: dict[str, Outcome] = {}
+    handle: RolloutHandle | GroupHandle, progress: GroupProgress | None, ends: EndedRollouts, save: Path, as_json: bool
+) -> None:
+    """Shows events, or a group's progress, until all have ended."""
     events: AsyncGenerator[RolloutEvent, None] = handle.events()
     async with _table(progress) as drawn, aclosing(events):
         async for item in events:
             payload = item.payload
             if isinstance(payload, ArtifactCollected):
                 _keep(save / item.rollout_id / "artifacts", payload)
-            if isinstance(payload, Ended):
-                ended[item.rollout_id] = payload.outcome
+            ends.add(item)
             if as_json:
                 emit(event_shape(item))
             elif progress is not None:
@@ -263,7 +264,6 @@ async def _watch(
                     out.print(Text(rows.line(changed)))
             elif (shown := show.event(item)) is not None:
                 out.print(shown)
-    return ended
 
 
 @asynccontextmanager
@@ -289,15 +289,24 @@ async def _table(progress: GroupProgress | None) -> AsyncIterator[bool]:
                 await redrawing
 
 
-async def _save(ps: Penstock, rollout_id: str, save: Path) -> Trajectory | None:
-    """Saves a trajectory and returns it; None if the rollout ended before there was one."""
-    folder = save / rollout_id
-    with suppress(FailedPrecondition):
-        trajectory = await ps.rollouts.trajectory(rollout_id, bodies=True)
-        write_jsonl([trajectory], folder / "turns.jsonl", "turns")
-        write_jsonl([trajectory], folder / "sequences.jsonl", "sequences")
-        return trajectory
-    return None
+def _show(
+    ps: Penstock,
+    ends: EndedRollouts,
+    progress: GroupProgress | None,
+    save: Path,
+    prices: Prices | None,
+    as_json: bool,
+) -> None:
+    """Prints what has ended: each rollout, or their group."""
+    if progress is None:
+        for rollout_id in ends.outcomes:
+            _show_end(rollout_id, ends, save, prices, as_json)
+    elif ends.outcomes:
+        _show_group(progress, ends.outcomes, save, ps.endpoints.dashboard)
+        if prices is not None:
+            out.print(f"cost {escape(str(prices.cost(ends.used_by_all)))}", style="dim", soft_wrap=True)
+    for rollout_id, error in ends.errors.items():
+        err.print(f"{escape(rollout_id)} is not saved: {escape(clean(str(error)))}", soft_wrap=True)
 
 
 def _show_group(progress: GroupProgress, ended: Mapping[str, Outcome], save: Path, dashboard: str) -> None:
@@ -316,17 +325,10 @@ def _show_group(progress: GroupProgress, ended: Mapping[str, Outcome], save: Pat
         out.print(f"{escape(clean(dashboard))}#/groups/{quote(group.group_id, safe='')}", style="dim", soft_wrap=True)
 
 
-def _show_end(
-    rollout_id: str,
-    outcome: Outcome,
-    trajectory: Trajectory | None,
-    save: Path,
-    prices: Prices | None,
-    as_json: bool,
-) -> None:
+def _show_end(rollout_id: str, ends: EndedRollouts, save: Path, prices: Prices | None, as_json: bool) -> None:
     """Prints the outcome of one rollout."""
-    folder = save / rollout_id
-    cost = None if prices is None or trajectory is None else prices.cost(used(trajectory.calls))
+    folder, outcome = save / rollout_id, ends.outcomes[rollout_id]
+    cost = None if prices is None else prices.cost(ends.used(rollout_id))
     if as_json:
         emit(
             {
@@ -334,7 +336,7 @@ def _show_end(
                 "completed": outcome.completed,
                 "failure": None if outcome.failure is None else outcome.failure.reason,
                 "reward": None if outcome.reward is None else outcome.reward.value,
-                "saved": str(folder) if trajectory is not None else None,
+                "saved": str(folder) if rollout_id in ends.saved else None,
                 "cost": None if cost is None else cost.as_dict(),
             }
         )
@@ -344,15 +346,17 @@ def _show_end(
     out.print(outcomes.outcome(outcome))
     if outcome.failure is not None and outcome.agent_stderr:
         out.print(outcomes.agent_stderr(outcome.agent_stderr))
-    if trajectory is None:
+    trajectory = ends.trajectories.get(rollout_id)
+    if trajectory is not None:
+        if trajectory.calls:
+            out.print(outcomes.calls(trajectory))
+        out.print(outcomes.totals(trajectory), style="dim")
+    elif rollout_id not in ends.errors:
         out.print("[dim]no trajectory: it ended before the gate was opened[/]")
-        return
-    if trajectory.calls:
-        out.print(outcomes.calls(trajectory))
-    out.print(outcomes.totals(trajectory), style="dim")
     if cost is not None:
         out.print(f"cost {escape(str(cost))}", style="dim", soft_wrap=True)
-    out.print(f"saved in {escape(str(folder))}", style="dim")
+    if rollout_id in ends.saved:
+        out.print(f"saved in {escape(str(folder))}", style="dim")
 
 
 def _keep(folder: Path, artifact: ArtifactCollected) -> None:

@@ -33,7 +33,7 @@ from penstock.tasks.images import build_images, contexts_of, image_of, with_imag
 from penstock.tasks.importers import FORMATS, Choices, import_tasks
 from penstock.tasks.scaffold import write
 from penstock.tasks.sets import load_tasks, schemas
-from penstock.tasks.solutions import prove
+from penstock.tasks.solutions import Proof, prove
 
 app = typer.Typer(help="Write, check, import, prove and assay tasks.", no_args_is_help=True)
 Tasks = Annotated[Path, typer.Argument(help="Directory of tasks, task set file, or task file.")]
@@ -248,16 +248,19 @@ def prove_(
     choice = model_choice(model_dir, engine, script)
     options = rollout_options(answers, backend=backend)
 
-    async def work() -> int:
-        if build:
-            await build_images(given, lambda line: err.print(escape(line), style="dim"))
-        async with answered(choice, answers, state_dir=state_dir) as ps:
-            proofs = await prove(ps, given, concurrency=concurrency, options=options)
-        holds = all(proof.holds for proof in proofs)
+    proofs: list[Proof] = []
+
+    def ended(proof: Proof) -> None:
+        proofs.append(proof)
         if as_json:
-            for proof in proofs:
-                emit(proof)
-            return OK if holds else FAILED
+            emit(proof)
+        else:
+            err.print(f"{escape(proof.task_id)}: {'holds' if proof.holds else 'invalid'}", style="dim", soft_wrap=True)
+
+    def show() -> None:
+        """Prints the proofs that there are, in the order of the tasks."""
+        places = {task.task_id: place for place, task in enumerate(given)}
+        proofs.sort(key=lambda proof: places[proof.task_id])
         rows = columns("task", "solution", "nothing", "verdict")
         for proof in proofs:
             verdict = "[green]holds[/]" if proof.holds else "[red]invalid[/]"
@@ -267,7 +270,17 @@ def prove_(
             for text in proof.problems:
                 out.print(f"[bold]{escape(proof.task_id)}[/]")
                 out.print(quoted(text, "red", lines=30))
-        return OK if holds else FAILED
+
+    async def work() -> int:
+        if build:
+            await build_images(given, lambda line: err.print(escape(line), style="dim"))
+        try:
+            async with answered(choice, answers, state_dir=state_dir) as ps:
+                await prove(ps, given, concurrency=concurrency, options=options, ended=ended)
+        finally:
+            if not as_json and proofs:
+                show()
+        return OK if all(proof.holds for proof in proofs) else FAILED
 
     run(work())
 

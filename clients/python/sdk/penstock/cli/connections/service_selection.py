@@ -50,9 +50,11 @@ class ModelChoice:
         ports: Mapping[str, int],
         state_dir: Path | None,
         on_restart: Callable[[ServiceRestart], None] | None = None,
+        *,
+        takes_up: bool = True,
     ) -> LocalStack:
         """Returns the stack, not yet started."""
-        return LocalStack(ports=ports, state_dir=state_dir, on_restart=on_restart, **self.options)
+        return LocalStack(ports=ports, state_dir=state_dir, on_restart=on_restart, takes_up=takes_up, **self.options)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -99,7 +101,12 @@ async def services(
 
     With a `state_dir` only its own services count as running. `before_start` may end the program before a stack is
     started.
+
+    Raises:
+        ConfigurationError: `ROLLOUTS_LEFT`, without a `choice`: the command needs no model, and its stack would end
+            rollouts that a killed `penstock up` has left to its next start.
     """
+    takes_up = choice is not None
     choice = choice or ModelChoice()
     endpoints = None if choice.given else resolve() if state_dir is None else of_state_dir(state_dir)
     if endpoints is not None and (endpoints.origin != "the defaults" or await _answers(endpoints)):
@@ -110,7 +117,7 @@ async def services(
     where = "" if state_dir is None else f" in {state_dir}"
     why = "with its own engine" if choice.given else f"because none run{where} (`penstock up` keeps them running)"
     with err.status(f"starting services {why}"):
-        stack = choice.stack({}, state_dir)
+        stack = choice.stack({}, state_dir, takes_up=takes_up)
         await stack.__aenter__()
     try:
         err.print(f"[dim]services for this command only, {escape(why)}; logs in {escape(str(stack.log_dir))}[/]")

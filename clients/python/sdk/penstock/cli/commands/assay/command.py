@@ -68,30 +68,45 @@ def assay_(
         solutions=solutions, mutants=mutants, attacks=attacks, accept=frozenset(accept or ()), fail_fast=fail_fast
     )
 
-    def ended(result: Assay) -> None:
+    found: list[Assay] = []
+
+    def ended(secret: bytes, result: Assay) -> None:
+        found.append(result)
+        _sign(lines, secret, found)  # at once: whatever ends the command does not take it back
         if as_json:
             emit(shape(result))
         else:
             what = "passed" if result.passed else ", ".join(dict.fromkeys(item.code for item in result.defects))
             err.print(f"{escape(result.task_id)}: {what}", style="dim", soft_wrap=True)
 
-    async def work() -> int:
-        secret = _key_for(lines, key or key_beside(lines))
-        if build:
-            await build_images(given, lambda line: err.print(escape(line), style="dim"))
-        async with answered(choice, answers, state_dir=state_dir) as ps:
-            found = await assay(ps, given, terms, concurrency=concurrency, options=options, ended=ended)
-        _sign(lines, secret, found)
+    def tell() -> None:
+        """Writes the reports, and prints the table, of the tasks whose assays have ended."""
+        places = {task.task_id: place for place, task in enumerate(given)}
+        found.sort(key=lambda item: places[item.task_id])
         page, data = html or lines.with_suffix(".html"), report or lines.with_suffix(".json")
         write_html(page, ", ".join(place.absolute().name for place in tasks), found)
         content = {"assays": [shape(item) for item in found]}
         write_whole(data, orjson.dumps(content, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
         if not as_json:
             _show(found)
-        passed = sum(item.passed for item in found)
-        err.print(f"[dim]{passed} of {counted(len(found), 'task')} passed; signed lines in {escape(str(lines))}, "
-                  f"reports in {escape(str(page))} and {escape(str(data))}[/]", soft_wrap=True)  # fmt: skip
-        return OK if passed == len(found) else FAILED
+        passed, rest = sum(item.passed for item in found), len(given) - len(found)
+        unended = f", {rest} not assayed" if rest else ""
+        err.print(f"[dim]{passed} of {counted(len(found), 'task')} passed{unended}; signed lines in "
+                  f"{escape(str(lines))}, reports in {escape(str(page))} and {escape(str(data))}[/]",
+                  soft_wrap=True)  # fmt: skip
+
+    async def work() -> int:
+        secret = _key_for(lines, key or key_beside(lines))
+        if build:
+            await build_images(given, lambda line: err.print(escape(line), style="dim"))
+        try:
+            async with answered(choice, answers, state_dir=state_dir) as ps:
+                known = partial(ended, secret)
+                await assay(ps, given, terms, concurrency=concurrency, options=options, ended=known)
+        finally:
+            if found:
+                tell()
+        return OK if all(item.passed for item in found) else FAILED
 
     run(work())
 
