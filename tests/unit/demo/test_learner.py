@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from penstock_codec import Codec
 from penstock_demo import model, tasks
-from penstock_demo.learner import WARM_CHUNK, Learner, Row, advantages
+from penstock_demo.learner import WARM_CHUNK, Learner, Row, advantages, step_advantages
 from penstock_demo.train import entropy
 from penstock_inference.engines.base import Done, EngineOptions, GenerateRequest, Sampling
 from penstock_inference.engines.numpy import NumpyEngine
@@ -53,6 +53,19 @@ def test_a_group_of_equal_rewards_teaches_nothing(learner: Learner) -> None:
     before = learner.weights()
     learner.update([_row(learner, 0.0, seed) for seed in range(4)])
     assert all(np.array_equal(before[name], value) for name, value in learner.weights().items())
+
+
+@pytest.mark.requirement("R74")
+def test_a_group_that_fails_as_a_whole_has_what_it_lacks_to_the_step(learner: Learner) -> None:
+    """Only if that is asked for, and only below the mean: a group that succeeds as a whole has nothing to unlearn."""
+    groups = [[1.0, 1.0], [0.0, None, 0.0], [0.3, 0.3], [1.0, 0.0], [None]]
+    assert step_advantages(groups) == [advantages(group) for group in groups]
+    solved, failed, partial, mixed, ungraded = step_advantages(groups, 0.5)
+    assert solved == [0.0, 0.0] and mixed == advantages(groups[3]) and ungraded == [None]
+    assert failed == [-0.5, None, -0.5]
+    assert partial[0] == partial[1] and -0.5 < (partial[0] or 0.0) < 0.0
+    assert step_advantages([[None], []], 0.5) == [[None], []]
+    assert step_advantages([[0.3, 0.3], [0.3]], 0.5) == [[0.0, 0.0], [0.0]]
 
 
 @pytest.mark.requirement("R84")

@@ -59,6 +59,23 @@ def advantages(rewards: Sequence[float | None]) -> list[float | None]:
     return [None if reward is None else max(float((reward - mean) / spread), -1.0) for reward in rewards]
 
 
+def step_advantages(groups: Sequence[Sequence[float | None]], behind: float = 0.0) -> list[list[float | None]]:
+    """The `advantages` of each group of a step.
+
+    A group whose rollouts all do alike has none, so a policy that has become sure of a mistake would keep it. With
+    `behind`, such a group, if it is below the mean of all groups, has its distance from that mean as the advantage of
+    all its rollouts: in standard deviations of all rewards, at least -1, times `behind`.
+    """
+    answers = [advantages(rewards) for rewards in groups]
+    known = np.array([reward for rewards in groups for reward in rewards if reward is not None])
+    for rewards, answer in zip(groups, answers, strict=True):
+        graded = {reward for reward in rewards if reward is not None}
+        if behind and len(graded) == 1 and min(graded) < known.mean():
+            lack = behind * max(float((min(graded) - known.mean()) / (known.std() + 1e-4)), -1.0)
+            answer[:] = [None if reward is None else lack for reward in rewards]
+    return answers
+
+
 class Learner:
     """The policy's weights and their optimizer."""
 

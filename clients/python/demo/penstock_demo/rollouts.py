@@ -10,7 +10,7 @@ from typing import Protocol, TypeAlias
 import numpy as np
 
 from penstock.client import AgentChoice, Budgets, GroupHandle, Penstock, RolloutResult, Task
-from penstock_demo.learner import Row, advantages
+from penstock_demo.learner import Row, step_advantages
 
 AGENT = "shell"
 GROUP_SIZE = 8
@@ -46,12 +46,16 @@ async def by_rollout(
     size: int | None = None,
     agent: str | AgentChoice = AGENT,
     budgets: Budgets = BUDGETS,
+    behind: float = 0.0,
 ) -> Collected:
-    """A group of rollouts of each task; see `start_group`. A rollout has one advantage, which all its tokens share."""
+    """A group of rollouts of each task; see `start_group`. A rollout has one advantage, which all its tokens share.
+
+    `behind`: see `step_advantages`.
+    """
     started = (start_group(ps, run_id, step, i, task, size, agent, budgets) for i, task in enumerate(tasks))
     groups = await asyncio.gather(*started)
     results = await asyncio.gather(*(group.results() for group in groups))
-    return Collected([result for group in results for result in group], [], scored_rows(results))
+    return Collected([result for group in results for result in group], [], scored_rows(results, behind))
 
 
 async def start_group(
@@ -76,11 +80,12 @@ def reward_of(result: RolloutResult) -> float | None:
     return None if result.reward is None or result.trajectory is None else result.reward.value
 
 
-def scored_rows(groups: list[list[RolloutResult]]) -> list[Row]:
+def scored_rows(groups: list[list[RolloutResult]], behind: float = 0.0) -> list[Row]:
     """What the update eats: the tokens that the engine saw and sampled, with its logprobs; nothing is re-tokenised."""
     rows = []
-    for group in groups:
-        for result, advantage in zip(group, advantages([reward_of(result) for result in group]), strict=True):
+    scores = step_advantages([[reward_of(result) for result in group] for group in groups], behind)
+    for group, scored in zip(groups, scores, strict=True):
+        for result, advantage in zip(group, scored, strict=True):
             if advantage is not None:
                 rows += rows_of(result, advantage)
     return rows

@@ -3,9 +3,10 @@
     penstock demo --agent mini-swe-agent --seed 1
 
 The loop is the demo's (penstock_demo.train). A start of this agent takes seconds of a processor, so a step has fewer
-rollouts, and its update takes several passes over them. So few rollouts are noise: a policy may unlearn a name that no
-task of the step has. So each update is followed by some of the successes of earlier steps, as examples (self-imitation:
-Oh et al. 2018, arXiv:1806.05635, without its value function).
+rollouts, and its update takes several passes over them. So few rollouts are noise: a policy may become sure of a wrong
+name, or unlearn one that no task of the step has. So a group that fails as a whole has a negative advantage, and each
+update is followed by some of the successes of earlier steps, as examples (self-imitation: Oh et al. 2018,
+arXiv:1806.05635, without its value function).
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ RUNS: Final = train.RUNS.with_name("demo-mini-swe-agent")
 PROMPTS, GROUP_SIZE = 4, 8
 PASSES, LEARNING_RATE = 4, 1e-3
 REMEMBERED, REMEMBERED_PASSES = 16, 2
+BEHIND = 0.6
 MAX_STEPS, GOAL, WINDOW = 20, 0.91, 3
 BUDGETS: Final = Budgets(max_tokens_per_call=24)  # a good call has at most 17
 
@@ -63,7 +65,7 @@ def course(seed: int, max_steps: int, run: Path) -> train.Course:
     return train.Course(
         seed,
         max_steps,
-        partial(by_rollout, size=GROUP_SIZE, agent=agent.CHOICE, budgets=BUDGETS),
+        partial(by_rollout, size=GROUP_SIZE, agent=agent.CHOICE, budgets=BUDGETS, behind=BEHIND),
         learned,
         Update(seed),
         tasks.TASKS,
