@@ -164,7 +164,7 @@ PATCH: Row = {"type": "apply_patch_call", "call_id": "p", "operation": {"type": 
                 {"max_tokens": 9, "messages": [ASKED, USED, {"role": "user", "content": [
                     {"type": "tool_result", "tool_use_id": "t", **content}]}]},
             )
-            for content in ({"content": []}, {"content": None}, {"content": ""}, {})
+            for content in list[Row]([{"content": []}, {"content": None}, {"content": ""}, {}])
         ),
         *(
             (
