@@ -5,6 +5,7 @@ import os
 import sys
 from asyncio.subprocess import PIPE
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from tests.support.exported import turn_row
 
 from penstock.analysis.logprob_diff import Scored, compare
 from penstock.analysis.logprob_diff_rows import RowCounts, with_scores
-from penstock.client import FailedPrecondition, Penstock, Sampling, VersionSpan, connect
+from penstock.client import FailedPrecondition, InvalidArgument, Penstock, Sampling, VersionSpan, connect
 from penstock.client.types.logprob_diff import GapReport
 from penstock.inference.v1 import inference_service_pb2 as pb
 from penstock_codec import tiny_tokenizer
@@ -62,6 +63,30 @@ async def test_engine_has_no_gap_to_its_own_score_until_an_update(served: Open, 
     assert "v0 by v1" in labelled.table()
     assert [(one.policy_version, one.tokens) for one in mixed.versions] == [(1, 40)] and mixed.overall.max_abs < 1e-5
     assert mixed.notes == ("left out: 120 tokens of versions that are no longer in force (v0)",)
+
+
+@pytest.mark.requirement("R82", "R87")
+async def test_weights_score_the_policy_that_they_are_of_and_no_other(served: Open, model_dir: Path) -> None:
+    """A teacher and a student are at version 0 both; the service has the student's weights."""
+    async with served(model_dir) as stub, connect({"inference": stub.address}) as ps:
+        own = await sampled(ps, "own", Sampling(max_tokens=10, seed=1)) | {"policy_id": "student"}
+        other = own | {"call_id": "other", "policy_id": "teacher", "tokenizer_sha256": "00" * 32}
+        other["completion_logprobs"] = [value - 3.0 for value in own["completion_logprobs"]]
+        with pytest.raises(InvalidArgument, match="student, teacher") as several:
+            await gap(ps, [own, other])
+        with pytest.raises(InvalidArgument) as unknown:
+            await gap(ps, [own, other], policy="critic")
+        report = await gap(ps, [other, own], policy="student")
+        alone = await gap(ps, [own])
+        both = compare(replace(made(0, -1.5), policy_id=name) for name in ("student", "teacher"))
+        with pytest.raises(InvalidArgument) as reported:
+            await ps.inference.report_gap(both)
+        await ps.inference.report_gap(report)
+    assert (several.value.reason, unknown.value.reason) == ("POLICY_NOT_CHOSEN", "POLICY_UNKNOWN")
+    assert reported.value.reason == "POLICY_NOT_CHOSEN"
+    assert [(one.policy_id, one.policy_version, one.tokens) for one in report.versions] == [("student", 0, 10)]
+    assert report.overall.max_abs < 1e-5 and report.versions == alone.versions
+    assert report.notes == ("left out: 10 tokens of other policies (teacher)",) and alone.notes == ()
 
 
 @pytest.mark.requirement("R86")
@@ -171,6 +196,12 @@ async def test_command_prints_a_files_gap_and_fails_over_a_bound(served: Open, m
         assert code == 0 and (version["policy_version"], version["scored_version"]) == (0, 1), err
     code, out, err = await penstock("gap", str(file), "--column", "mine", "--max-kl", "0.1")
     assert code == 1 and "above the limit" in out and "KL of 0.107" in out, (out, err)
+    teacher = row | {"call_id": "call-2", "policy_id": "teacher", "mine": row["completion_logprobs"]}
+    file.write_bytes(orjson.dumps(row | {"policy_id": "student"}) + b"\n" + orjson.dumps(teacher))
+    code, out, err = await penstock("gap", str(file), "--column", "mine", "--max-kl", "0.1")
+    assert code == 1 and "version student v0 has a KL of 0.107" in out and " teacher v0 " in out, (out, err)
+    code, out, err = await penstock("gap", str(file), "--column", "mine", "--max-kl", "0.1", "--policy", "teacher")
+    assert code == 0 and "left out: 20 tokens of other policies (student)" in out, (out, err)
     code, _, err = await penstock("gap", str(file), "--column", "absent")
     assert code == 2 and "has no absent" in err
     code, _, err = await penstock("gap", str(file), "--column", "mine", "--any-version")

@@ -22,6 +22,9 @@ from penstock.trajectory.v1 import trajectory_pb2 as pb
 from penstock_codec.chat import Message, Role, TextPart, ToolCallPart, ToolResultPart
 from penstock_codec.template import ChatTemplate
 from penstock_interception.ingress.dialects.base import Ask, DialectCodec, Route
+from penstock_interception.ingress.dialects.chat.dialect import ChatCompletions
+from penstock_interception.ingress.dialects.generate_content.dialect import GenerateContent
+from penstock_interception.ingress.dialects.messages.dialect import Messages
 from penstock_interception.ingress.dialects.responses.dialect import Responses
 from penstock_interception.ingress.dialects.responses.items import sealed
 
@@ -135,6 +138,74 @@ def test_items_of_shells_patches_and_free_text_are_the_calls_that_the_model_made
     text = template("qwen3")
     gate = ChatTemplate(text, SPECIAL, now=lambda: NOW).render(request.messages, add_generation_prompt=False)
     assert as_transformers(text, made, []) == gate and "I patch." in gate
+
+
+ASKED: Row = {"role": "user", "content": "Look."}
+USED: Row = {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "look", "input": {}}]}
+SHELL: Row = {"type": "shell_call", "call_id": "s", "action": {"commands": ["ls"]}}
+PATCH: Row = {"type": "apply_patch_call", "call_id": "p", "operation": {"type": "delete_file", "path": "a"}}
+
+
+@pytest.mark.requirement("R33")
+@pytest.mark.parametrize(
+    ("dialect", "body"),
+    [
+        (ChatCompletions(), {"messages": [ASKED, {"role": "assistant", "content": "So.", "reasoning_text": "Hm."}]}),
+        (
+            ChatCompletions(),
+            {"messages": [ASKED, {"role": "assistant", "content": "So.", "reasoning": None, "reasoning_text": "Hm."}]},
+        ),
+        (GenerateContent(), {"contents": [{"parts": [{"text": "Look."}]}]}),
+        (GenerateContent(), {"contents": [{"role": None, "parts": [{"text": "Look."}]}]}),
+        (GenerateContent(), {"contents": [{"role": "function", "parts": [{"text": "Look."}]}]}),
+        *(
+            (
+                Messages(),
+                {"max_tokens": 9, "messages": [ASKED, USED, {"role": "user", "content": [
+                    {"type": "tool_result", "tool_use_id": "t", **content}]}]},
+            )
+            for content in list[Row]([{"content": []}, {"content": None}, {"content": ""}, {}])
+        ),
+        *(
+            (
+                GenerateContent(),
+                {"contents": [
+                    {"role": "user", "parts": [{"text": "Look."}]},
+                    {"role": "model", "parts": [{call: {"name": "look", "args": args}}]},
+                    {"role": "user", "parts": [{result: {"name": "look", "response": response}}]},
+                ]},
+            )
+            for call, result in (("functionCall", "functionResponse"), ("function_call", "function_response"))
+            for args, response in (({"a": 1}, {"output": "seen"}), (None, None), ({}, {}))
+        ),
+        (ChatCompletions(), {"messages": [ASKED, {"role": "tool", "tool_call_id": "t", "content": []}]}),
+        (Responses(), {"input": [ASKED, SHELL, {"type": "shell_call_output", "call_id": "s", "output": []}]}),
+        (
+            Responses(),
+            {"input": [ASKED, SHELL, {"type": "shell_call_output", "call_id": "s", "output": [{"stdout": "a"}]}]},
+        ),
+        (Responses(), {"input": [ASKED, SHELL, {"type": "function_call_output", "call_id": "s", "output": []}]}),
+        *(
+            (Responses(), {"input": [ASKED, PATCH, {"type": "apply_patch_call_output", "call_id": "p", **given}]})
+            for given in ({"status": "failed"}, {"output": None}, {"output": "gone"})
+        ),
+    ],
+)  # fmt: skip
+def test_a_row_has_what_the_gate_read(dialect: DialectCodec, body: Row) -> None:
+    """Whatever a client may leave out, and however it names it."""
+    made = conversation(body)
+    request = dialect.parse(orjson.dumps({"model": "m", **body}), Route(Ask.COMPLETION, "m"))
+    text = template("qwen3")
+    gate = ChatTemplate(text, SPECIAL, now=lambda: NOW).render(request.messages, add_generation_prompt=False)
+    assert as_transformers(text, made.messages, []) == gate and made.left_out == []
+
+
+def test_images_of_a_function_s_response_are_named() -> None:
+    """generateContent has them beside the response's object."""
+    image = {"inlineData": {"mimeType": "image/png", "data": "aa"}}
+    response = {"name": "look", "response": {"output": "a screen"}, "parts": [image]}
+    made = conversation({"contents": [{"role": "user", "parts": [{"functionResponse": response}]}]})
+    assert [row["content"] for row in made.messages] == ["a screen"] and made.left_out == ["inlineData"]
 
 
 @pytest.mark.parametrize("arguments", ["{cut", "[1]", '"text"'])

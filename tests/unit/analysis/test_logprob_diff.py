@@ -1,6 +1,7 @@
 """The gap between two sides' logprobs, in figures that can be checked by hand."""
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from penstock.analysis.logprob_diff_rows import RowCounts, read_arrays, with_arr
 from penstock.analysis.token_text import Pieces
 from penstock.client import InvalidArgument, LogprobsMode, TurnSpan, VersionSpan
 from penstock.client.types.logprob_diff import Gap
+from penstock.client.types.trajectories import Sample
 from penstock_codec import tiny_tokenizer
 from penstock_codec.codec import Codec
 
@@ -59,7 +61,7 @@ def test_equal_logprobs_have_no_gap_at_all(logprobs: Any) -> None:
 def test_every_figure_is_finite_and_in_its_range_whatever_the_logprobs(pair: tuple[Any, Any]) -> None:
     """K3 is never negative, and no ratio however large becomes infinite."""
     gap = measure(*pair)
-    figures = asdict(gap)
+    figures = {name: value for name, value in asdict(gap).items() if name != "policy_id"}
     assert all(math.isfinite(value) for value in figures.values() if value is not None)
     assert gap.kl >= 0 and gap.ratio_mean >= 0 and 0 <= gap.clipped_share <= 1
     assert 0 < gap.effective_share <= 1 and 1 <= gap.effective_tokens <= gap.tokens * (1 + 1e-12)
@@ -194,6 +196,69 @@ def test_tables_and_both_sources_of_trainer_logprobs_agree(tmp_path: Path) -> No
     (gap,) = reports[0].versions
     assert (gap.policy_version, gap.tokens, gap.mean) == (3, 2, -0.25)
     assert not list(told.notes())
+
+
+@pytest.mark.requirement("R82", "R87")
+@pytest.mark.parametrize("row", [sequence, turn])
+def test_equal_version_numbers_of_two_policies_are_not_one_version(row: Callable[..., dict[str, Any]]) -> None:
+    """Each policy counts its own versions."""
+    rows = [row(policy_id="solver"), row(policy_id="critic", mine=[*row()["mine"][:-1], -3.0])]
+    report = compare(with_column(rows, "mine", RowCounts()))
+    assert [(gap.policy_id, gap.policy_version, gap.tokens) for gap in report.versions] == [
+        ("critic", 3, 2),
+        ("solver", 3, 2),
+    ]
+    assert [gap.max_abs for gap in report.versions] == [1.0, 0.5]
+    assert (report.overall.policy_id, report.overall.policy_version, report.overall.tokens) == ("", None, 4)
+    assert report.policies == ("critic", "solver") and report.worst[0].policy_id == "critic"
+    table = report.table()
+    assert "   critic v3 " in table and "   solver v3 " in table and "rollout r, policy critic, turn 0" in table
+    assert [report.name(gap) for gap in report.versions] == ["critic v3", "solver v3"]
+
+
+def test_a_report_of_one_policy_names_it_in_no_line() -> None:
+    """It looks as that of rollouts without names."""
+    named, plain = (
+        compare(with_column([turn(policy_id=name)], "mine", RowCounts())).table() for name in ("solver", None)
+    )
+    assert named == plain and "solver" not in named
+    mixed = compare(with_column([turn(policy_id=name) for name in ("solver", None)], "mine", RowCounts()))
+    assert [mixed.name(gap) for gap in mixed.versions] == ["v3", "solver v3"]
+
+
+@pytest.mark.requirement("R82", "R87")
+def test_samples_of_a_trajectory_keep_their_policies_apart() -> None:
+    """A branch has a sample for each trained policy, with the same tokens and versions."""
+    spans = (VersionSpan(0, 1, 2), VersionSpan(0, 2, 3))
+    pair = [
+        Sample(
+            sample_id=policy, branch_id="b", input_ids=np.array([1, 2, 3], np.int32), loss_mask=np.array(mask, bool),
+            logprobs=np.array([0, -1, -1], np.float32), logprobs_mode=LogprobsMode.PROCESSED, versions=spans, turns=(),
+            prompt_count=1, weight=1.0, branch_class="main", truncated=False, policy_id=policy,
+        )
+        for policy, mask in (("solver", [0, 1, 0]), ("critic", [0, 0, 1]))
+    ]  # fmt: skip
+    report = compare(Scored.of_sample(sample, [0.0, -1.0, -3.0]) for sample in pair)
+    assert [(gap.policy_id, gap.mean) for gap in report.versions] == [("critic", -2.0), ("solver", 0.0)]
+
+
+@pytest.mark.requirement("R26", "R82")
+def test_rows_of_other_policies_are_left_out_and_counted() -> None:
+    """By either source of the trainer's logprobs; a policy that no row has is refused."""
+    rows = [turn(policy_id="student"), sequence(policy_id="teacher"), turn()]
+    arrays = {"s": np.zeros(4), "c": np.array([-1.5, -2.0])}
+    column, npz = RowCounts(), RowCounts()
+    for scored, told in (
+        (with_column(rows, "mine", column, policy="student"), column),
+        (with_arrays(rows, arrays, npz, policy="student"), npz),
+    ):
+        report = compare(scored, notes=told.notes())
+        assert [(gap.policy_id, gap.tokens) for gap in report.versions] == [("student", 2)]
+        assert report.notes == ("left out: 4 tokens of other policies (without a name, teacher)",)
+    assert [one.policy_id for one in with_column(rows, "mine", RowCounts(), policy="")] == [""]
+    with pytest.raises(InvalidArgument, match="teacher") as caught:
+        list(with_column(rows, "mine", RowCounts(), policy="studnet"))
+    assert caught.value.reason == "POLICY_UNKNOWN"
 
 
 @pytest.mark.requirement("R26", "R82")

@@ -15,6 +15,7 @@ from penstock.assistant.redaction import MARK, Redactor, secrets_of
 FENCED = re.compile(r"<<<untrusted ([0-9a-f]{16}): (.*)\n([\s\S]*?)\nend of untrusted \1>>>")
 TOKEN = "b" * 64
 KEY = "sk-ant-" + "a1B2" * 8
+PEM = f"-----BEGIN PRIVATE KEY-----\n{'c' * 9000}\n-----END PRIVATE KEY-----"
 
 
 def quote(text: str) -> Quote:
@@ -101,6 +102,30 @@ def test_a_secret_is_taken_out_whole_before_a_text_is_cut() -> None:
     assert following is not None
     second, end = excerpt(whole, following, 1000)
     assert first + second == "-" * 100 + MARK and end is None
+
+
+@pytest.mark.requirement("R8")
+@pytest.mark.parametrize("secret", [TOKEN, KEY, PEM])
+def test_a_secret_that_the_bound_of_a_text_parts_is_taken_out_whole(secret: str) -> None:
+    """The last characters that are shown are none of its first ones."""
+    redact = Redactor([TOKEN])
+    for inside in (1, 8, len(secret) - 1):
+        text = "-" * (100 - inside) + " " + secret + "." * 90_000
+        assert redact(text, most=101) == "-" * (100 - inside) + " " + MARK
+    assert redact(secret + " rest", most=len(secret) + 3) == MARK + " re"
+    assert redact("\n" + secret, most=1) == "\n"
+    bound = "\r\n" * (MAX_CHARACTERS // 2 - 5) + "." * 8
+    assert shown_text(f"{bound} {secret}{'.' * 90_000}", redact)[-30:] == "\n" * 11 + "." * 8 + " " + MARK
+
+
+@pytest.mark.requirement("R8")
+@pytest.mark.parametrize("before", ["x" + " " * 1580, f"{TOKEN} " * 24], ids=["spaces", "secrets"])
+def test_a_name_has_no_part_of_a_secret(before: str) -> None:
+    """It is short once its spaces and secrets are taken out, so its bound may lie far behind."""
+    redact = Redactor([TOKEN])
+    assert "bbb" not in render(Answer({"label": before + TOKEN}), redact)
+    framed = render(Answer({}, [Quote("the verifier", "y" * 380 + TOKEN, "text")]), redact)
+    assert "bbb" not in framed and fenced(framed) == ["text"]
 
 
 def test_secrets_of_the_environment_are_those_that_are_named_so() -> None:

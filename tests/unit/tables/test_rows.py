@@ -213,6 +213,12 @@ def trajectories(draw: st.DrawFn) -> pb.Trajectory:
     if draw(st.booleans()):
         trajectory.duration.FromNanoseconds(draw(st.integers(0, 2**50)))
         trajectory.create_time.CopyFrom(Timestamp(seconds=1, nanos=999))
+    if draw(st.booleans()):
+        point = pb.BranchPoint(parent_rollout_id="p", call_id=draw(TEXTS), call_index=draw(st.integers(0, 9)))
+        point.train_prefix = draw(st.booleans())
+        if draw(st.booleans()):
+            point.seed = draw(st.integers(-(2**63), 2**63 - 1))
+        trajectory.branched_from.CopyFrom(point)
     return trajectory
 
 
@@ -226,6 +232,21 @@ def test_driver_and_client_make_the_same_rows(message: pb.Trajectory) -> None:
         made = list(ROWS[table](message))
         assert made == list(CLIENT_ROWS[table](read(message)))
         assert [list(row) for row in made] == [list(COLUMNS[table])] * len(made)
+
+
+@pytest.mark.requirement("R124", "R129")
+@pytest.mark.parametrize("seed", [None, 0, 100])
+def test_the_point_of_a_branch_has_its_seed(seed: int | None) -> None:
+    point = pb.BranchPoint(parent_rollout_id="p", call_id="c", call_index=2, train_prefix=True, seed=seed)
+    (row,) = ROWS[Table.ROLLOUTS](pb.Trajectory(rollout_id="r", branched_from=point))
+    assert row["branched_from"] == {
+        "parent_rollout_id": "p",
+        "call_id": "c",
+        "call_index": 2,
+        "answer_given": False,
+        "train_prefix": True,
+        "seed": seed,
+    }
 
 
 @pytest.mark.parametrize("change", [{"loss_mask": b"\1"}, {"logprobs": floats([0.5, -1])}, {"top_count": 1}])

@@ -1,8 +1,8 @@
-"""The mismatch between the trainer's and the engine's logprobs, on tokens that the engine sampled; per policy version.
+"""The mismatch between the trainer's and the engine's logprobs, on tokens that the engine sampled.
 
 With d = trainer - engine on one token, exp(d) is its importance ratio, and exp(d) - 1 - d estimates the divergence
 KL(engine || trainer) with little variance and never below zero (k3 in John Schulman's "Approximating KL Divergence",
-2020). All sums are in float64 over the masked-in tokens; other tokens are not read.
+2020). Versions are each policy's own. All sums are in float64 over the masked-in tokens; other tokens are not read.
 
 Invariants: values that are not finite, have another shape, or mix two kinds of logprobs are refused, never left out; a
 report has at least one token. A ratio beyond exp(600) counts as that, so that every figure is finite.
@@ -13,7 +13,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Self
+from typing import Any, Final, Self, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -28,6 +28,8 @@ _ROUNDING: Final = 1e-3
 """How far above 0 a logprob summed in half precision may be."""
 
 Floats = NDArray[np.float64]
+_Key: TypeAlias = tuple[str, int | None, int | None]
+"""Policy, the version that sampled, the one that scored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -42,6 +44,7 @@ class Scored:
         trainer_mode: the distribution of the trainer's; None = the same.
         scored_version: the policy version of the trainer's, if known; else the one that sampled.
         token_ids, turns, rollout_id: to report a token's position.
+        policy_id: the policy whose tokens the mask selects, which `versions` are of there; empty = the rollout has one.
     """
 
     engine: ArrayLike
@@ -54,6 +57,7 @@ class Scored:
     token_ids: ArrayLike | None = None
     turns: tuple[TurnSpan, ...] = ()
     rollout_id: str = ""
+    policy_id: str = ""
 
     @classmethod
     def of_sample(
@@ -83,6 +87,7 @@ class Scored:
             token_ids=sample.input_ids,
             turns=sample.turns,
             rollout_id=rollout_id,
+            policy_id=sample.policy_id,
         )
 
 
@@ -129,7 +134,7 @@ def compare(
     text: Callable[[int], str] | None = None,
     notes: Iterable[str] = (),
 ) -> GapReport:
-    """Returns the gap of many sequences, per policy version.
+    """Returns the gap of many sequences, per policy and version.
 
     Args:
         scored: the sequences; 16 bytes are kept for each compared token.
@@ -146,7 +151,7 @@ def compare(
     low, high = clip
     if not 0 <= low <= 1 <= high:
         raise InvalidArgument(reason="GAP_CLIP", **_about("clip", f"must be a range of ratios around 1, not {clip}"))
-    found: dict[tuple[int | None, int | None], list[Floats]] = defaultdict(list)
+    found: dict[_Key, list[Floats]] = defaultdict(list)
     places: list[tuple[float, int, WorstToken]] = []
     modes: dict[LogprobsMode, None] = {}
     sequences = 0
@@ -164,7 +169,7 @@ def compare(
                 **_about("mode", f"{names} logprobs are of different distributions: compare each separately"),
             )
         for version, chosen in checked.by_version():
-            found[version, item.scored_version].append(checked.d[chosen])
+            found[item.policy_id, version, item.scored_version].append(checked.d[chosen])
         for place in checked.worst(worst):
             heapq.heappush(places, (abs(place.gap), -next(order), place))
             if len(places) > worst:
@@ -172,21 +177,24 @@ def compare(
     if not found:
         raise InvalidArgument(reason="GAP_EMPTY", **_about("mask", "it selects no token: there is nothing to compare"))
     joined = {key: np.concatenate(parts) for key, parts in found.items()}
-    keys = sorted(joined, key=lambda key: tuple(-1 if version is None else version for version in key))
+    keys = sorted(joined, key=lambda key: (key[0], *(-1 if version is None else version for version in key[1:])))
+    policies = {policy_id for policy_id, _, _ in keys}
+    all_of_them = keys[0] if len(keys) == 1 else (policies.pop() if len(policies) == 1 else "", None, None)
     whole = np.concatenate([joined[key] for key in keys])
     named = [place for _, _, place in sorted(places, key=lambda entry: entry[:2], reverse=True)]
     return GapReport(
         mode=next(iter(modes)),
         clip=(low, high),
         sequences=sequences,
-        overall=_gap(whole, clip, *(keys[0] if len(keys) == 1 else (None, None))),
-        versions=tuple(_gap(joined[key], clip, *key) for key in keys),
+        overall=_gap(whole, clip, all_of_them),
+        versions=tuple(_gap(joined[key], clip, key) for key in keys),
         worst=tuple(named if text is None else _with_text(named, text)),
         notes=tuple(notes),
     )
 
 
-def _gap(d: Floats, clip: tuple[float, float], version: int | None, scored_version: int | None) -> Gap:
+def _gap(d: Floats, clip: tuple[float, float], key: _Key) -> Gap:
+    policy_id, version, scored_version = key
     bounded = np.minimum(d, _LARGEST)
     ratio = np.exp(bounded)
     # expm1 keeps the precision that exp(d) - 1 loses for small d; rounding may still leave -1e-17 there.
@@ -211,6 +219,7 @@ def _gap(d: Floats, clip: tuple[float, float], version: int | None, scored_versi
         clipped_share=float(outside.mean()),
         effective_tokens=effective,
         effective_share=min(1.0, effective / d.size),
+        policy_id=policy_id,
     )
 
 
@@ -283,6 +292,7 @@ class _Checked:
                 engine=float(self.engine[index]),
                 trainer=float(self.trainer[index]),
                 gap=float(self.d[index]),
+                policy_id=self.item.policy_id,
             )
 
     def _place(self, name: str, values: Floats, wrong: NDArray[np.bool_], what: str) -> dict[str, Any]:

@@ -45,10 +45,14 @@ class RowCounts:
     filtered: int = 0
     unknown_sampling: int = 0
     other_versions: Counter[int | None] = field(default_factory=Counter)
+    other_policies: Counter[str] = field(default_factory=Counter)
     rows_without_logprobs: int = 0
 
     def notes(self) -> Iterator[str]:
         """Yields notes for a report."""
+        if self.other_policies:
+            count = sum(self.other_policies.values())
+            yield f"left out: {counted(count, 'token')} of other policies ({_named(self.other_policies)})"
         if self.other_versions:
             names = ", ".join("unknown" if v is None else f"v{v}" for v in sorted(self.other_versions, key=str))
             count = sum(self.other_versions.values())
@@ -70,7 +74,8 @@ class RowCounts:
 class Line:
     """A row as arrays: ids, mask and the engine's logprobs of shape (n,), and each turn's sampling (None: unknown).
 
-    The row itself covers the tokens from `start` on: those of a call's completion, or all of a sample.
+    The mask selects tokens of `policy_id` alone; empty = the rollout has one policy. The row itself covers the tokens
+    from `start` on: those of a call's completion, or all of a sample.
     """
 
     key: str
@@ -83,6 +88,7 @@ class Line:
     mode: LogprobsMode
     versions: tuple[VersionSpan, ...]
     turns: tuple[TurnSpan, ...]
+    policy_id: str
     samplings: tuple[Mapping[str, Any] | None, ...]
 
     def scored(self, trainer: NDArray[np.float64], *, mask: NDArray[np.bool_] | None = None) -> Scored:
@@ -96,15 +102,20 @@ class Line:
             token_ids=self.token_ids,
             turns=self.turns,
             rollout_id=self.rollout_id,
+            policy_id=self.policy_id,
         )
 
 
-def lines(rows: Iterable[Row], counts: RowCounts) -> Iterator[tuple[Line, Row]]:
+def lines(rows: Iterable[Row], counts: RowCounts, policy: str | None = None) -> Iterator[tuple[Line, Row]]:
     """Yields each row of either table that has the engine's tokens and logprobs.
 
+    With a `policy` only its rows: "" are those of rollouts with one policy, without a name.
+
     Raises:
-        InvalidArgument: `ROW_INVALID`, with the row; `LOGPROBS_MODES_MIXED`, it has several kinds of logprobs.
+        InvalidArgument: `ROW_INVALID`, with the row; `LOGPROBS_MODES_MIXED`, it has several kinds of logprobs;
+            `POLICY_UNKNOWN`, rows are of other policies only.
     """
+    found = False
     for number, row in enumerate(rows, 1):
         try:
             line = _of_sequence(row) if "input_ids" in row else _of_turn(row)
@@ -114,25 +125,33 @@ def lines(rows: Iterable[Row], counts: RowCounts) -> Iterator[tuple[Line, Row]]:
             raise InvalidArgument(message, reason="ROW_INVALID") from None
         if line is None:
             counts.rows_without_logprobs += 1
+        elif policy is not None and line.policy_id != policy:
+            counts.other_policies[line.policy_id] += int(line.mask.sum())
         else:
+            found = True
             yield line, row
+    if counts.other_policies and not found:
+        message = f"No row is of the policy {_named([policy or ''])}, but of {_named(counts.other_policies)}"
+        raise InvalidArgument(message, reason="POLICY_UNKNOWN")
 
 
-def with_column(rows: Iterable[Row], column: str, counts: RowCounts) -> Iterator[Scored]:
+def with_column(rows: Iterable[Row], column: str, counts: RowCounts, *, policy: str | None = None) -> Iterator[Scored]:
     """Reads the trainer's logprobs from a column: one per token of `input_ids`, or of the completion in `turns`.
 
     Raises:
-        InvalidArgument: `ROW_INVALID`, the column is absent or of another length.
+        InvalidArgument: `ROW_INVALID`, the column is absent or of another length; as `lines`.
     """
-    for line, row in lines(rows, counts):
+    for line, row in lines(rows, counts, policy):
         if row.get(column) is None:
             raise InvalidArgument(f"{line.key} has no {column}", reason="ROW_INVALID")
         yield line.scored(_whole(line, row[column], column))
 
 
-def with_arrays(rows: Iterable[Row], arrays: Mapping[str, NDArray[Any]], counts: RowCounts) -> Iterator[Scored]:
+def with_arrays(
+    rows: Iterable[Row], arrays: Mapping[str, NDArray[Any]], counts: RowCounts, *, policy: str | None = None
+) -> Iterator[Scored]:
     """Looks up the trainer's logprobs by `sample_id` (or `call_id` in `turns`); otherwise as `with_column`."""
-    for line, _ in lines(rows, counts):
+    for line, _ in lines(rows, counts, policy):
         if line.key not in arrays:
             raise InvalidArgument(f"There is no array {line.key}", reason="ROW_INVALID")
         yield line.scored(_whole(line, arrays[line.key], line.key))
@@ -152,15 +171,23 @@ def read_arrays(path: Path) -> dict[str, NDArray[Any]]:
 
 
 async def with_scores(
-    rows: Iterable[Row], inference: InferenceClient, counts: RowCounts, *, adapter: str = "", any_version: bool = False
+    rows: Iterable[Row],
+    inference: InferenceClient,
+    counts: RowCounts,
+    *,
+    policy: str | None = None,
+    adapter: str = "",
+    any_version: bool = False,
 ) -> AsyncIterator[Scored]:
     """Scores the tokens with the inference service's current weights, which stand for the trainer.
 
     Only tokens of the version in force are compared, unless `any_version`: then the others too, labelled with the
     version that scored them. With an `adapter` that is the adapter's version; rows do not record the adapter that
-    sampled them, so they must be its own.
+    sampled them, so they must be its own. The weights are of one policy, whose versions say nothing of another's: where
+    the rows are of several, `policy` says whose they are.
 
     Raises:
+        InvalidArgument: `POLICY_NOT_CHOSEN`, the rows are of several policies; as `lines`.
         NotFound: `ADAPTER_UNKNOWN`.
         FailedPrecondition: `POLICY_VERSION_UNAVAILABLE`, no token is of the version in force, or it changed meanwhile;
             `TOKENIZER_MISMATCH`, the rows are another model's.
@@ -169,8 +196,8 @@ async def with_scores(
     version = await _version(inference, adapter) if adapter else info.policy_version
     scorer = _Scorer(inference, version, info.tokenizer_sha256.hex(), counts, adapter=adapter, any_version=any_version)
     found = 0
-    source = lines(rows, counts)
-    while batch := [line for line, _ in islice(source, _AT_ONCE)]:
+    source = _of_one_policy(line for line, _ in lines(rows, counts, policy))
+    while batch := list(islice(source, _AT_ONCE)):
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(scorer.score(line)) for line in batch]
@@ -185,6 +212,24 @@ async def with_scores(
             f"Version {version} is in force, but sampled none of these tokens ({versions})",
             reason="POLICY_VERSION_UNAVAILABLE",
         )
+
+
+def _of_one_policy(found: Iterable[Line]) -> Iterator[Line]:
+    first: str | None = None
+    for line in found:
+        if first is None:
+            first = line.policy_id
+        elif first != line.policy_id:
+            names = _named([first, line.policy_id])
+            message = (
+                f"The rows are of several policies ({names}), the weights of one: name the policy that they are of"
+            )
+            raise InvalidArgument(message, reason="POLICY_NOT_CHOSEN")
+        yield line
+
+
+def _named(policies: Iterable[str]) -> str:
+    return ", ".join(policy or "without a name" for policy in sorted(policies))
 
 
 async def _version(inference: InferenceClient, adapter: str) -> int:
@@ -302,6 +347,7 @@ def _of_sequence(row: Row) -> Line | None:
             mode=LogprobsMode(row["logprobs_mode"]),
             versions=_spans(row, 0),
             turns=turns,
+            policy_id=str(row.get("policy_id") or ""),
             samplings=tuple(samplings),
         )
     )
@@ -326,6 +372,7 @@ def _of_turn(row: Row) -> Line | None:
             mode=LogprobsMode(row["logprobs_mode"]),
             versions=_spans(row, count),
             turns=(TurnSpan(str(row["call_id"]), count, count + len(sampled)),),
+            policy_id=str(row.get("policy_id") or ""),
             samplings=(row["sampling_used"],),
         )
     )

@@ -39,7 +39,7 @@ def messages(body: object) -> tuple[MessagePart, ...]:
         if isinstance(given, str):
             items.append([MessagePart("user", "text", given)])
         elif isinstance(given, Sequence):
-            items += map(_message, given)
+            items += (_message(item, is_content=key == "contents") for item in given)
     return tuple(replace(part, place=place) for place, item in enumerate(items) for part in item)
 
 
@@ -71,23 +71,26 @@ def _answered(part: object) -> MessagePart:
     return _part("assistant", part) if isinstance(part, Mapping) else MessagePart("assistant", "other", _text(part))
 
 
-def _message(item: object) -> Iterator[MessagePart]:
+def _message(item: object, *, is_content: bool = False) -> Iterator[MessagePart]:
+    """Yields the parts of a message or item; `is_content`: it is a content of generateContent."""
     if not isinstance(item, Mapping):
         yield MessagePart("", "other", _text(item))
         return
-    role = str(item.get("role", ""))
+    role = str(item.get("role") or "")
+    if is_content and role in ("", "function"):
+        role = "user"  # as the gate reads them
     kind = str(item.get("type", ""))
     if kind.endswith("_call"):
         yield _called(kind, item)
     elif kind.endswith("_call_output"):
-        yield from _result(item.get("output", ""), "", _id(item, "call_id"))
+        yield from _result(_output(kind, item), "", _id(item, "call_id"))
     elif kind == "reasoning":
         thought = item.get("content") or _unsealed(item.get("encrypted_content")) or item.get("summary") or ""
         yield MessagePart("assistant", "reasoning", _text(_joined(thought)))
     elif role == "tool":
         yield from _result(item.get("content", ""), str(item.get("name", "")), _id(item, "tool_call_id"))
     else:
-        thought = item.get("reasoning_content") or item.get("reasoning")
+        thought = item.get("reasoning_content") or item.get("reasoning") or item.get("reasoning_text")
         if thought:
             yield MessagePart(role, "reasoning", _text(thought))
         yield from _content(role, item.get("content", item.get("parts", "")))
@@ -121,6 +124,15 @@ def _called(kind: str, item: Mapping[str, Any]) -> MessagePart:
     return MessagePart("assistant", "tool_call", _text(asked), name, _id(item, "call_id"))
 
 
+def _output(kind: str, item: Mapping[str, Any]) -> object:
+    """Returns what a call's item of Responses gave, as the gate reads it: a shell's outputs are JSON, and a patch
+    without an output has its status."""
+    output = item.get("output")
+    if kind == "apply_patch_call_output":
+        return output or item.get("status", "completed")
+    return _text(output) if kind == "shell_call_output" and output is not None else output
+
+
 def _unsealed(text: object) -> str:
     """Returns reasoning that the gate handed to an agent as `encrypted_content`; a provider's own is not readable."""
     if not isinstance(text, str) or not text.startswith(_SEAL):
@@ -142,6 +154,10 @@ def _content(role: str, content: object) -> Iterator[MessagePart]:
         yield from _result(content.get("content", ""), "", _id(content, "tool_use_id"))
     elif isinstance(content, Mapping):
         yield _part(role, content)
+        response = _either(content, "functionResponse", "function_response")
+        parts = response.get("parts") if isinstance(response, Mapping) else None
+        for part in parts if isinstance(parts, Sequence) and not isinstance(parts, str) else ():
+            yield MessagePart("tool", "other", _text(part))  # images, beside the response's object
     elif isinstance(content, Sequence):
         for part in content:
             yield from _content(role, part)
@@ -155,10 +171,13 @@ def _part(role: str, part: Mapping[str, Any]) -> MessagePart:
         return MessagePart(role, "tool_call", _text(part.get("input", "")), str(part.get("name", "")), _id(part, "id"))
     if kind == "thinking":
         return MessagePart(role, "reasoning", _text(part.get("thinking", "")))
-    for key, what in (("functionCall", "tool_call"), ("functionResponse", "tool_result")):
-        called = part.get(key)
+    for called, what in (
+        (_either(part, "functionCall", "function_call"), "tool_call"),
+        (_either(part, "functionResponse", "function_response"), "tool_result"),
+    ):
         if isinstance(called, Mapping):
-            value = called.get("args" if what == "tool_call" else "response", "")
+            value = called.get("args" if what == "tool_call" else "response")
+            value = "" if value is None else value
             author = "tool" if what == "tool_result" else role
             if what == "tool_result" and isinstance(value, Mapping) and set(value) in ({"output"}, {"error"}):
                 value = next(iter(value.values()))  # the keys that have a meaning, as the gate reads them
@@ -169,7 +188,9 @@ def _part(role: str, part: Mapping[str, Any]) -> MessagePart:
 
 
 def _result(content: object, name: str, tool_call_id: str) -> Iterator[MessagePart]:
-    """Yields a tool's result: its texts as one part, then what is no text, such as images."""
+    """Yields a tool's result: its texts as one part, then what is no text, such as images. Without any it is empty."""
+    if content is None or content == []:
+        content = ""
     blocks = content if isinstance(content, Sequence) and not isinstance(content, str) else ()
     texts = [block for block in blocks if isinstance(block, Mapping) and isinstance(block.get("text"), str)]
     others = [block for block in blocks if isinstance(block, Mapping) and block not in texts]
@@ -179,6 +200,12 @@ def _result(content: object, name: str, tool_call_id: str) -> Iterator[MessagePa
     yield MessagePart("tool", "tool_result", _text(_joined(texts)) if texts else "", name, tool_call_id)
     for block in others:
         yield _part("tool", block)
+
+
+def _either(part: Mapping[str, Any], name: str, other: str) -> object:
+    """Returns a field of generateContent, whose clients write names in camelCase or in snake_case."""
+    value = part.get(name)
+    return part.get(other) if value is None else value
 
 
 def _id(holder: Mapping[str, Any], key: str) -> str:

@@ -72,7 +72,7 @@ def plain(value: object, redact: Redactor) -> Any:
     if isinstance(value, Enum):
         return str(value.value)
     if isinstance(value, str):
-        return name(redact(value[: NAME_CHARACTERS * 4]))
+        return name(redact(value, most=NAME_CHARACTERS * 4))
     if isinstance(value, bool | int | float) or value is None:
         return value
     if isinstance(value, datetime):
@@ -121,7 +121,7 @@ def _framed(item: Quote, redact: Redactor, room: int) -> str:
     mark = secrets.token_hex(8)
     which = f"cut: {len(part)} of {len(text)} characters" if following is not None else ""
     head = ", ".join(filter(None, (f"by {item.author}", item.what, which)))
-    return f"<<<untrusted {mark}: {redact(name(head))}\n{part}\nend of untrusted {mark}>>>"
+    return f"<<<untrusted {mark}: {name(redact(head))}\n{part}\nend of untrusted {mark}>>>"
 
 
 def shown_text(text: str, redact: Redactor) -> str:
@@ -129,4 +129,8 @@ def shown_text(text: str, redact: Redactor) -> str:
 
     For a long text it takes a second: it is called in a thread.
     """
-    return redact(visible(text[:MAX_CHARACTERS]))
+    if len(text) <= MAX_CHARACTERS:
+        return redact(visible(text))
+    # What is behind the bound is shown to no one, but a secret may reach there.
+    begin, rest = visible(text[:MAX_CHARACTERS]), visible(text[MAX_CHARACTERS : MAX_CHARACTERS + redact.longest])
+    return redact(begin + rest, most=len(begin))

@@ -47,19 +47,28 @@ _AFTER: Final = tuple(
     )
 )
 """Forms whose first group is a secret, by what stands before it."""
+_LONGEST: Final = 32 << 10
+"""Characters, more than a match of any form has."""
 
 
 class Redactor:
-    """Replaces secrets by `[redacted]`."""
+    """Replaces secrets by `[redacted]`. `longest`: none that it finds has more characters."""
 
     def __init__(self, known: Iterable[str] = ()) -> None:
         """`known`: secrets as they are; those shorter than 8 characters are ignored."""
         words = sorted({word for word in known if len(word) >= 8}, key=len, reverse=True)
         self._known = re.compile("|".join(map(re.escape, words))) if words else None
+        self.longest = max(_LONGEST, *map(len, words)) if words else _LONGEST
 
-    def __call__(self, text: str) -> str:
-        """Returns the text without secrets."""
-        return MARK.join(self._between(text))
+    def __call__(self, text: str, *, most: int | None = None) -> str:
+        """Returns the text, or only its first `most` characters, without secrets.
+
+        A secret that begins among these is taken out whole: a text that was cut before would keep a part of it. What is
+        far behind them is not looked at.
+        """
+        if most is None or most >= len(text):
+            return MARK.join(self._between(text, len(text)))
+        return MARK.join(self._between(text[: most + self.longest], most))
 
     def spans(self, text: str) -> list[tuple[int, int]]:
         """Returns the places of secrets: begin and end, in characters, in order and apart."""
@@ -75,12 +84,14 @@ class Redactor:
                 merged.append((begin, end))
         return merged
 
-    def _between(self, text: str) -> list[str]:
+    def _between(self, text: str, most: int) -> list[str]:
         parts, last = [], 0
         for begin, end in self.spans(text):
+            if begin >= most:
+                break
             parts.append(text[last:begin])
             last = end
-        return [*parts, text[last:]]
+        return [*parts, text[last:most]]
 
 
 def secrets_of(environment: Mapping[str, str] = os.environ) -> list[str]:

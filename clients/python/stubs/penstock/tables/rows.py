@@ -502,6 +502,7 @@ def _branch(point: trajectory_pb2.BranchPoint) -> Row:
         "call_index": point.call_index,
         "answer_given": point.answer_given,
         "train_prefix": point.train_prefix,
+        "seed": _optional(point, "seed"),
     }
 
 

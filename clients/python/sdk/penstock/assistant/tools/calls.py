@@ -77,7 +77,9 @@ async def _list(context: Context, given: _Calls) -> Answer:
     }
     if not recording.turns:
         facts["next"] = _no_calls(recording)
-    lines = [f"{turn.index}: {_beginning(recording, turn)}" for turn in shown]
+    lines = await asyncio.to_thread(
+        lambda: [f"{turn.index}: {_beginning(recording, turn, context.redact)}" for turn in shown]
+    )
     return Answer(facts, [Quote("the model", "how each answer begins, after the index of its call", "\n".join(lines))])
 
 
@@ -226,8 +228,8 @@ def _of_tokens(recording: Recording, ids: TokenIds | None) -> str:
     return "" if ids is None or recording.pieces is None else recording.pieces.whole(ids)
 
 
-def _beginning(recording: Recording, turn: Turn) -> str:
-    text = " ".join(_answer_text(recording, turn)[: 4 * _BEGINNING].split())
+def _beginning(recording: Recording, turn: Turn, redact: Redactor) -> str:
+    text = " ".join(redact(_answer_text(recording, turn), most=4 * _BEGINNING).split())
     return text[:_BEGINNING] + ("..." if len(text) > _BEGINNING else "")
 
 

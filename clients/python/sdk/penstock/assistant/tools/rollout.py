@@ -1,6 +1,7 @@
 """One rollout: in short, its events, its grades."""
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final
 
 from pydantic import Field
@@ -8,6 +9,7 @@ from pydantic import Field
 from penstock.assistant.answers import Answer, Quote
 from penstock.assistant.context import Context
 from penstock.assistant.errors import ToolError
+from penstock.assistant.redaction import Redactor
 from penstock.assistant.tools.base import MAX_LABELS, Arguments, Limit, RolloutId, Tool
 from penstock.client import (
     AgentEvent,
@@ -30,6 +32,9 @@ from penstock.client import (
 )
 
 _COMPONENTS: Final = 50
+_COMMAND: Final = 500
+_LINE: Final = 2000
+"""Characters of a command and of an agent's line among the events."""
 _AGENT: Final = "the agent"
 _VERIFIER: Final = "the verifier"
 
@@ -99,8 +104,7 @@ async def _events(context: Context, given: _Events) -> Answer:
     rest = [event for event in recording.events if event.sequence > given.after]
     shown = rest[: given.limit]
     rows, lines = list[Mapping[str, Any]](), list[str]()
-    for event in shown:
-        facts, text = _event(event)
+    for event, (facts, text) in zip(shown, await asyncio.to_thread(_read, shown, context.redact), strict=True):
         rows.append({"sequence": event.sequence, "time": event.time, "event": type(event.payload).__name__, **facts})
         if text:
             lines.append(f"[{event.sequence}] {text}")
@@ -180,8 +184,12 @@ def _failure(failure: Failure | None, facts: dict[str, Any]) -> list[Quote]:
     return [Quote("Penstock, with parts of what failed", f"the message of {failure.reason}", failure.message)]
 
 
-def _event(event: RolloutEvent) -> tuple[dict[str, Any], str]:
-    """An event's facts, and the text that it carries."""
+def _read(events: Sequence[RolloutEvent], redact: Redactor) -> list[tuple[dict[str, Any], str]]:
+    return [_event(event, redact) for event in events]
+
+
+def _event(event: RolloutEvent, redact: Redactor) -> tuple[dict[str, Any], str]:
+    """An event's facts, and the text that it carries; what is cut of it has no secrets."""
     payload = event.payload
     match payload:
         case PhaseChanged():
@@ -189,9 +197,9 @@ def _event(event: RolloutEvent) -> tuple[dict[str, Any], str]:
         case CommandFinished():
             output = "\n".join(filter(None, (_text(payload.stdout_tail).strip(), _text(payload.stderr_tail).strip())))
             facts = {"phase": payload.phase, "index": payload.index, "exit": _exit(payload.exit)}
-            return facts, f"$ {payload.command[:500]}\n{output}".rstrip()
+            return facts, f"$ {redact(payload.command, most=_COMMAND)}\n{output}".rstrip()
         case AgentEvent():
-            return {"kind": payload.kind}, _text(payload.raw_line)[:2000]
+            return {"kind": payload.kind}, redact(_text(payload.raw_line), most=_LINE)
         case AgentExited():
             return {"exit": _exit(payload.exit)}, _text(payload.stderr_tail)
         case AttemptFailed():

@@ -30,6 +30,13 @@ def gap(
         Path | None,
         typer.Option(exists=True, dir_okay=False, help="Trainer's logprobs: an .npz file, by sample_id or call_id."),
     ] = None,
+    policy: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Only tokens of this policy. Needed where the service scores rows of several policies.",
+        ),
+    ] = None,
     adapter: Annotated[
         str,
         typer.Option(
@@ -48,7 +55,7 @@ def gap(
     as_json: AsJson = False,
     state_dir: StateDir = None,
 ) -> None:
-    """Compare the engine's logprobs of exported trajectories with the trainer's, per policy version."""
+    """Compare the engine's logprobs of exported trajectories with the trainer's, per policy and version."""
     if column is not None and trainer is not None:
         usage_error("--column and --trainer: set only one of them")
     by_service = column is None and trainer is None
@@ -65,7 +72,7 @@ def gap(
             if by_service or report:
                 endpoints = None if state_dir is None else of_state_dir(state_dir)
                 ps = await stack.enter_async_context(connect(endpoints))
-            found = [one async for one in _scored(rows, column, trainer, ps, counts, adapter, any_version)]
+            found = [one async for one in _scored(rows, column, trainer, ps, counts, policy, adapter, any_version)]
             text = None
             if ps is not None and worst and (await ps.inference.info()).tokenizer_sha256:
                 text = Pieces((await ps.inference.tokenizer())["tokenizer.json"]).text
@@ -78,7 +85,7 @@ def gap(
         else:
             out.print(escape(clean(made.table())), soft_wrap=True)
             for one in over:
-                name = "unknown" if one.policy_version is None else f"v{one.policy_version}"
+                name = escape(clean(made.name(one)))
                 out.print(f"[red]above the limit[/]: version {name} has a KL of {one.kl:.3g}, more than {max_kl:g}")
         return FAILED if over else OK
 
@@ -91,16 +98,19 @@ async def _scored(
     trainer: Path | None,
     ps: Penstock | None,
     counts: RowCounts,
+    policy: str | None,
     adapter: str,
     any_version: bool,
 ) -> AsyncIterator[Scored]:
     given: Iterable[Scored] = ()
     if column is not None:
-        given = with_column(rows, column, counts)
+        given = with_column(rows, column, counts, policy=policy)
     elif trainer is not None:
-        given = with_arrays(rows, read_arrays(trainer), counts)
+        given = with_arrays(rows, read_arrays(trainer), counts, policy=policy)
     elif ps is not None:
-        async for one in with_scores(rows, ps.inference, counts, adapter=adapter, any_version=any_version):
+        async for one in with_scores(
+            rows, ps.inference, counts, policy=policy, adapter=adapter, any_version=any_version
+        ):
             yield one
     for one in given:
         yield one

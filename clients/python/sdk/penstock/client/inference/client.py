@@ -451,8 +451,13 @@ class InferenceClient:
         Versions that are unknown, or that another version scored, are left out.
 
         Raises:
+            InvalidArgument: `POLICY_NOT_CHOSEN`, the report is of several policies, and the service's weights of one.
             FailedPrecondition: `POLICY_VERSION_UNAVAILABLE`, a version that was never in force here.
         """
+        if len(report.policies) > 1:
+            policies = ", ".join(policy_id or "without a name" for policy_id in report.policies)
+            message = f"The report is of several policies ({policies}): report each to the service that has its weights"
+            raise InvalidArgument(message, reason="POLICY_NOT_CHOSEN")
         names = [field.name for field in pb.LogprobGap.DESCRIPTOR.fields]
         for gap in report.versions:
             if gap.policy_version is not None and gap.scored_version is None:
