@@ -347,8 +347,8 @@ def test_openrlhf_trains_the_ranges_that_were_sampled(results: list[Trajectory |
 @pytest.mark.requirement("R74", "R84")
 @of_any_groups
 def test_slime_keeps_the_places_of_a_group(results: list[Trajectory | RolloutResult]) -> None:
-    """Samples of a rollout share its rollout_id, and what was dropped is removed without moving the mean."""
-    selection = select(results)
+    """Each rollout has one sample, and what was dropped is removed without moving the mean."""
+    selection = select(results, one_sequence=True)
     made = slime.samples(selection, filler_token_id=PAD, first_group_index=3, first_index=10)
     flat = [one for group in made for one in group]
     found = []
@@ -356,12 +356,11 @@ def test_slime_keeps_the_places_of_a_group(results: list[Trajectory | RolloutRes
         response = one["tokens"][len(one["tokens"]) - one["response_length"] :]
         found += masked(one["metadata"].get("sample_id", ""), response, one["loss_mask"], one["rollout_log_probs"])
     assert sorted(found) == sorted(trained_tokens(selection))
-    assert {one["rollout_id"] for one in flat} == set(range(10, 10 + len(results)))
+    assert sorted(one["rollout_id"] for one in flat) == list(range(10, 10 + len(results)))
     for number, group in enumerate(made, 3):
         assert {one["group_index"] for one in group} == {number}
-        by_rollout = {one["rollout_id"]: one for one in group}
-        kept = [one["reward"] for one in by_rollout.values() if not one["remove_sample"]]
-        mean = np.mean([one["reward"] for one in by_rollout.values()])
+        kept = [one["reward"] for one in group if not one["remove_sample"]]
+        mean = np.mean([one["reward"] for one in group])
         assert mean == pytest.approx(np.mean(kept) if kept else 0.0)
         assert all((one["status"] == "aborted") == one["remove_sample"] for one in group)
 
@@ -473,12 +472,13 @@ def test_a_sample_of_trls_asynchronous_trainer_is_a_sequence(results: list[Traje
 
 
 @pytest.mark.requirement("R26")
-@pytest.mark.parametrize("form", [trl.rollout_output, skyrl.generator_output])
+@pytest.mark.parametrize("form", [trl.rollout_output, skyrl.generator_output, slime.samples])
 def test_a_form_of_one_sequence_refuses_several(form: Any) -> None:
     """Which branch is left out is said, not chosen on the way."""
     branches = [sample(f"s{i}", [(1, 2, True)]) for i in range(2)]
-    with pytest.raises(InvalidArgument, match="one_sequence=True"):
+    with pytest.raises(InvalidArgument, match="one_sequence=True") as raised:
         form(select([trajectory("r", branches)]), filler_token_id=PAD)
+    assert raised.value.reason == "SEVERAL_SEQUENCES"
 
 
 @pytest.mark.requirement("R129")

@@ -14,6 +14,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.client.errors import InvalidArgument
 from penstock.client.types.chat import Logprobs, LogprobsMode, TokenIds
 from penstock.client.types.results import POLICY_CAUSES, RolloutResult
 from penstock.client.types.trajectories import Reward, Sample, Trajectory
@@ -282,6 +283,21 @@ def _mean_and_spread(rewards: list[float]) -> tuple[float, float]:
     if values.max() - values.min() <= _ROUNDING * np.abs(values).max():
         return float(np.median(values)), 0.0
     return float(values.mean()), float(values.std())
+
+
+def only_row(place: Place, trainer: str) -> Row | None:
+    """Returns the place's row, None where it was dropped, for a trainer that takes one sequence of a rollout.
+
+    Raises:
+        InvalidArgument: `SEVERAL_SEQUENCES`, it has more than one.
+    """
+    if len(place.rows) > 1:
+        raise InvalidArgument(
+            f"Rollout {place.rollout_id} has {len(place.rows)} sequences, but {trainer} uses one per prompt: use "
+            "select(results, one_sequence=True)",
+            reason="SEVERAL_SEQUENCES",
+        )
+    return place.rows[0] if place.rows else None
 
 
 def trained_runs(mask: NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
