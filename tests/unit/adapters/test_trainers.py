@@ -326,10 +326,11 @@ def test_prime_rl_gets_no_field_that_its_pinned_version_lacks() -> None:
 @of_any_groups
 def test_openrlhf_trains_the_ranges_that_were_sampled(results: list[Trajectory | RolloutResult]) -> None:
     """The ranges of an executor's response and the shifted mask of an Experience say the same."""
-    selection = select(results)
-    responses, experiences = openrlhf.agent_responses(selection), openrlhf.experiences(selection)
+    selection = select(results, one_sequence=True)
     found = []
-    for row, response, experience in zip(selection.rows, responses, experiences, strict=True):
+    for row in selection.rows:
+        alone = Selection((Place(row.trajectory.rollout_id, "", (row,)),))
+        (response,), (experience,) = openrlhf.agent_responses(alone), openrlhf.experiences(alone)
         mask = np.zeros(len(response["observation_tokens"]), int)
         for start, end in response["action_ranges"]:
             assert start < end and not mask[max(start - 1, 0)]
