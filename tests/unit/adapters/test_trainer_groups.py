@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from tests.unit.analysis.trajectory_cases import failed, sample, trajectory
 
-from penstock.adapters.trainers import openrlhf, select
+from penstock.adapters.trainers import DropReason, openrlhf, select, skyrl, slime, trl
 from penstock.client import InvalidArgument
-from penstock.client.types.results import FailureCause, RolloutResult
+from penstock.client.types.results import FailureCause, Group, RolloutResult
 from penstock.client.types.trajectories import Trajectory
 
 PAD = 7
@@ -75,3 +75,75 @@ def test_openrlhf_takes_one_sequence_of_a_rollout() -> None:
     assert raised.value.reason == "SEVERAL_SEQUENCES"
     (made,) = openrlhf.experiences(select([branched], one_sequence=True))
     assert made["sequences"].shape == (1, 5)
+
+
+def ended(rollout_id: str, reason: str) -> RolloutResult:
+    """A rollout that was cancelled before its first call."""
+    result = failed(rollout_id, FailureCause.CANCELLED)
+    assert result.failure is not None
+    outcome = replace(result.outcome, failure=replace(result.failure, reason=reason))
+    return RolloutResult(replace(result.rollout, outcome=outcome), outcome)
+
+
+@pytest.mark.requirement("R26", "R74")
+def test_spares_have_no_places_in_the_forms() -> None:
+    """A group has as many rows as it was to have results, and what is left out is named."""
+    spare = replace(ended("c", "STRAGGLER"), surplus=True)
+    results: list[Trajectory | RolloutResult] = [rollout("a", 1.0), ended("b", "GROUP_COMPLETE"), spare]
+    results.append(rollout("d", 0.0))
+    selection = select(results)
+    assert [place.rollout_id for place in selection.places] == ["a", "d"]
+    assert [(one.rollout_id, one.reason) for one in selection.dropped] == [
+        ("b", DropReason.SURPLUS),
+        ("c", DropReason.SURPLUS),
+    ]
+    assert "GROUP_COMPLETE" in selection.dropped[0].message and "STRAGGLER" in selection.dropped[1].message
+    assert len(trl.rollout_output(selection, filler_token_id=PAD)["reward"]) == 2
+    assert len(skyrl.generator_output(selection, filler_token_id=PAD)["rewards"]) == 2
+    assert [len(group) for group in slime.samples(selection, filler_token_id=PAD)] == [2]
+
+
+@pytest.mark.requirement("R74")
+def test_a_spare_of_an_export_that_its_complete_group_cancelled_has_no_place() -> None:
+    """A straggler has one: nothing in its trajectory says how many results its group was to have."""
+    kinds = ("GROUP_COMPLETE", "STRAGGLER")
+    results = [
+        trajectory(name, [sample(name, [(1, 2, True)])], cause="cancelled", reason=name, reward=None) for name in kinds
+    ]
+    selection = select(results)
+    assert [place.rollout_id for place in selection.places] == ["STRAGGLER"]
+    assert {one.rollout_id: one.reason for one in selection.dropped} == {
+        "GROUP_COMPLETE": DropReason.SURPLUS,
+        "STRAGGLER": DropReason.FAILED,
+    }
+
+
+@pytest.mark.requirement("R74")
+@pytest.mark.parametrize(
+    ("counted", "surplus"),
+    [
+        (("g-4", "g-0", "g-1"), ("g-2", "g-3")),  # cancelled, or graded as the last result came
+        (("g-0", "g-4"), ("g-2", "g-3")),  # one of the others takes the third place
+        ((), ("g-3", "g-4")),
+        (("g-0",), ("g-3", "g-4")),
+    ],
+)
+def test_group_of_n_has_n_places_whichever_of_its_rollouts_count(
+    counted: tuple[str, ...], surplus: tuple[str, ...]
+) -> None:
+    """Those that count first, then the others by their index."""
+    group = Group(
+        group_id="g",
+        size=3,
+        spares=2,
+        quorum=2,
+        rollout_ids=tuple(f"g-{index}" for index in range(5)),
+        ended_count=5,
+        ended=True,
+        complete=len(counted) >= 2,
+        result_rollout_ids=counted,
+        create_time=None,
+        end_time=None,
+    )
+    assert group.surplus_rollout_ids == surplus
+    assert replace(group, ended=False).surplus_rollout_ids == ()
