@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -27,10 +28,10 @@ from penstock.adapters.trainers import (
     verl,
 )
 from penstock.adapters.trainers.selection import trained_runs
-from penstock.client import InvalidArgument
+from penstock.client import Completion, InvalidArgument, Sampling
 from penstock.client.types.chat import LogprobsMode
 from penstock.client.types.results import FailureCause, RolloutResult
-from penstock.client.types.trajectories import Trajectory
+from penstock.client.types.trajectories import Call, Trajectory
 
 PAD = 7
 Token = tuple[str, int, float]
@@ -313,6 +314,27 @@ def test_a_training_sample_of_prime_rl_has_lists_of_one_length(results: list[Tra
         assert made["advantages"] == [advantages[row.trajectory.rollout_id] * kept for kept in made["mask"]]
 
 
+@pytest.mark.requirement("R84", "R87")
+def test_prime_rl_is_given_no_temperature_that_nobody_knows() -> None:
+    """It divides the logits by it. Turns that are not trained need none."""
+    selection = select([trajectory("r", [sample("s", [(1, 2, False), (1, 2, True)])])])
+    with pytest.raises(InvalidArgument, match=r"samples_only=False.*temperature=") as raised:
+        prime_rl.training_samples(selection, env_name="env")
+    assert raised.value.reason == "TEMPERATURE_UNKNOWN"
+    (row,) = selection.rows
+    answer = Completion.of_tokens([1, 2], [-0.5, -0.5], sampling_used=Sampling(temperature=0.5))
+    of_trained = SimpleNamespace(call_id=row.sample.turns[1].call_id, completion=answer)
+    calls = replace(row, trajectory=replace(row.trajectory, calls=(cast(Call, of_trained),)))
+    known = Selection((Place("r", "g", (calls,)),))
+    (made,) = prime_rl.training_samples(known, env_name="env")
+    assert made["temperatures"] == [1.0, 1.0, 1.0, 1.0, 0.5, 0.5]
+    (made,) = prime_rl.training_samples(known, env_name="env", temperature=0.7)
+    assert made["temperatures"] == [0.7, 0.7, 0.7, 0.7, 0.5, 0.5]
+    of_trained.completion = replace(answer, sampling_used=Sampling(top_p=0.9))
+    with pytest.raises(InvalidArgument, match="temperature="):
+        prime_rl.training_samples(known, env_name="env")
+
+
 @pytest.mark.requirement("R84")
 def test_prime_rl_gets_no_field_that_its_pinned_version_lacks() -> None:
     """Its structure refuses an unknown keyword, and wants the first five."""
@@ -501,5 +523,5 @@ def test_branches_are_as_old_as_what_they_sampled() -> None:
     assert [one["action_ranges"] for one in openrlhf.agent_responses(selection)] == [[(9, 12)]] * 2
     assert {one["info"]["policy_version"].item() for one in openrlhf.experiences(selection)} == {2.0}
     assert skyrl.generator_output(selection, filler_token_id=PAD)["loss_masks"] == output["env_mask"]
-    for one in prime_rl.training_samples(selection, env_name="env"):
+    for one in prime_rl.training_samples(selection, env_name="env", temperature=1.0):
         assert one["mask"] == [False] * 9 + [True] * 3 and not any(one["advantages"][:9])
