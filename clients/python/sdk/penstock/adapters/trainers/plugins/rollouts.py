@@ -151,7 +151,7 @@ class AgentRollouts:
 
 
 def sampling_sent(params: Any) -> Sampling:
-    """Returns what an engine was told of its distribution: `params` is a mapping or an object with such attributes.
+    """Returns the parameters of the distribution among those that an engine was sent: a mapping, or attributes.
 
     Engines write no top_k as -1 or 0; here it is unset.
     """
