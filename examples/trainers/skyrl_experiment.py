@@ -21,7 +21,12 @@ class Experiment(BasePPOExp):  # type: ignore[misc]
     def get_generator(self, cfg: Any, tokenizer: Any, inference_engine_client: Any) -> PenstockGenerator:
         """A rollout of `shell` for each prompt; SkyRL's engines answer its model calls."""
         rollouts = AgentRollouts.load("tasks", "shell")
-        return PenstockGenerator(rollouts, inference_engine_client, filler_token_id=tokenizer.pad_token_id)
+        return PenstockGenerator(
+            rollouts,
+            inference_engine_client,
+            filler_token_id=tokenizer.pad_token_id,
+            engine_init_kwargs=cfg.generator.inference_engine.engine_init_kwargs,
+        )
 
 
 @ray.remote(num_cpus=1)  # type: ignore[untyped-decorator]

@@ -101,6 +101,7 @@ async def test_spares_replace_failed_rollouts_and_surplus_is_cancelled(stack: Ru
         assert (failure.cause, failure.reason) == ("cancelled", "GROUP_COMPLETE")
         assert by_index[index].reward is None
     assert set(group.info.result_rollout_ids) == {by_index[0].rollout_id, by_index[1].rollout_id}
+    assert [by_index[index].surplus for index in range(4)] == [False, False, True, True]
 
 
 @pytest.mark.requirement("R62")

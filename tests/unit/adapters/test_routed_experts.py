@@ -74,7 +74,7 @@ def test_skyrl_and_prime_rl_have_a_row_for_every_token(selection: Selection) -> 
     first, second = (np.concatenate((rows(6, start), zeros)) for start in (1, 100))
     output = skyrl.generator_output(selection, filler_token_id=PAD)
     assert output["rollout_expert_indices"] == [first.tolist(), [], second.tolist()]
-    made = [one["routed_experts"] for one in prime_rl.training_samples(selection, env_name="env")]
+    made = [one["routed_experts"] for one in prime_rl.training_samples(selection, env_name="env", temperature=1.0)]
     expected = [(one.tobytes(), [7, LAYERS, TOP], "uint8") for one in (first, second)]
     assert [(one["data"], one["shape"], one["dtype"]) for one in made] == expected
 
@@ -119,7 +119,7 @@ def test_what_comes_after_the_last_trained_token_needs_no_experts() -> None:
     ended = replace(sample("s", [(2, 2, True), (2, 1, False)]), tensors=routed("s", (0, rows(3))).tensors)
     ((own,),) = slime.samples(select([trajectory("a", [ended])]), filler_token_id=PAD)
     assert own["rollout_routed_experts"].tolist() == rows(3).tolist() + [[[0, 1]] * LAYERS] * 3
-    (made,) = prime_rl.training_samples(select([trajectory("a", [ended])]), env_name="env")
+    (made,) = prime_rl.training_samples(select([trajectory("a", [ended])]), env_name="env", temperature=1.0)
     assert (made["routed_experts"]["shape"], made["routed_experts"]["dtype"]) == ([7, LAYERS, TOP], "uint8")
     short = replace(ended, tensors=routed("s", (0, rows(2))).tensors)
     for missing in (short, replace(ended, tensors=routed("s", (1, rows(5))).tensors)):
@@ -137,6 +137,6 @@ def test_sequences_with_and_without_experts_are_no_batch() -> None:
     assert "routed_experts" not in verl.data_proto(none, pad_token_id=PAD)["batch"]
     assert "routed_experts" not in verl.agent_loop_outputs(none)[0]
     assert skyrl.generator_output(none, filler_token_id=PAD)["rollout_expert_indices"] is None
-    assert "routed_experts" not in prime_rl.training_samples(none, env_name="env")[0]
+    assert "routed_experts" not in prime_rl.training_samples(none, env_name="env", temperature=1.0)[0]
     assert "rollout_routed_experts" not in slime.samples(none, filler_token_id=PAD)[0][0]
     assert all("routed_experts" not in message for message in nemo_rl.message_logs(none)[0])

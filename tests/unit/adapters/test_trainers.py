@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -27,10 +28,10 @@ from penstock.adapters.trainers import (
     verl,
 )
 from penstock.adapters.trainers.selection import trained_runs
-from penstock.client import InvalidArgument
+from penstock.client import Completion, InvalidArgument, Sampling
 from penstock.client.types.chat import LogprobsMode
 from penstock.client.types.results import FailureCause, RolloutResult
-from penstock.client.types.trajectories import Trajectory
+from penstock.client.types.trajectories import Call, Trajectory
 
 PAD = 7
 Token = tuple[str, int, float]
@@ -313,6 +314,27 @@ def test_a_training_sample_of_prime_rl_has_lists_of_one_length(results: list[Tra
         assert made["advantages"] == [advantages[row.trajectory.rollout_id] * kept for kept in made["mask"]]
 
 
+@pytest.mark.requirement("R84", "R87")
+def test_prime_rl_is_given_no_temperature_that_nobody_knows() -> None:
+    """It divides the logits by it. Turns that are not trained need none."""
+    selection = select([trajectory("r", [sample("s", [(1, 2, False), (1, 2, True)])])])
+    with pytest.raises(InvalidArgument, match=r"samples_only=False.*temperature=") as raised:
+        prime_rl.training_samples(selection, env_name="env")
+    assert raised.value.reason == "TEMPERATURE_UNKNOWN"
+    (row,) = selection.rows
+    answer = Completion.of_tokens([1, 2], [-0.5, -0.5], sampling_used=Sampling(temperature=0.5))
+    of_trained = SimpleNamespace(call_id=row.sample.turns[1].call_id, completion=answer)
+    calls = replace(row, trajectory=replace(row.trajectory, calls=(cast(Call, of_trained),)))
+    known = Selection((Place("r", "g", (calls,)),))
+    (made,) = prime_rl.training_samples(known, env_name="env")
+    assert made["temperatures"] == [1.0, 1.0, 1.0, 1.0, 0.5, 0.5]
+    (made,) = prime_rl.training_samples(known, env_name="env", temperature=0.7)
+    assert made["temperatures"] == [0.7, 0.7, 0.7, 0.7, 0.5, 0.5]
+    of_trained.completion = replace(answer, sampling_used=Sampling(top_p=0.9))
+    with pytest.raises(InvalidArgument, match="temperature="):
+        prime_rl.training_samples(known, env_name="env")
+
+
 @pytest.mark.requirement("R84")
 def test_prime_rl_gets_no_field_that_its_pinned_version_lacks() -> None:
     """Its structure refuses an unknown keyword, and wants the first five."""
@@ -326,10 +348,11 @@ def test_prime_rl_gets_no_field_that_its_pinned_version_lacks() -> None:
 @of_any_groups
 def test_openrlhf_trains_the_ranges_that_were_sampled(results: list[Trajectory | RolloutResult]) -> None:
     """The ranges of an executor's response and the shifted mask of an Experience say the same."""
-    selection = select(results)
-    responses, experiences = openrlhf.agent_responses(selection), openrlhf.experiences(selection)
+    selection = select(results, one_sequence=True)
     found = []
-    for row, response, experience in zip(selection.rows, responses, experiences, strict=True):
+    for row in selection.rows:
+        alone = Selection((Place(row.trajectory.rollout_id, "", (row,)),))
+        (response,), (experience,) = openrlhf.agent_responses(alone), openrlhf.experiences(alone)
         mask = np.zeros(len(response["observation_tokens"]), int)
         for start, end in response["action_ranges"]:
             assert start < end and not mask[max(start - 1, 0)]
@@ -347,8 +370,8 @@ def test_openrlhf_trains_the_ranges_that_were_sampled(results: list[Trajectory |
 @pytest.mark.requirement("R74", "R84")
 @of_any_groups
 def test_slime_keeps_the_places_of_a_group(results: list[Trajectory | RolloutResult]) -> None:
-    """Samples of a rollout share its rollout_id, and what was dropped is removed without moving the mean."""
-    selection = select(results)
+    """Each rollout has one sample, and what was dropped is removed without moving the mean."""
+    selection = select(results, one_sequence=True)
     made = slime.samples(selection, filler_token_id=PAD, first_group_index=3, first_index=10)
     flat = [one for group in made for one in group]
     found = []
@@ -356,12 +379,11 @@ def test_slime_keeps_the_places_of_a_group(results: list[Trajectory | RolloutRes
         response = one["tokens"][len(one["tokens"]) - one["response_length"] :]
         found += masked(one["metadata"].get("sample_id", ""), response, one["loss_mask"], one["rollout_log_probs"])
     assert sorted(found) == sorted(trained_tokens(selection))
-    assert {one["rollout_id"] for one in flat} == set(range(10, 10 + len(results)))
+    assert sorted(one["rollout_id"] for one in flat) == list(range(10, 10 + len(results)))
     for number, group in enumerate(made, 3):
         assert {one["group_index"] for one in group} == {number}
-        by_rollout = {one["rollout_id"]: one for one in group}
-        kept = [one["reward"] for one in by_rollout.values() if not one["remove_sample"]]
-        mean = np.mean([one["reward"] for one in by_rollout.values()])
+        kept = [one["reward"] for one in group if not one["remove_sample"]]
+        mean = np.mean([one["reward"] for one in group])
         assert mean == pytest.approx(np.mean(kept) if kept else 0.0)
         assert all((one["status"] == "aborted") == one["remove_sample"] for one in group)
 
@@ -473,12 +495,13 @@ def test_a_sample_of_trls_asynchronous_trainer_is_a_sequence(results: list[Traje
 
 
 @pytest.mark.requirement("R26")
-@pytest.mark.parametrize("form", [trl.rollout_output, skyrl.generator_output])
+@pytest.mark.parametrize("form", [trl.rollout_output, skyrl.generator_output, slime.samples])
 def test_a_form_of_one_sequence_refuses_several(form: Any) -> None:
     """Which branch is left out is said, not chosen on the way."""
     branches = [sample(f"s{i}", [(1, 2, True)]) for i in range(2)]
-    with pytest.raises(InvalidArgument, match="one_sequence=True"):
+    with pytest.raises(InvalidArgument, match="one_sequence=True") as raised:
         form(select([trajectory("r", branches)]), filler_token_id=PAD)
+    assert raised.value.reason == "SEVERAL_SEQUENCES"
 
 
 @pytest.mark.requirement("R129")
@@ -500,5 +523,5 @@ def test_branches_are_as_old_as_what_they_sampled() -> None:
     assert [one["action_ranges"] for one in openrlhf.agent_responses(selection)] == [[(9, 12)]] * 2
     assert {one["info"]["policy_version"].item() for one in openrlhf.experiences(selection)} == {2.0}
     assert skyrl.generator_output(selection, filler_token_id=PAD)["loss_masks"] == output["env_mask"]
-    for one in prime_rl.training_samples(selection, env_name="env"):
+    for one in prime_rl.training_samples(selection, env_name="env", temperature=1.0):
         assert one["mask"] == [False] * 9 + [True] * 3 and not any(one["advantages"][:9])

@@ -306,6 +306,32 @@ async def test_a_groups_results_are_all_rollouts_with_samples_as_arrays(fakes: F
     assert fakes.requests["GetTrajectory"][0].samples_only
 
 
+@pytest.mark.requirement("R74")
+async def test_a_groups_results_say_which_of_them_are_surplus(fakes: Fakes, ps: Penstock) -> None:
+    """Known once the group has ended: a spare may be graded as the last result comes."""
+    ids = ["g-0", "g-1"]
+    fakes.queue(
+        "CreateGroup", pb.CreateGroupResponse(group=rollout_pb2.Group(group_id="g", size=1, spares=1, rollout_ids=ids))
+    )
+    over = rollout_pb2.Group(
+        group_id="g", size=1, spares=1, rollout_ids=ids, ended=True, complete=True, result_rollout_ids=["g-1"]
+    )
+    fakes.queue(
+        "WatchGroup",
+        [
+            pb.WatchGroupResponse(event=event(3, "g-1", ended=graded(1.0))),
+            pb.WatchGroupResponse(event=event(9, "g-0", ended=graded(0.0))),
+            pb.WatchGroupResponse(group=over),
+        ],
+    )
+    for index, rollout_id in ((1, "g-1"), (0, "g-0")):
+        info = rollout(rollout_pb2.PHASE_ENDED, rollout_id=rollout_id, index=index, outcome=graded(float(index)))
+        fakes.queue("GetRollout", pb.GetRolloutResponse(rollout=info))
+        fakes.queue("GetTrajectory", Refusal(grpc.StatusCode.FAILED_PRECONDITION, "TRAJECTORY_ABSENT"))
+    handle = await ps.groups.create(TASK, "shell", 1, spares=1, group_id="g")
+    assert [(one.rollout_id, one.surplus) for one in await handle.results()] == [("g-0", True), ("g-1", False)]
+
+
 @pytest.mark.requirement("R24")
 async def test_the_calls_of_a_group_end_when_the_group_has_ended(
     fakes: Fakes, ps: Penstock, gathered: Gathered

@@ -243,7 +243,7 @@ class Session:
         """Returns the answered calls with their tokens, logprobs and masks.
 
         Raises:
-            ValueError: some call has no tokens or logprobs.
+            ValueError: some call of a trained model has no tokens or logprobs.
             FailedPrecondition: `ROLLOUT_RUNNING`, or `TRAJECTORY_ABSENT`.
         """
         return training_trace(self._captured())

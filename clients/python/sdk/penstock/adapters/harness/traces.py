@@ -69,8 +69,10 @@ class TrainingTrace:
 def training_trace(trajectory: Trajectory) -> TrainingTrace:
     """Returns the answered calls with the masks of the trajectory's samples: a shared token is trained once.
 
+    An answer of a model that is not trained is context; one without tokens or logprobs is left out.
+
     Raises:
-        ValueError: a call has no tokens or no logprobs, so there is nothing exact to train on.
+        ValueError: a call that may be trained has no tokens or no logprobs, so there is nothing exact to train on.
     """
     masks = _masks(trajectory)
     turns = []
@@ -79,6 +81,8 @@ def training_trace(trajectory: Trajectory) -> TrainingTrace:
             continue
         ids, logprobs = call.completion.token_ids, call.completion.logprobs
         if ids is None or logprobs is None:
+            if call.trained is False:
+                continue
             raise ValueError(
                 f"call {call.index} was captured without {'tokens' if ids is None else 'logprobs'}"
                 f" (answered by {call.answerer}): training needs an engine that returns both"
@@ -148,9 +152,9 @@ def _masks(trajectory: Trajectory) -> dict[str, NDArray[np.bool_]]:
     masks: dict[str, NDArray[np.bool_]] = {}
     for sample in trajectory.samples:
         for turn in sample.turns:
-            if turn.untrained_reason == "PARTIAL":
-                continue  # the sample has only the beginning of what was sampled, and trains none of it
             mask = sample.loss_mask[turn.start : turn.end]
+            if not mask.any():
+                continue  # it may be only the beginning of what was sampled, whatever the reason that it names
             known = masks.get(turn.call_id)
             masks[turn.call_id] = mask if known is None else known | mask
     return masks

@@ -10,6 +10,7 @@ import numpy as np
 
 from penstock.adapters.trainers.experts import experts_of, with_last
 from penstock.adapters.trainers.selection import Row, Selection
+from penstock.client.errors import InvalidArgument
 
 
 class RoutedExperts(TypedDict):
@@ -32,7 +33,7 @@ class TrainingSample(TypedDict):
     routed_experts: NotRequired[RoutedExperts]
 
 
-def training_samples(selection: Selection, *, env_name: str, temperature: float = 1.0) -> list[TrainingSample]:
+def training_samples(selection: Selection, *, env_name: str, temperature: float | None = None) -> list[TrainingSample]:
     """Returns a sample per sequence.
 
     The advantage is the reward minus its group's mean, prime-rl's default; a rollout counts once in the mean, and all
@@ -42,10 +43,12 @@ def training_samples(selection: Selection, *, env_name: str, temperature: float 
     Args:
         selection: of any number of groups.
         env_name: of the environment, by which prime-rl keeps its metrics.
-        temperature: of the sampling, for trajectories without calls, such as those of `results()`.
+        temperature: of the sampling, for trajectories without calls, such as those of `results()`. None = each trained
+            turn has that of its call, which `results(samples_only=False)` has.
 
     Raises:
-        InvalidArgument: as `experts_of`.
+        InvalidArgument: `TEMPERATURE_UNKNOWN`, it is None, and a trained turn's call is absent or has none; as
+            `experts_of`.
     """
     experts = experts_of(selection.rows)
     advantages = selection.advantages(scale=False)
@@ -73,17 +76,23 @@ def training_samples(selection: Selection, *, env_name: str, temperature: float 
     return samples
 
 
-def _temperatures(row: Row, default: float) -> list[float]:
-    """Returns the temperature per token, from the calls that sampled them."""
+def _temperatures(row: Row, default: float | None) -> list[float]:
+    """Returns the temperature per token, from the calls that sampled them; that of context means nothing."""
     by_call = {
         call.call_id: call.completion.sampling_used.temperature
         for call in row.trajectory.calls
         if call.completion is not None and call.completion.sampling_used is not None
     }
-    temperatures = np.full(len(row.sample), default)
+    temperatures = np.full(len(row.sample), 1.0 if default is None else default)
     for turn in row.sample.turns:
         temperature = by_call.get(turn.call_id)
         if temperature is not None:
             temperatures[turn.start : turn.end] = temperature
+        elif default is None and row.sample.loss_mask[turn.start : turn.end].any():
+            raise InvalidArgument(
+                f"Call {turn.call_id} of {row.trajectory.rollout_id} has no temperature here: read the rollouts with "
+                "their calls, results(samples_only=False), or give temperature=",
+                reason="TEMPERATURE_UNKNOWN",
+            )
     found: list[float] = temperatures.tolist()
     return found

@@ -1,8 +1,8 @@
 """Selects the sequences of ended rollouts that a trainer may learn from, with the reason for each that is dropped.
 
-Invariants: every given rollout has one place, in the given order; a place has either rows or a reason, never both and
-never neither. A row has logprobs, and at least one token that is trained. A token is trained in one row only, because
-the samples of a trajectory share nothing under their masks.
+Invariants: every given rollout has one place, in the given order, unless it is a spare beyond its group's size; a place
+has either rows or a reason, never both and never neither. A row has logprobs, and at least one token that is trained. A
+token is trained in one row only, because the samples of a trajectory share nothing under their masks.
 """
 
 from collections import defaultdict
@@ -14,13 +14,17 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.client.errors import InvalidArgument
 from penstock.client.types.chat import Logprobs, LogprobsMode, TokenIds
-from penstock.client.types.results import POLICY_CAUSES, RolloutResult
+from penstock.client.types.results import POLICY_CAUSES, FailureCause, RolloutResult
 from penstock.client.types.trajectories import Reward, Sample, Trajectory
 
 _ROUNDING: Final = 64 * float(np.finfo(np.float64).eps)
 """Rewards that differ by no more than this share of the largest, 1.4e-14, are equal: so much is lost where the same
 components are added in another order."""
+
+_GROUP_COMPLETE: Final = "GROUP_COMPLETE"
+"""The reason of a rollout that was cancelled as its group had all its results."""
 
 
 class DropReason(StrEnum):
@@ -44,6 +48,8 @@ class DropReason(StrEnum):
     """It does not fit the trainer's arrays. It is not cut: the rest would not be what was graded."""
     SIBLING = "sibling"
     """The trainer accepts one sequence of a rollout, and another one has more trained tokens."""
+    SURPLUS = "surplus"
+    """A spare beyond its group's size: it has no place at all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,10 +128,11 @@ class Place:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Selection:
-    """The rollouts in the given order; sequences dropped beside kept ones are in `siblings`."""
+    """The rollouts in the given order; sequences dropped beside kept ones are in `siblings`, spares in `surplus`."""
 
     places: tuple[Place, ...]
     siblings: tuple[Dropped, ...] = field(default=())
+    surplus: tuple[Dropped, ...] = field(default=())
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -135,7 +142,7 @@ class Selection:
     @property
     def dropped(self) -> tuple[Dropped, ...]:
         """Everything that is not learned from, to be reported."""
-        return (*(place.dropped for place in self.places if place.dropped is not None), *self.siblings)
+        return (*(place.dropped for place in self.places if place.dropped is not None), *self.siblings, *self.surplus)
 
     def group_reward(self, group: str) -> float:
         """Returns the mean reward of a group's rollouts that are learned from; 0.0 without any.
@@ -172,6 +179,9 @@ def select(
 ) -> Selection:
     """Selects what to learn from ended rollouts. Pure and deterministic.
 
+    Spares beyond a group's size have no place. `group.results()` says which these are; of other rollouts, and of
+    trajectories, it is known of those alone that were cancelled as their group had all its results (GROUP_COMPLETE).
+
     Args:
         results: rollouts as `group.results()` returns them, or trajectories: the first of each pair from
             `ps.rollouts.export`.
@@ -180,8 +190,13 @@ def select(
         policy_id: samples of this policy only, where rollouts have several. None = those of all policies: each is of
             one (`row.sample.policy_id`), and is for the trainer of that one.
     """
-    places, siblings = [], []
+    places, siblings, surplus = [], [], []
     for result in results:
+        if _is_surplus(result):
+            cause, why = _failure(result)
+            message = "its group has its size without it" + (f"; {cause}: {why}" if cause else "")
+            surplus.append(Dropped(result.rollout_id, DropReason.SURPLUS, message))
+            continue
         place, beside = _place(result, max_prompt_tokens, max_response_tokens, policy_id)
         if one_sequence and len(place.rows) > 1:
             largest = max(place.rows, key=lambda row: int(row.sample.loss_mask.sum()))
@@ -192,7 +207,21 @@ def select(
             place = Place(place.rollout_id, place.group, (largest,))
         places.append(place)
         siblings += beside
-    return Selection(tuple(places), tuple(siblings))
+    return Selection(tuple(places), tuple(siblings), tuple(surplus))
+
+
+def _failure(result: RolloutResult | Trajectory) -> tuple[str, str]:
+    """Returns cause and reason; empty if it completed."""
+    if isinstance(result, Trajectory):
+        # The wire has these words in upper case.
+        return result.failure_cause.lower(), result.failure_reason
+    return ("", "") if result.failure is None else (str(result.failure.cause), result.failure.reason)
+
+
+def _is_surplus(result: RolloutResult | Trajectory) -> bool:
+    if isinstance(result, RolloutResult) and result.surplus is not None:
+        return result.surplus
+    return _failure(result) == (FailureCause.CANCELLED, _GROUP_COMPLETE)
 
 
 def _place(
@@ -206,13 +235,10 @@ def _place(
         trajectory: Trajectory | None = result
         reward: Reward | None = result.reward
         rollout_id, group_id, task_id = result.rollout_id, result.group_id, result.task_id
-        # The wire has these words in upper case.
-        cause, why = result.failure_cause.lower(), result.failure_reason
     else:
         trajectory, reward = result.trajectory, result.reward
         rollout_id, group_id, task_id = result.rollout_id, result.rollout.group_id, result.rollout.task_id
-        cause = "" if result.failure is None else str(result.failure.cause)
-        why = "" if result.failure is None else result.failure.reason
+    cause, why = _failure(result)
     # Rollouts that were started one by one are compared with those of the same task.
     group = group_id or f"task {task_id}"
 
@@ -282,6 +308,21 @@ def _mean_and_spread(rewards: list[float]) -> tuple[float, float]:
     if values.max() - values.min() <= _ROUNDING * np.abs(values).max():
         return float(np.median(values)), 0.0
     return float(values.mean()), float(values.std())
+
+
+def only_row(place: Place, trainer: str) -> Row | None:
+    """Returns the place's row, None where it was dropped, for a trainer that takes one sequence of a rollout.
+
+    Raises:
+        InvalidArgument: `SEVERAL_SEQUENCES`, it has more than one.
+    """
+    if len(place.rows) > 1:
+        raise InvalidArgument(
+            f"Rollout {place.rollout_id} has {len(place.rows)} sequences, but {trainer} uses one per prompt: use "
+            "select(results, one_sequence=True)",
+            reason="SEVERAL_SEQUENCES",
+        )
+    return place.rows[0] if place.rows else None
 
 
 def trained_runs(mask: NDArray[np.bool_]) -> Iterator[tuple[int, int]]:

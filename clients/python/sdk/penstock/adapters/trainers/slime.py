@@ -1,8 +1,8 @@
 """slime: the `Sample`s of a rollout function, as the dicts that `Sample.from_dict` accepts.
 
 Form: slime/utils/types.py (`Sample`) of https://github.com/THUDM/slime at 0d234f3, and `Sample.rollout_id`, which later
-versions have: samples that share it are one rollout, whose loss has one denominator and whose reward counts once.
-Routed experts as slime/observability/rollout_data_utils.py checks them at 624b824.
+versions have. Groups as slime/ray/rollout.py (`_post_process_rewards`) normalises their rewards at 624b824, and routed
+experts as slime/observability/rollout_data_utils.py checks them there.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.adapters.trainers.experts import as_type, experts_of, in_all_layers
-from penstock.adapters.trainers.selection import Place, Row, Selection
+from penstock.adapters.trainers.selection import Place, Row, Selection, only_row
 
 
 class Sample(TypedDict):
@@ -45,14 +45,14 @@ def samples(
     decode: Callable[[list[int]], str] | None = None,
     dense_layers: Sequence[int] = (),
 ) -> list[list[Sample]]:
-    """Returns groups of samples, a sample per sequence.
+    """Returns groups of samples, a sample per rollout.
 
-    slime normalises rewards over groups of a fixed size, so a dropped rollout keeps its place: a masked sample
+    slime normalises rewards over groups of `n_samples_per_prompt` samples, and with any other count over the whole
+    batch as one group. So a rollout has one sample, and a dropped one keeps its place: a masked sample
     (`remove_sample`, status "aborted") with the mean reward of its group's kept rollouts, which moves no baseline.
 
     Args:
-        selection: of any number of groups. slime before `Sample.rollout_id` treats each sample as a rollout: there, use
-            `select(results, one_sequence=True)`.
+        selection: of `select(results, one_sequence=True)`, of any number of groups.
         filler_token_id: for dropped rollouts; the tokenizer's padding.
         first_group_index, first_index: of the first group and rollout; the others count on.
         decode: the tokenizer's, for texts; None = empty ones.
@@ -60,19 +60,19 @@ def samples(
             experts, if the sequences have them, of all layers, and of all tokens but the last.
 
     Raises:
-        InvalidArgument: as `experts_of` and `in_all_layers`.
+        InvalidArgument: `SEVERAL_SEQUENCES`, a rollout has more than one; as `experts_of` and `in_all_layers`.
     """
     experts = experts_of(selection.rows)
     own = iter([in_all_layers(as_type(one, np.int32), dense_layers) for one in experts or ()])
     groups: dict[str, list[Sample]] = {place.group: [] for place in selection.places}
     numbers = {group: number for number, group in enumerate(groups, first_group_index)}
     for index, place in enumerate(selection.places, first_index):
-        members = groups[place.group]
-        for row in place.rows:
+        members, row = groups[place.group], only_row(place, "slime")
+        if row is not None:
             members.append(_sample(row, numbers[place.group], index, decode))
             if experts is not None:
                 members[-1]["rollout_routed_experts"] = next(own)
-        if not place.rows:
+        else:
             members.append(_filler(selection, place, numbers[place.group], index, filler_token_id))
             if experts:
                 # One row, for two tokens: slime takes zeros in all layers for a capture that failed.

@@ -11,8 +11,7 @@ from typing import Any, TypedDict
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.adapters.trainers.selection import Selection
-from penstock.client.errors import InvalidArgument
+from penstock.adapters.trainers.selection import Selection, only_row
 
 Messages = list[dict[str, str]]
 
@@ -63,13 +62,7 @@ def rollout_output(selection: Selection, *, filler_token_id: int) -> RolloutOutp
         reward=[], rollout_id=[], policy_version=[], truncated=[],
     )  # fmt: skip
     for place in selection.places:
-        if len(place.rows) > 1:
-            raise InvalidArgument(
-                f"Rollout {place.rollout_id} has {len(place.rows)} sequences, but TRL uses one per prompt: use "
-                "select(results, one_sequence=True)",
-                reason="SEVERAL_SEQUENCES",
-            )
-        row = place.rows[0] if place.rows else None
+        row = only_row(place, "TRL")
         filler = [filler_token_id]
         output["prompt_ids"].append(filler if row is None else row.prompt_ids.tolist())
         output["completion_ids"].append(filler if row is None else row.response_ids.tolist())

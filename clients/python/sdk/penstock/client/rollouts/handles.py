@@ -4,6 +4,7 @@ import asyncio
 import secrets
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing, suppress
+from dataclasses import replace
 from typing import Any, Final, Literal, TypeVar
 
 from penstock.client.errors import NotFound, PenstockError, ResourceExhausted, Unavailable, is_broken
@@ -303,14 +304,17 @@ class GroupHandle:
     ) -> list[results.RolloutResult]:
         """Waits for all; returns every rollout ordered by index, failed ones and spares included.
 
-        Those that count are `info.result_rollout_ids`. Trajectories have samples only, unless `samples_only` is False;
-        `top`: with alternatives, `tensors`: with the rows of tensors, as in `RolloutHandle.trajectory`.
+        Those that count are `info.result_rollout_ids`; those that are `surplus` are beyond its size. Trajectories have
+        samples only, unless `samples_only` is False; `top`: with alternatives, `tensors`: with the rows of tensors, as
+        in `RolloutHandle.trajectory`.
         """
         by_id: dict[str, results.RolloutResult] = {}
         async with aclosing(self.as_ended(samples_only=samples_only, top=top, tensors=tensors)) as ended:
             async for result in ended:
                 by_id[result.rollout_id] = result
-        return sorted(by_id.values(), key=lambda result: result.rollout.index)
+        surplus = set(self.info.surplus_rollout_ids)  # known now: the stream ends with the group
+        found = [replace(result, surplus=result.rollout_id in surplus) for result in by_id.values()]
+        return sorted(found, key=lambda result: result.rollout.index)
 
     async def calls(
         self, *, credits: int = 64, policy_version: int | None = None, messages: bool = False, images: bool = False

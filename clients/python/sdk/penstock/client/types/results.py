@@ -259,6 +259,18 @@ class Group:
     branched_from: BranchPoint | None = None
     """The call of which its rollouts are branches; None = it was created by itself."""
 
+    @property
+    def surplus_rollout_ids(self) -> tuple[str, ...]:
+        """Those of its rollouts beyond its `size`, by index; empty while it runs, and without spares.
+
+        First of all those count that are its results, then the others by their index: a group that lacks results still
+        has `size` members.
+        """
+        if not self.ended:
+            return ()
+        others = [rollout_id for rollout_id in self.rollout_ids if rollout_id not in self.result_rollout_ids]
+        return tuple(others[max(0, self.size - len(self.result_rollout_ids)) :])
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSummary:
@@ -469,6 +481,9 @@ class RolloutResult:
     rollout: Rollout
     outcome: Outcome
     trajectory: Trajectory | None = None
+    surplus: bool | None = None
+    """Whether its group has its `size` rollouts without it (`Group.surplus_rollout_ids`), as `group.results()` says;
+    None = not known, as long as the group runs, or it has none."""
 
     @property
     def rollout_id(self) -> str:

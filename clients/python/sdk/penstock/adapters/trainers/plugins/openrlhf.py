@@ -17,11 +17,11 @@ from typing import Any, ClassVar
 from openrlhf.utils.agent import AgentExecutorBase
 
 from penstock.adapters.trainers import openrlhf
-from penstock.adapters.trainers.plugins.rollouts import AgentRollouts, CannotAnswer
+from penstock.adapters.trainers.plugins.rollouts import AgentRollouts, CannotAnswer, sampling_sent
 from penstock.adapters.trainers.selection import Place, Selection
 from penstock.client.errors import InvalidArgument
 from penstock.client.intercept.calls import ModelCall
-from penstock.client.types.chat import Completion, FinishReason, LogprobsMode, Sampling
+from penstock.client.types.chat import Completion, FinishReason, LogprobsMode
 
 
 class PenstockExecutor(AgentExecutorBase):  # type: ignore[misc]
@@ -80,6 +80,6 @@ async def _sample(call: ModelCall, sampling_params: Any, max_length: int, engine
         [found[token].logprob for token, found in zip(ids, output.logprobs, strict=True)],
         finish_reason=FinishReason.LENGTH if output.finish_reason == "length" else FinishReason.STOP,
         logprobs_mode=LogprobsMode.PROCESSED,
-        sampling_used=Sampling(temperature=params.temperature, top_p=params.top_p),
+        sampling_used=sampling_sent(params),
         engine="openrlhf",
     )

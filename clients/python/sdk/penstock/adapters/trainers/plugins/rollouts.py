@@ -4,7 +4,7 @@ Invariant: a rollout that is not returned does not run on; an error or a cancell
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,10 +19,24 @@ from penstock.client.rollouts.handles import RolloutHandle, abandon, created_wit
 from penstock.client.tasks.file import task_file_of
 from penstock.client.tasks.spec import AgentChoice
 from penstock.client.tasks.task import Task
-from penstock.client.types.chat import Completion
+from penstock.client.types.chat import Completion, LogprobsMode, Sampling
 from penstock.client.types.results import RolloutResult
 
 MAX_TRIES: Final = 16
+
+_SAMPLING: Final = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "min_tokens",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+)
+"""Parameters that shape the distribution, as vLLM and SGLang name them."""
+
+_LOGPROBS_MODES: Final = {"raw_logprobs": LogprobsMode.RAW, "processed_logprobs": LogprobsMode.PROCESSED}
 
 Sample = Callable[[ModelCall], Awaitable[Completion]]
 """The trainer's engine: answers one call by its `prompt_token_ids`. It is cancelled when the call needs no answer.
@@ -134,6 +148,31 @@ class AgentRollouts:
         """Returns the sequence of `place` with most trained tokens, for a trainer that takes one of each rollout."""
         (row,) = (await self.place(task_id, sample, one_sequence=True)).rows
         return row
+
+
+def sampling_sent(params: Any) -> Sampling:
+    """Returns the parameters of the distribution among those that an engine was sent: a mapping, or attributes.
+
+    Engines write no top_k as -1 or 0; here it is unset.
+    """
+    given = params if isinstance(params, Mapping) else {name: getattr(params, name, None) for name in _SAMPLING}
+    found = {name: value for name in _SAMPLING if (value := given.get(name)) is not None}
+    if found.get("top_k", 1) < 1:
+        del found["top_k"]
+    return Sampling(**found)
+
+
+def logprobs_of_vllm(mode: str | None) -> LogprobsMode:
+    """Returns the kind of the logprobs that vLLM returns with this `logprobs_mode`; None = its default, raw ones.
+
+    Raises:
+        InvalidArgument: `NO_LOGPROBS`, with this one it returns logits in their place.
+    """
+    try:
+        return _LOGPROBS_MODES[mode or "raw_logprobs"]
+    except KeyError:
+        known = " or ".join(_LOGPROBS_MODES)
+        raise InvalidArgument(f"logprobs_mode: {known}, not {mode}", reason="NO_LOGPROBS") from None
 
 
 @asynccontextmanager

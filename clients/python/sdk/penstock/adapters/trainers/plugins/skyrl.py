@@ -3,7 +3,12 @@
     class Experiment(BasePPOExp):  # skyrl.train.entrypoints.main_base
         def get_generator(self, cfg, tokenizer, inference_engine_client):
             rollouts = AgentRollouts.load("tasks", "shell")
-            return PenstockGenerator(rollouts, inference_engine_client, filler_token_id=tokenizer.pad_token_id)
+            return PenstockGenerator(
+                rollouts,
+                inference_engine_client,
+                filler_token_id=tokenizer.pad_token_id,
+                engine_init_kwargs=cfg.generator.inference_engine.engine_init_kwargs,
+            )
 
 A row of the data set names its task in `task_id` (SkyRL gives what is beside the prompt as `env_extras`).
 `generator.sampling_params.logprobs` must be set.
@@ -16,11 +21,11 @@ from skyrl.backends.skyrl_train.inference_servers.base import InferenceEngineInp
 from skyrl.train.generators.base import GeneratorInput, GeneratorInterface, GeneratorOutput, TrajectoryID
 
 from penstock.adapters.trainers import skyrl
-from penstock.adapters.trainers.plugins.rollouts import AgentRollouts, together
+from penstock.adapters.trainers.plugins.rollouts import AgentRollouts, logprobs_of_vllm, sampling_sent, together
 from penstock.adapters.trainers.selection import Place, Selection, select
 from penstock.client.errors import InvalidArgument
 from penstock.client.intercept.calls import ModelCall
-from penstock.client.types.chat import Completion, FinishReason, LogprobsMode, Sampling
+from penstock.client.types.chat import Completion, FinishReason
 
 
 class PenstockGenerator(GeneratorInterface):  # type: ignore[misc]
@@ -33,8 +38,22 @@ class PenstockGenerator(GeneratorInterface):  # type: ignore[misc]
         *,
         filler_token_id: int,
         step_wise: bool = False,
+        engine_init_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        """`step_wise` as SkyRL's `generator.step_wise_trajectories`: a row per sequence, else one per rollout."""
+        """Starts nothing.
+
+        Args:
+            rollouts: what is run for each prompt.
+            engine: SkyRL's engines.
+            filler_token_id: for dropped rollouts; the tokenizer's padding.
+            step_wise: as SkyRL's `generator.step_wise_trajectories`: a row per sequence, else one per rollout.
+            engine_init_kwargs: SkyRL's `generator.inference_engine.engine_init_kwargs`, whose `logprobs_mode` says of
+                which kind the logprobs are; None = vLLM's default, raw ones.
+
+        Raises:
+            InvalidArgument: `NO_LOGPROBS`: by its `logprobs_mode`, vLLM returns logits.
+        """
+        self._logprobs_mode = logprobs_of_vllm((engine_init_kwargs or {}).get("logprobs_mode"))
         self.rollouts, self.engine = rollouts, engine
         self.filler_token_id, self.step_wise = filler_token_id, step_wise
 
@@ -69,12 +88,12 @@ class PenstockGenerator(GeneratorInterface):  # type: ignore[misc]
     async def _sample(self, call: ModelCall, params: Mapping[str, Any]) -> Completion:
         """Asks SkyRL's engines; a rollout's calls are one session, for their prefix cache."""
         given = [most for most in (params.get("max_tokens"), call.sampling.max_tokens) if most is not None]
-        limits = {"max_tokens": min(given)} if given else {}
+        sent = {**params, **({"max_tokens": min(given)} if given else {})}
         output = await self.engine.generate(
             InferenceEngineInput(
                 prompts=None,
                 prompt_token_ids=[call.prompt_token_ids.tolist()],
-                sampling_params={**params, **limits},
+                sampling_params=sent,
                 session_ids=[call.rollout_id],
             )
         )
@@ -87,7 +106,7 @@ class PenstockGenerator(GeneratorInterface):  # type: ignore[misc]
             output["response_ids"][0],
             logprobs[0],
             finish_reason=FinishReason.LENGTH if output["stop_reasons"][0] == "length" else FinishReason.STOP,
-            logprobs_mode=LogprobsMode.PROCESSED,
-            sampling_used=Sampling(temperature=params.get("temperature"), top_p=params.get("top_p")),
+            logprobs_mode=self._logprobs_mode,
+            sampling_used=sampling_sent(sent),
             engine="skyrl",
         )

@@ -21,11 +21,11 @@ from slime.utils import http_utils
 from slime.utils.types import Sample
 
 from penstock.adapters.trainers import slime
-from penstock.adapters.trainers.plugins.rollouts import AgentRollouts
+from penstock.adapters.trainers.plugins.rollouts import AgentRollouts, sampling_sent
 from penstock.adapters.trainers.selection import Place, Row, Selection
 from penstock.client.errors import InvalidArgument
 from penstock.client.intercept.calls import ModelCall
-from penstock.client.types.chat import Completion, FinishReason, LogprobsMode, Sampling
+from penstock.client.types.chat import Completion, FinishReason, LogprobsMode
 
 _TAKEN: Final = (
     "tokens",
@@ -122,6 +122,6 @@ async def _sample(args: Namespace, call: ModelCall, sampling_params: dict[str, A
         policy_version=int(version) if version.isdecimal() else None,
         finish_reason=FinishReason.LENGTH if ended == "length" else FinishReason.STOP,
         logprobs_mode=LogprobsMode.PROCESSED,
-        sampling_used=Sampling(temperature=sampling_params["temperature"], top_p=sampling_params["top_p"]),
+        sampling_used=sampling_sent(sampling_params),
         engine="slime",
     )

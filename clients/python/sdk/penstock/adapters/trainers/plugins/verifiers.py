@@ -28,11 +28,11 @@ from verifiers.v1.graph import MessageNode
 from verifiers.v1.runtimes import ProgramResult
 from verifiers.v1.trace import ModelCall as TraceCall
 
-from penstock.adapters.trainers.plugins.rollouts import AgentRollouts
+from penstock.adapters.trainers.plugins.rollouts import AgentRollouts, sampling_sent
 from penstock.adapters.trainers.selection import Row
 from penstock.client.errors import InvalidArgument
 from penstock.client.intercept.calls import ModelCall
-from penstock.client.types.chat import Completion, FinishReason, LogprobsMode, Sampling
+from penstock.client.types.chat import Completion, FinishReason, LogprobsMode
 
 
 class PenstockTaskset(vf.Taskset[vf.Task, vf.TasksetConfig]):  # type: ignore[misc]
@@ -109,7 +109,7 @@ async def _sample(client: Any, ctx: Any, session: str, call: ModelCall) -> Compl
         [item["logprob"] for item in content],
         finish_reason=FinishReason.LENGTH if choice["finish_reason"] == "length" else FinishReason.STOP,
         logprobs_mode=LogprobsMode.PROCESSED,
-        sampling_used=Sampling(temperature=params.get("temperature"), top_p=params.get("top_p")),
+        sampling_used=sampling_sent(params),
         engine="prime-rl",
     )
 

@@ -17,11 +17,11 @@ from typing import Any
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput
 
 from penstock.adapters.trainers import verl
-from penstock.adapters.trainers.plugins.rollouts import AgentRollouts, CannotAnswer
+from penstock.adapters.trainers.plugins.rollouts import AgentRollouts, CannotAnswer, logprobs_of_vllm, sampling_sent
 from penstock.adapters.trainers.selection import Place, Selection
 from penstock.client.errors import InvalidArgument, Unavailable
 from penstock.client.intercept.calls import ModelCall
-from penstock.client.types.chat import Completion, FinishReason, LogprobsMode, Sampling
+from penstock.client.types.chat import Completion, FinishReason, LogprobsMode
 
 
 class PenstockAgentLoop(AgentLoopBase):  # type: ignore[misc]
@@ -48,7 +48,7 @@ class PenstockAgentLoop(AgentLoopBase):  # type: ignore[misc]
         is cut and trains nothing.
 
         Raises:
-            InvalidArgument: `TASK_UNKNOWN`; `NO_LOGPROBS`: the servers return none; `PROMPT_TOO_LONG`.
+            InvalidArgument: `TASK_UNKNOWN`; `NO_LOGPROBS`: the servers return none, or logits; `PROMPT_TOO_LONG`.
             RolloutFailed: as `AgentRollouts.row`.
         """
         task_id = kwargs.get("task_id") or (kwargs.get("extra_info") or {}).get("task_id")
@@ -86,10 +86,14 @@ class PenstockAgentLoop(AgentLoopBase):  # type: ignore[misc]
             raise CannotAnswer(f"The prompt has {call.prompt_count} tokens, and the trainer's context {context}")
         given = (room, sampling_params.get("max_tokens"), call.sampling.max_tokens)
         limit = min(most for most in given if most is not None)
+        # A setting of vLLM alone: the other servers' are of the distribution that was sampled from.
+        is_vllm = config.name == "vllm"
+        mode = logprobs_of_vllm(config.logprobs_mode) if is_vllm else LogprobsMode.PROCESSED
+        sent = {**sampling_params, "max_tokens": limit}
         output = await self.server_manager.generate(
             request_id=call.rollout_id,
             prompt_ids=call.prompt_token_ids.tolist(),
-            sampling_params={**sampling_params, "max_tokens": limit},
+            sampling_params=sent,
         )
         if output.log_probs is None:
             raise InvalidArgument(
@@ -105,7 +109,7 @@ class PenstockAgentLoop(AgentLoopBase):  # type: ignore[misc]
             output.log_probs,
             policy_version=version,
             finish_reason=FinishReason.LENGTH if is_cut else FinishReason.STOP,
-            logprobs_mode=LogprobsMode.PROCESSED,
-            sampling_used=Sampling(temperature=sampling_params.get("temperature"), top_p=sampling_params.get("top_p")),
+            logprobs_mode=mode,
+            sampling_used=sampling_sent(sent),
             engine="verl",
         )
