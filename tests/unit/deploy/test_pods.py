@@ -49,6 +49,8 @@ def holds_secret(annotation: Any) -> bool:
     return annotation is SecretStr or any(holds_secret(part) for part in typing.get_args(annotation))
 
 
+DRIVER: Final = CHART / "templates" / "driver.yaml"
+
 SECRETS: Final = [
     (service, name)
     for service, settings in SETTINGS.items()
@@ -266,10 +268,12 @@ def test_services_accept_the_environment_of_their_pods(
 
 @pytest.mark.parametrize("case", CASES)
 def test_each_variable_is_set_once_by_the_chart_or_by_the_user(case: str) -> None:
-    """Of two values, the last would count without a word: what the chart sets is refused among `settings`."""
+    """Of two values, the last would count without a word: what the chart sets is refused among `settings`, or left out
+    where they have it."""
     helpers = (CHART / "templates" / "_helpers.tpl").read_text(encoding="utf-8")
     (listed,) = re.findall(r"\$own := list ([^}]*) -}}", helpers)
-    refused = set(re.findall(r'"(\w+)"', listed))
+    left_out = set(re.findall(r'not \(hasKey \.Values\.\w+\.settings "(\w+)"\)', DRIVER.read_text(encoding="utf-8")))
+    refused = set(re.findall(r'"(\w+)"', listed)) | left_out
     for service, pod in render(CASES[case]).pods().items():
         given = {
             f"PENSTOCK_{service.upper()}_{key.upper()}" for key in CASES[case].get(service, {}).get("settings", {})
