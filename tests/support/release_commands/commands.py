@@ -41,12 +41,24 @@ Object = dict[str, Any]
 
 
 class Cluster:
-    """The directory: `objects.json`; `looks`, how often pods were asked for; what the services have."""
+    """The directory: `objects.json`; `looks`, how often pods were asked for; what the services have.
+
+    `failing.json` has for a verb (get, uninstall) how many further commands fail, as where the API server is away.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         file = folder / "objects.json"
         self.objects: list[Object] = json.loads(file.read_text("utf-8")) if file.exists() else []
+
+    def is_away(self, verb: str) -> bool:
+        """Whether a command of this verb fails; one fewer fails after it."""
+        file = self.folder / "failing.json"
+        counts: dict[str, int] = json.loads(file.read_text("utf-8")) if file.exists() else {}
+        left = counts.get(verb, 0)
+        if left:
+            file.write_text(json.dumps({**counts, verb: left - 1}), "utf-8")
+        return left > 0
 
     def keep(self) -> None:
         """Writes the objects."""
@@ -208,6 +220,8 @@ def main(program: str, words: list[str]) -> int:
     values = {word.partition("=")[0]: word.partition("=")[2] for word in words if word.startswith("--")}
     form = [word.partition("=")[0] if word.startswith("--") else word for word in words]
     namespace, selector = values.get("--namespace", ""), values.get("--selector", "")
+    if cluster.is_away(next(word for word in words if not word.startswith("--"))):
+        fail("Error: etcdserver: leader changed")
     match [program, *form]:
         case ["helm", "install", name, chart, "--namespace", "--values"] if values["--values"] == "-":
             _install(cluster, name, chart, namespace)

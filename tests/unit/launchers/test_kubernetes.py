@@ -250,6 +250,23 @@ async def test_the_time_without_a_forwarded_port_begins_when_the_port_is_lost(
         await asyncio.wait([forward])
 
 
+async def test_a_removal_that_is_interrupted_says_what_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """So that a person can remove it."""
+    helm, started = tmp_path / "helm", tmp_path / "started"
+    helm.write_text(f'#!/bin/sh\n: > "{started}"\nexec sleep 600\n')
+    helm.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    stack = on_kubernetes.KubernetesStack(kube_namespace="rl", state_dir=tmp_path / "state")
+    removal = asyncio.create_task(stack._remove(None))
+    await eventually(started.exists, "helm runs")
+    removal.cancel()
+    await asyncio.wait([removal])
+    assert removal.cancelled()
+    assert f"helm uninstall {stack.id} -n rl" in caplog.text
+
+
 def test_values_come_from_a_file_too(tmp_path: Path) -> None:
     (tmp_path / "values.yaml").write_text("image: {registry: here}\n")
     assert read_values(tmp_path / "values.yaml") == {"image": {"registry": "here"}}

@@ -13,11 +13,12 @@ import secrets
 import shutil
 import tempfile
 from asyncio.subprocess import DEVNULL, PIPE
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, Self, TypeVar
 
 import orjson
 
@@ -59,6 +60,8 @@ _REMOVE_S: Final = 120.0
 _FORWARDS: Final = re.compile(r"Forwarding from 127\.0\.0\.1:(\d+) -> ")
 _WORKLOADS: Final = "statefulsets,daemonsets,pods"
 _LEFT: Final = "secrets,persistentvolumeclaims"
+
+T = TypeVar("T")
 
 
 class KubernetesStack:
@@ -129,6 +132,8 @@ class KubernetesStack:
         self._release = Release(self.id, self._namespace, self._values)
         self._placed = False
         self._last = Progress(0, 0)
+        self._away = ""
+        """Why the cluster gave no answer at last; empty = it did."""
         self._addresses: dict[ServiceName, str] = {}
         self._forwards = TaskOwner()
         self._owner: asyncio.Task[Any] | None = None
@@ -164,14 +169,14 @@ class KubernetesStack:
             async with limit:
                 await self._start()
         except BaseException as error:
-            late = isinstance(error, TimeoutError) and limit.expired()
+            slow = self._slow() if isinstance(error, TimeoutError) and limit.expired() else None
             failed = self._failure
             await self._stop(error)
             if isinstance(error, asyncio.CancelledError) and failed is not None:
                 self._uncancel()
                 raise failed from None
-            if late:
-                raise self._slow() from None
+            if slow is not None:
+                raise slow from None
             raise
         return self
 
@@ -233,8 +238,9 @@ class KubernetesStack:
 
     async def _until_ready(self) -> None:
         release = self._release
+        look = partial(self._tools.listed, _WORKLOADS, release.namespaces, release.selector)
         while True:
-            listed = await self._tools.listed(_WORKLOADS, release.namespaces, release.selector)
+            listed = await self._until_done(look)
             self._last = progress(listed, len(release.services))
             if self._last.complete:
                 return
@@ -260,7 +266,8 @@ class KubernetesStack:
                 "needs the right `create pods/portforward`. Or start the stack in a pod of the cluster.",
                 reason="SERVICE_SLOW",
             )
-        why = f" {'; '.join(last.waits)}." if last.waits else ""
+        waits = (*last.waits, *([self._away] if self._away else []))
+        why = f" {'; '.join(waits)}." if waits else ""
         return StackFailed(
             f"After {self._start_timeout:.0f} s {last.ready} of {last.wanted} pods were ready.{why} To look before the "
             f"end: kubectl -n {self._release.namespace} describe pods -l {self._release.selector}. To wait longer: "
@@ -330,29 +337,52 @@ class KubernetesStack:
         try:
             async with asyncio.timeout(self._release.stop_s + _REMOVE_S):
                 await self._remove_all()
-        except (PenstockError, TimeoutError) as cause:
+        except (PenstockError, TimeoutError, asyncio.CancelledError) as cause:
             release = self._release
             deletions = [f"kubectl -n {name} delete {_LEFT} -l {release.selector}" for name in release.namespaces]
             by_hand = "; ".join([f"helm uninstall {release.name} -n {release.namespace}", *deletions])
-            why = str(cause) or "pods did not end in time"
+            is_interrupted = isinstance(cause, asyncio.CancelledError)
+            why = str(cause) or self._away or ("interrupted" if is_interrupted else "pods did not end in time")
             text = f"The release {release.name} is not wholly removed ({why}). By hand: {by_hand}"
+            if is_interrupted:
+                _log.error("%s", text)
+                raise
             if error is None:
                 raise StackFailed(text, reason="RELEASE_LEFT") from None
             _log.error("%s", text)
 
     async def _remove_all(self) -> None:
         release = self._release
+        await self._until_done(self._uninstall)
+        for namespace in release.namespaces:
+            of_it = (f"--namespace={namespace}", f"--selector={release.selector}")
+            await self._until_done(partial(self._tools.kubectl, "delete", _LEFT, *of_it, "--wait=false"))
+        look = partial(self._tools.listed, "pods", release.namespaces, release.selector)
+        while await self._until_done(look):
+            await asyncio.sleep(_LOOK_S)
+
+    async def _uninstall(self) -> None:
+        release = self._release
         try:
             await self._tools.helm("uninstall", release.name, f"--namespace={release.namespace}")
         except StackFailed as error:
             if "not found" not in str(error):  # the failure may have come before the installation
                 raise
-        for namespace in release.namespaces:
-            of_it = (f"--namespace={namespace}", f"--selector={release.selector}")
-            await self._tools.kubectl("delete", _LEFT, *of_it, "--wait=false")
+
+    async def _until_done(self, ask: Callable[[], Awaitable[T]]) -> T:
+        """Repeats what the cluster has failed: its API server may be away for a while. The caller limits the time."""
         while True:
-            if not await self._tools.listed("pods", release.namespaces, release.selector):
-                return
+            try:
+                answer = await ask()
+            except StackFailed as error:
+                if error.reason != "KUBERNETES_FAILED":
+                    raise
+                if not self._away:
+                    _log.warning("%s. It is tried again.", error)
+                self._away = str(error)
+            else:
+                self._away = ""
+                return answer
             await asyncio.sleep(_LOOK_S)
 
 
