@@ -358,7 +358,9 @@ class KubernetesStack:
             of_it = (f"--namespace={namespace}", f"--selector={release.selector}")
             await self._until_done(partial(self._tools.kubectl, "delete", _LEFT, *of_it, "--wait=false"))
         look = partial(self._tools.listed, "pods", release.namespaces, release.selector)
-        while await self._until_done(look):
+        while True:
+            if not await self._until_done(look):
+                return
             await asyncio.sleep(_LOOK_S)
 
     async def _uninstall(self) -> None:
