@@ -33,6 +33,7 @@ from penstock.launchers.kubernetes_release import (
 )
 from penstock.launchers.kubernetes_tools import chart
 from penstock.local.certificates import Authority
+from penstock.local.processes import hold
 from tools.helm import CHART
 
 CLAIM = {"inference": {"model": {"claim": "model"}}}
@@ -204,6 +205,22 @@ async def test_a_missing_program_is_named_with_how_to_get_it(
             pass
     assert caught.value.reason == reason
     assert not (tmp_path / "state").exists()
+
+
+async def test_a_second_stack_in_a_directory_is_refused_before_it_writes_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(tmp_path, monkeypatch)
+    (tmp_path / "state").mkdir()
+    first = hold(tmp_path / "state", "")
+    try:
+        with pytest.raises(ConfigurationError, match="in use by") as caught:
+            async with Stack(on="kubernetes", kube_namespace="rl", state_dir=tmp_path / "state"):
+                pass
+    finally:
+        os.close(first)
+    assert caught.value.reason == "STATE_DIR_IN_USE"
+    assert not (tmp_path / "state" / "ca.pem").exists()
 
 
 @pytest.mark.requirement("R125")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import os
 import subprocess
 import sys
 from collections.abc import Collection, Mapping, Sequence
@@ -177,6 +180,37 @@ async def test_a_machine_that_is_broken_at_the_start_ends_no_stack_that_has_enou
     stack.failing = ("n1",)
     async with stack:
         assert stack._failure is None and stack.members["sandbox"] == {"n0": "n0:7000"}
+
+
+@pytest.mark.requirement("R125")
+async def test_a_directory_has_one_stack_at_a_time(tmp_path: Path) -> None:
+    """A second one would replace the authority that clients of the first one know."""
+    first, second, later = (Reporting(state_dir=tmp_path / "stack", scratch=tmp_path) for _ in range(3))
+    async with first:
+        authority = (tmp_path / "stack" / "ca.pem").read_bytes()
+        with pytest.raises(ConfigurationError, match=f"{tmp_path}/stack is in use by .*{os.getpid()}") as refused:
+            async with second:
+                pass
+        assert refused.value.reason == "STATE_DIR_IN_USE"
+        assert (tmp_path / "stack" / "ca.pem").read_bytes() == authority
+    async with later:
+        assert (tmp_path / "stack" / "ca.pem").read_bytes() != authority
+    async with Reporting(scratch=tmp_path) as alone:
+        assert alone.directory == alone.state_dir
+
+
+async def test_a_file_system_without_locks_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some shared ones have none, and a stack on Slurm needs a shared one."""
+    lock = fcntl.flock
+
+    def refused(descriptor: int, operation: int) -> None:
+        if Path(f"/proc/self/fd/{descriptor}").readlink().is_relative_to(tmp_path / "stack"):
+            raise OSError(errno.ENOSYS, "Function not implemented")
+        lock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", refused)
+    async with Reporting(state_dir=tmp_path / "stack", scratch=tmp_path):
+        assert (tmp_path / "stack" / "ca.pem").exists()
 
 
 class RayReporting(Reporting, RayStack):

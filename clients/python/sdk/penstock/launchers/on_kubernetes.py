@@ -34,6 +34,7 @@ from penstock.client.transport.endpoints import (
     Tls,
 )
 from penstock.client.transport.private_files import open_private, private_directory
+from penstock.launchers.directories import hold_directory
 from penstock.launchers.kubernetes_release import (
     Progress,
     Release,
@@ -130,6 +131,7 @@ class KubernetesStack:
         self._tools = Tools(context)
         self._start_timeout = start_timeout
         self._release = Release(self.id, self._namespace, self._values)
+        self._lock: int | None = None
         self._placed = False
         self._last = Progress(0, 0)
         self._away = ""
@@ -210,7 +212,7 @@ class KubernetesStack:
         namespace = self._namespace or await self._tools.namespace()
         release = self._release = Release(self.id, namespace, self._values)
         authority = _authority()
-        private_directory(self.directory)
+        self._lock = hold_directory(self.directory)
         private_directory(self.log_dir)
         write_whole(self._authority_file, authority.certificate)
         tables = settings_tables(
@@ -325,6 +327,9 @@ class KubernetesStack:
             if self._placed:
                 await self._remove(error)
         finally:
+            if self._lock is not None:
+                os.close(self._lock)
+                self._lock = None
             if self._temporary:
                 await asyncio.to_thread(shutil.rmtree, self.directory, ignore_errors=True)
 
