@@ -253,6 +253,7 @@ class ClusterStack(LocalStack):
             log_dir=self.log_dir_of(name),
             start_timeout=self._start_timeout,
             stop_timeout=self.stop_timeout,
+            max_restarts=self._max_restarts,
         )
 
     def log_dir_of(self, name: str) -> str | None:

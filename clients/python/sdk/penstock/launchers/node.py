@@ -50,6 +50,7 @@ class NodeService(ServiceProcesses):
             state_dir=self._scratch,
             log_dir=order.log_dir,
             start_timeout=order.start_timeout,
+            max_restarts=order.max_restarts,
             on_restart=on_restart,
         )
         self._order = order
