@@ -32,6 +32,7 @@ _KINDS: Final = {
     "statefulsets": "StatefulSet",
     "daemonsets": "DaemonSet",
     "pods": "Pod",
+    "roles": "Role",
     "secrets": "Secret",
     "persistentvolumeclaims": "PersistentVolumeClaim",
 }
@@ -78,14 +79,14 @@ class Cluster:
 
     def labelled(self, kinds: str, namespace: str, selector: str) -> list[Object]:
         """Returns the objects of some kinds with a label."""
-        key, _, value = selector.partition("=")
+        labels = dict(part.split("=") for part in selector.split(","))
         wanted = {_KINDS[kind] for kind in kinds.split(",")}
         return [
             one
             for one in self.objects
             if one["kind"] in wanted
             and one["metadata"]["namespace"] == namespace
-            and one["metadata"].get("labels", {}).get(key) == value
+            and labels.items() <= one["metadata"].get("labels", {}).items()
         ]
 
 
@@ -229,6 +230,10 @@ def main(program: str, words: list[str]) -> int:
             if (cluster.folder / "stuck").exists():
                 fail("Error: failed to delete release: the server is away")
             before = len(cluster.objects)
+            of_it = f"{INSTANCE}={name},app.kubernetes.io/component=sandbox"
+            kinds = [one["kind"] for one in cluster.labelled("pods,roles", namespace, of_it)]
+            if {"Pod", "Role"} <= set(kinds):
+                (cluster.folder / "orphans").touch()  # pods lose the right to delete what they have made
             kept = ("Secret", "PersistentVolumeClaim")
             cluster.objects = [
                 one
@@ -242,6 +247,17 @@ def main(program: str, words: list[str]) -> int:
                 cluster.add(one)
         case ["kubectl", "--request-timeout", "get", kinds, "--namespace", "--selector", "--output"]:
             sys.stdout.write(json.dumps(_get(cluster, kinds, namespace, selector)))
+        case ["kubectl", "--request-timeout", "scale", target, "--namespace", "--replicas"]:
+            name = target.removeprefix("statefulset/")
+            if values["--replicas"] != "0" or name == target:
+                fail("error: the test's cluster scales StatefulSets to 0")
+            if cluster.find("StatefulSet", name, namespace) is None:
+                fail(f'Error from server (NotFound): statefulsets.apps "{name}" not found')
+            cluster.objects = [
+                one
+                for one in cluster.objects
+                if one["kind"] != "Pod" or one["metadata"]["name"].rpartition("-")[0] != name
+            ]
         case ["kubectl", "--request-timeout", "delete", kinds, "--namespace", "--selector", "--wait"]:
             gone = cluster.labelled(kinds, namespace, selector)
             cluster.objects = [one for one in cluster.objects if one not in gone]

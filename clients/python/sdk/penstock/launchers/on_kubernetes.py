@@ -36,6 +36,7 @@ from penstock.client.transport.endpoints import (
 from penstock.client.transport.private_files import open_private, private_directory
 from penstock.launchers.directories import hold_directory
 from penstock.launchers.kubernetes_release import (
+    COMPONENT,
     Progress,
     Release,
     chart_values,
@@ -340,7 +341,10 @@ class KubernetesStack:
             StackFailed: something is left; where the block has failed already, that is logged.
         """
         try:
-            async with asyncio.timeout(self._release.stop_s + _REMOVE_S):
+            stops = 2 if self._release.claims else 1
+            async with asyncio.timeout(stops * self._release.stop_s + _REMOVE_S):
+                if self._release.claims:
+                    await self._end_claims()
                 await self._remove_all()
         except (PenstockError, TimeoutError, asyncio.CancelledError) as cause:
             release = self._release
@@ -362,7 +366,27 @@ class KubernetesStack:
         for namespace in release.namespaces:
             of_it = (f"--namespace={namespace}", f"--selector={release.selector}")
             await self._until_done(partial(self._tools.kubectl, "delete", _LEFT, *of_it, "--wait=false"))
-        look = partial(self._tools.listed, "pods", release.namespaces, release.selector)
+        await self._until_gone(release.selector)
+
+    async def _end_claims(self) -> None:
+        """Ends drivers, then sandbox services, which delete the sandboxes that they have claimed.
+
+        Without the release they have no right to do so. What does not end in time is removed with it all the same.
+        """
+        release = self._release
+        services: tuple[ServiceName, ...] = ("driver", "sandbox")
+        try:
+            async with asyncio.timeout(release.stop_s):
+                for service in services:
+                    place = (f"statefulset/{release.name}-{service}", f"--namespace={release.namespace_of(service)}")
+                    scale = partial(self._tools.kubectl, "scale", *place, "--replicas=0")
+                    await self._until_done(partial(_if_there, scale))
+                    await self._until_gone(f"{release.selector},{COMPONENT}={service}")
+        except TimeoutError:
+            _log.warning("pods of %s did not end in time: sandboxes that they claimed may be left", release.name)
+
+    async def _until_gone(self, selector: str) -> None:
+        look = partial(self._tools.listed, "pods", self._release.namespaces, selector)
         while True:
             if not await self._until_done(look):
                 return
@@ -370,11 +394,7 @@ class KubernetesStack:
 
     async def _uninstall(self) -> None:
         release = self._release
-        try:
-            await self._tools.helm("uninstall", release.name, f"--namespace={release.namespace}")
-        except StackFailed as error:
-            if "not found" not in str(error):  # the failure may have come before the installation
-                raise
+        await _if_there(partial(self._tools.helm, "uninstall", release.name, f"--namespace={release.namespace}"))
 
     async def _until_done(self, ask: Callable[[], Awaitable[T]]) -> T:
         """Repeats what the cluster has failed: its API server may be away for a while. The caller limits the time."""
@@ -391,6 +411,15 @@ class KubernetesStack:
                 self._away = ""
                 return answer
             await asyncio.sleep(_LOOK_S)
+
+
+async def _if_there(remove: Callable[[], Awaitable[str]]) -> None:
+    """Removes what may be absent: the failure that ends a stack may have come before the installation."""
+    try:
+        await remove()
+    except StackFailed as error:
+        if "not found" not in str(error):
+            raise
 
 
 def _authority() -> Authority:
