@@ -13,12 +13,14 @@ from pathlib import Path
 
 import pytest
 from tests.hosts import model
+from tests.support.charts import CLAIMS
 from tests.support.release_commands import commands
 from tests.support.release_commands.installing import objects, put
 from tests.support.waiting import limits
 
 from penstock.client import Mode, PenstockError, connect
-from penstock.launchers import Stack
+from penstock.launchers import Stack, on_kubernetes
+from penstock.launchers.kubernetes_release import Release
 from penstock.local.stack import StackFailed, UpstreamEndpoint
 
 API_KEY = "key-of-the-upstream"
@@ -97,11 +99,12 @@ async def test_pods_that_are_late_are_counted_and_removed(tmp_path: Path, monkey
         with pytest.raises(StackFailed) as caught:
             async with Stack(on="kubernetes", start_timeout=limit):
                 pass
+        assert caught.value.reason == "SERVICE_SLOW"
+        assert not objects(cluster)
         if "0 of 0 pods" not in str(caught.value):
-            break  # else the time was over before the cluster had said how many there are
-    assert re.search(r"0 of 5 pods were ready.*0/3 nodes have penstock-pool", str(caught.value))
-    assert caught.value.reason == "SERVICE_SLOW"
-    assert not objects(cluster)
+            assert re.search(r"0 of 5 pods were ready.*0/3 nodes have penstock-pool", str(caught.value))
+            return  # else the time was over before the cluster had said how many there are
+    pytest.fail("pods are never counted")
 
 
 async def test_a_release_that_cannot_be_removed_is_named_with_the_commands(
@@ -110,13 +113,84 @@ async def test_a_release_that_cannot_be_removed_is_named_with_the_commands(
     """So that a person can remove it."""
     cluster = put(tmp_path, monkeypatch)
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")  # inside: no port is forwarded
-    with pytest.raises(StackFailed, match=r"the server is away.*helm uninstall penstock-\w+ -n rl; kubectl") as caught:
-        async with Stack(on="kubernetes", kube_namespace="rl", state_dir=tmp_path / "stack") as stack:
-            name = stack.endpoints.origin.split()[-1]
-            assert stack.endpoints.driver == f"{name}.rl.svc:7702" and stack.endpoints.discover
-            assert stack.endpoints.inference == ""
-            (cluster / "stuck").touch()
-    assert caught.value.reason == "RELEASE_LEFT"
+    monkeypatch.setattr(Release, "stop_s", 0.0)
+    for limit in limits(10.0):
+        monkeypatch.setattr(on_kubernetes, "_REMOVE_S", limit)
+        with pytest.raises(StackFailed, match=r"helm uninstall penstock-\w+ -n rl; kubectl") as caught:
+            async with Stack(on="kubernetes", kube_namespace="rl", state_dir=tmp_path / "stack") as stack:
+                name = stack.endpoints.origin.split()[-1]
+                assert stack.endpoints.driver == f"{name}.rl.svc:7702" and stack.endpoints.discover
+                assert stack.endpoints.inference == ""
+                (cluster / "stuck").touch()
+        assert caught.value.reason == "RELEASE_LEFT"
+        if "the server is away" in str(caught.value):
+            return
+        (cluster / "stuck").unlink()  # the time was over before it could say so
+    pytest.fail("why it cannot be removed is not said")
+
+
+@pytest.mark.requirement("R125")
+async def test_a_cluster_that_is_away_for_a_moment_ends_no_start_and_no_removal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An API server is replaced, or chooses its leader, at any time."""
+    cluster = put(tmp_path, monkeypatch)
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")  # inside: no port is forwarded
+    monkeypatch.setattr(on_kubernetes, "_LOOK_S", 0.0)
+    away = cluster / "failing.json"
+    away.write_text('{"get": 2}', "utf-8")
+    async with Stack(on="kubernetes", kube_namespace="rl"):
+        assert objects(cluster)
+        away.write_text('{"uninstall": 2, "delete": 1, "get": 1}', "utf-8")
+    assert not objects(cluster)
+    assert set(json.loads(away.read_text("utf-8")).values()) == {0}
+
+
+@pytest.mark.requirement("R125")
+async def test_services_that_claim_sandboxes_end_before_their_rights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sandbox service deletes its claims as it stops. First the drivers, which could ask for others."""
+    cluster = put(tmp_path, monkeypatch)
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")  # inside: no port is forwarded
+    monkeypatch.setattr(on_kubernetes, "_LOOK_S", 0.0)
+    values = {"sandbox": {"backend": "kubernetes", "kubernetes": CLAIMS}}
+    async with Stack(on="kubernetes", kube_namespace="rl", values=values) as stack:
+        name = stack.endpoints.origin.split()[-1]
+        (cluster / "arguments").write_text("", "utf-8")
+    assert not objects(cluster) and not (cluster / "orphans").exists()
+    done = re.findall(r"(scale statefulset/\S+|get pods|helm uninstall)", (cluster / "arguments").read_text("utf-8"))
+    scaled = [f"scale statefulset/{name}-{service}" for service in ("driver", "sandbox")]
+    assert done == [scaled[0], "get pods", scaled[1], "get pods", "helm uninstall", "get pods"]
+
+
+async def test_a_start_that_was_never_installed_scales_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = put(tmp_path, monkeypatch)
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")  # inside: no port is forwarded
+    (cluster / "failing.json").write_text('{"install": 1}', "utf-8")
+    values = {"sandbox": {"backend": "kubernetes", "kubernetes": CLAIMS}}
+    with pytest.raises(StackFailed, match="leader changed"):
+        async with Stack(on="kubernetes", kube_namespace="rl", values=values):
+            pass
+    assert not objects(cluster)
+
+
+async def test_pods_that_nobody_could_ask_for_are_late_with_the_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = put(tmp_path, monkeypatch)
+    (cluster / "failing.json").write_text('{"get": 1000000}', "utf-8")
+    for name, value in (("_LOOK_S", 0.0), ("_REMOVE_S", 0.0)):  # pods cannot be asked for at the end either
+        monkeypatch.setattr(on_kubernetes, name, value)
+    monkeypatch.setattr(Release, "stop_s", 0.0)
+    for limit in limits(20.0):
+        with pytest.raises(StackFailed) as caught:
+            async with Stack(on="kubernetes", start_timeout=limit):
+                pass
+        assert caught.value.reason == "SERVICE_SLOW"
+        if "leader changed" in str(caught.value):
+            return  # else the time was over before the first look
+    pytest.fail("why pods could not be asked for is not said")
 
 
 async def test_sandbox_services_of_another_namespace_are_called_there(

@@ -32,6 +32,7 @@ _KINDS: Final = {
     "statefulsets": "StatefulSet",
     "daemonsets": "DaemonSet",
     "pods": "Pod",
+    "roles": "Role",
     "secrets": "Secret",
     "persistentvolumeclaims": "PersistentVolumeClaim",
 }
@@ -41,12 +42,24 @@ Object = dict[str, Any]
 
 
 class Cluster:
-    """The directory: `objects.json`; `looks`, how often pods were asked for; what the services have."""
+    """The directory: `objects.json`; `looks`, how often pods were asked for; what the services have.
+
+    `failing.json` has for a verb (get, uninstall) how many further commands fail, as where the API server is away.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         file = folder / "objects.json"
         self.objects: list[Object] = json.loads(file.read_text("utf-8")) if file.exists() else []
+
+    def is_away(self, verb: str) -> bool:
+        """Whether a command of this verb fails; one fewer fails after it."""
+        file = self.folder / "failing.json"
+        counts: dict[str, int] = json.loads(file.read_text("utf-8")) if file.exists() else {}
+        left = counts.get(verb, 0)
+        if left:
+            file.write_text(json.dumps({**counts, verb: left - 1}), "utf-8")
+        return left > 0
 
     def keep(self) -> None:
         """Writes the objects."""
@@ -66,14 +79,14 @@ class Cluster:
 
     def labelled(self, kinds: str, namespace: str, selector: str) -> list[Object]:
         """Returns the objects of some kinds with a label."""
-        key, _, value = selector.partition("=")
+        labels = dict(part.split("=") for part in selector.split(","))
         wanted = {_KINDS[kind] for kind in kinds.split(",")}
         return [
             one
             for one in self.objects
             if one["kind"] in wanted
             and one["metadata"]["namespace"] == namespace
-            and one["metadata"].get("labels", {}).get(key) == value
+            and labels.items() <= one["metadata"].get("labels", {}).items()
         ]
 
 
@@ -208,6 +221,8 @@ def main(program: str, words: list[str]) -> int:
     values = {word.partition("=")[0]: word.partition("=")[2] for word in words if word.startswith("--")}
     form = [word.partition("=")[0] if word.startswith("--") else word for word in words]
     namespace, selector = values.get("--namespace", ""), values.get("--selector", "")
+    if cluster.is_away(next(word for word in words if not word.startswith("--"))):
+        fail("Error: etcdserver: leader changed")
     match [program, *form]:
         case ["helm", "install", name, chart, "--namespace", "--values"] if values["--values"] == "-":
             _install(cluster, name, chart, namespace)
@@ -215,6 +230,10 @@ def main(program: str, words: list[str]) -> int:
             if (cluster.folder / "stuck").exists():
                 fail("Error: failed to delete release: the server is away")
             before = len(cluster.objects)
+            of_it = f"{INSTANCE}={name},app.kubernetes.io/component=sandbox"
+            kinds = [one["kind"] for one in cluster.labelled("pods,roles", namespace, of_it)]
+            if {"Pod", "Role"} <= set(kinds):
+                (cluster.folder / "orphans").touch()  # pods lose the right to delete what they have made
             kept = ("Secret", "PersistentVolumeClaim")
             cluster.objects = [
                 one
@@ -228,6 +247,17 @@ def main(program: str, words: list[str]) -> int:
                 cluster.add(one)
         case ["kubectl", "--request-timeout", "get", kinds, "--namespace", "--selector", "--output"]:
             sys.stdout.write(json.dumps(_get(cluster, kinds, namespace, selector)))
+        case ["kubectl", "--request-timeout", "scale", target, "--namespace", "--replicas"]:
+            name = target.removeprefix("statefulset/")
+            if values["--replicas"] != "0" or name == target:
+                fail("error: the test's cluster scales StatefulSets to 0")
+            if cluster.find("StatefulSet", name, namespace) is None:
+                fail(f'Error from server (NotFound): statefulsets.apps "{name}" not found')
+            cluster.objects = [
+                one
+                for one in cluster.objects
+                if one["kind"] != "Pod" or one["metadata"]["name"].rpartition("-")[0] != name
+            ]
         case ["kubectl", "--request-timeout", "delete", kinds, "--namespace", "--selector", "--wait"]:
             gone = cluster.labelled(kinds, namespace, selector)
             cluster.objects = [one for one in cluster.objects if one not in gone]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 import typing
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -48,6 +50,8 @@ def holds_secret(annotation: Any) -> bool:
         return any(holds_secret(info.annotation) for info in annotation.model_fields.values())
     return annotation is SecretStr or any(holds_secret(part) for part in typing.get_args(annotation))
 
+
+DRIVER: Final = CHART / "templates" / "driver.yaml"
 
 SECRETS: Final = [
     (service, name)
@@ -131,6 +135,28 @@ def test_the_containers_of_a_pod_stop_after_the_service() -> None:
     assert pod["shareProcessNamespace"]  # the hook looks for the service's process
     others = [one for one in pod["containers"] if one["name"] != "sandbox"]
     assert others and all("[p]enstock-sandbox" in str(one["lifecycle"]["preStop"]) for one in others)
+
+
+@pytest.mark.parametrize(
+    ("answers", "looks"),
+    [
+        ("exit 0", 6),  # until the service has ended
+        ("exit $(( $(wc -l <looks) == 2 ))", 6),  # once too busy to answer
+        ("exit 1", 3),
+    ],
+)
+def test_an_engine_waits_for_its_service_as_long_as_it_answers_itself(
+    answers: str, looks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that hangs is restarted by its probe: waiting for a service that cannot end without it would take an hour."""
+    programs = {"pgrep": "echo >>looks\n[ $(wc -l <looks) -lt 6 ]", "docker": answers, "sleep": "exit 0"}
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n", encoding="utf-8")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    engine = next(one for one in render(CASES["docker"]).pods()["sandbox"]["containers"] if one["name"] == "engine")
+    subprocess.run(engine["lifecycle"]["preStop"]["exec"]["command"], cwd=tmp_path, check=False, timeout=60)
+    assert (tmp_path / "looks").read_text().count("\n") == looks
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -266,10 +292,12 @@ def test_services_accept_the_environment_of_their_pods(
 
 @pytest.mark.parametrize("case", CASES)
 def test_each_variable_is_set_once_by_the_chart_or_by_the_user(case: str) -> None:
-    """Of two values, the last would count without a word: what the chart sets is refused among `settings`."""
+    """Of two values, the last would count without a word: what the chart sets is refused among `settings`, or left out
+    where they have it."""
     helpers = (CHART / "templates" / "_helpers.tpl").read_text(encoding="utf-8")
     (listed,) = re.findall(r"\$own := list ([^}]*) -}}", helpers)
-    refused = set(re.findall(r'"(\w+)"', listed))
+    left_out = set(re.findall(r'not \(hasKey \.Values\.\w+\.settings "(\w+)"\)', DRIVER.read_text(encoding="utf-8")))
+    refused = set(re.findall(r'"(\w+)"', listed)) | left_out
     for service, pod in render(CASES[case]).pods().items():
         given = {
             f"PENSTOCK_{service.upper()}_{key.upper()}" for key in CASES[case].get(service, {}).get("settings", {})

@@ -150,6 +150,28 @@ def test_scaling_that_is_switched_on_keeps_the_pods_that_run(program: str) -> No
     assert "replicas" not in workloads["interception"]["spec"]  # it is not there yet: the autoscaler's least
 
 
+@pytest.mark.requirement("R125")
+@pytest.mark.parametrize("mode", ["keda", "hpa"])
+def test_a_driver_that_a_scaler_takes_away_waits_for_its_rollouts(mode: str) -> None:
+    """A pod that a scaler removes has no next one, which would go on with what it leaves."""
+    pod = render({"autoscaling": {"mode": mode}}).pods()["driver"]
+    told = _environment(pod)
+    assert told["PENSTOCK_DRIVER_ON_STOP"] == ["drain"]
+    assert pod["terminationGracePeriodSeconds"] > int(told["PENSTOCK_DRIVER_DRAIN_S"][0])
+    own = {"autoscaling": {"mode": mode}, "driver": {"settings": {"on_stop": "leave"}}}
+    assert _environment(render(own).pods()["driver"])["PENSTOCK_DRIVER_ON_STOP"] == ["leave"]
+    for fixed in ({}, {"autoscaling": {"mode": mode, "driver": {"enabled": False}}}):
+        assert "PENSTOCK_DRIVER_ON_STOP" not in _environment(render(fixed).pods()["driver"])
+
+
+def _environment(pod: Mapping[str, Any]) -> dict[str, list[str]]:
+    """The values of each variable of the first container: more than one is a mistake."""
+    found: dict[str, list[str]] = {}
+    for one in pod["containers"][0]["env"]:
+        found.setdefault(one["name"], []).append(one.get("value", ""))
+    return found
+
+
 @pytest.mark.parametrize("mode", ["keda", "hpa"])
 def test_machines_leave_one_at_a_time_and_never_all(mode: str) -> None:
     """The one with the highest ordinal, which drains."""

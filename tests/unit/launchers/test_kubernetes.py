@@ -33,6 +33,7 @@ from penstock.launchers.kubernetes_release import (
 )
 from penstock.launchers.kubernetes_tools import chart
 from penstock.local.certificates import Authority
+from penstock.local.processes import hold
 from tools.helm import CHART
 
 CLAIM = {"inference": {"model": {"claim": "model"}}}
@@ -206,6 +207,22 @@ async def test_a_missing_program_is_named_with_how_to_get_it(
     assert not (tmp_path / "state").exists()
 
 
+async def test_a_second_stack_in_a_directory_is_refused_before_it_writes_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(tmp_path, monkeypatch)
+    (tmp_path / "state").mkdir()
+    first = hold(tmp_path / "state", "")
+    try:
+        with pytest.raises(ConfigurationError, match="in use by") as caught:
+            async with Stack(on="kubernetes", kube_namespace="rl", state_dir=tmp_path / "state"):
+                pass
+    finally:
+        os.close(first)
+    assert caught.value.reason == "STATE_DIR_IN_USE"
+    assert not (tmp_path / "state" / "ca.pem").exists()
+
+
 @pytest.mark.requirement("R125")
 async def test_the_time_without_a_forwarded_port_begins_when_the_port_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -248,6 +265,23 @@ async def test_the_time_without_a_forwarded_port_begins_when_the_port_is_lost(
     finally:
         forward.cancel()
         await asyncio.wait([forward])
+
+
+async def test_a_removal_that_is_interrupted_says_what_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """So that a person can remove it."""
+    helm, started = tmp_path / "helm", tmp_path / "started"
+    helm.write_text(f'#!/bin/sh\n: > "{started}"\nexec sleep 600\n')
+    helm.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    stack = on_kubernetes.KubernetesStack(kube_namespace="rl", state_dir=tmp_path / "state")
+    removal = asyncio.create_task(stack._remove(None))
+    await eventually(started.exists, "helm runs")
+    removal.cancel()
+    await asyncio.wait([removal])
+    assert removal.cancelled()
+    assert f"helm uninstall {stack.id} -n rl" in caplog.text
 
 
 def test_values_come_from_a_file_too(tmp_path: Path) -> None:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
+import fcntl
+import os
 import subprocess
 import sys
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.support.waiting import eventually
 
 from penstock.client.errors import ConfigurationError
 from penstock.client.transport.endpoints import SERVICES, ServiceName
@@ -16,10 +23,11 @@ from penstock.client.types.sandboxes import NodeStatus
 from penstock.launchers import Stack, on_ray
 from penstock.launchers.cluster import ClusterStack
 from penstock.launchers.growth import wanted
+from penstock.launchers.node import NodeService
 from penstock.launchers.on_ray import RayStack
 from penstock.launchers.orders import Order, member_settings
 from penstock.launchers.slurm_nodes import service_names
-from penstock.local.processes import StackFailed
+from penstock.local.processes import StackFailed, hold
 
 
 def order() -> Order:
@@ -37,6 +45,7 @@ def order() -> Order:
         log_dir=None,
         start_timeout=60.0,
         stop_timeout=12.0,
+        max_restarts=3,
     )
 
 
@@ -179,6 +188,37 @@ async def test_a_machine_that_is_broken_at_the_start_ends_no_stack_that_has_enou
         assert stack._failure is None and stack.members["sandbox"] == {"n0": "n0:7000"}
 
 
+@pytest.mark.requirement("R125")
+async def test_a_directory_has_one_stack_at_a_time(tmp_path: Path) -> None:
+    """A second one would replace the authority that clients of the first one know."""
+    first, second, later = (Reporting(state_dir=tmp_path / "stack", scratch=tmp_path) for _ in range(3))
+    async with first:
+        authority = (tmp_path / "stack" / "ca.pem").read_bytes()
+        with pytest.raises(ConfigurationError, match=f"{tmp_path}/stack is in use by .*{os.getpid()}") as refused:
+            async with second:
+                pass
+        assert refused.value.reason == "STATE_DIR_IN_USE"
+        assert (tmp_path / "stack" / "ca.pem").read_bytes() == authority
+    async with later:
+        assert (tmp_path / "stack" / "ca.pem").read_bytes() != authority
+    async with Reporting(scratch=tmp_path) as alone:
+        assert alone.directory == alone.state_dir
+
+
+async def test_a_file_system_without_locks_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some shared ones have none, and a stack on Slurm needs a shared one."""
+    lock = fcntl.flock
+
+    def refused(descriptor: int, operation: int) -> None:
+        if Path(f"/proc/self/fd/{descriptor}").readlink().is_relative_to(tmp_path / "stack"):
+            raise OSError(errno.ENOSYS, "Function not implemented")
+        lock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", refused)
+    async with Reporting(state_dir=tmp_path / "stack", scratch=tmp_path):
+        assert (tmp_path / "stack" / "ca.pem").exists()
+
+
 class RayReporting(Reporting, RayStack):
     """A stack on Ray without Ray."""
 
@@ -198,6 +238,85 @@ async def test_a_machine_that_gets_the_name_of_one_that_left_is_judged_for_itsel
         assert stack.was_ready("n1", "sandbox")
         stack.gave_up("n1", "sandbox", "its disk is full")
         assert stack._failure is None and stack.members["sandbox"].keys() == {"n0"}
+
+
+class RayStopping(Reporting, RayStack):
+    """A stack on Ray without Ray, which stops its actors."""
+
+
+class Actor:
+    """One whose service does not get ready. Keeps the calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def __getattr__(self, method: str) -> SimpleNamespace:
+        def remote(*_: object) -> asyncio.Future[str]:
+            self.calls.append(method)
+            answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+            if method != "run":
+                answer.set_result("10.0.0.1")
+            return answer
+
+        return SimpleNamespace(remote=remote)
+
+
+@pytest.mark.requirement("R125")
+async def test_an_actor_that_has_its_order_is_asked_to_stop_before_it_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its service may not be ready yet: what it has on the machine is removed all the same."""
+    monkeypatch.setattr("ray.kill", lambda actor, *, no_restart: actor.calls.append("kill"))
+    async with RayStopping(state_dir=tmp_path / "stack", scratch=tmp_path) as stack:
+        actor, waiting = Actor(), Actor()
+        slot = on_ray._Slot("n7", "sandbox", 7, actor)
+        stack._start_slot(slot)
+        await eventually(lambda: "run" in actor.calls, "the actor has its order")
+        await stack._removed(slot)
+        assert actor.calls == ["host", "run", "stop", "kill"]
+        await stack._removed(on_ray._Slot("n8", "sandbox", 8, waiting))
+        assert waiting.calls == ["kill"]  # nowhere yet: it could not answer
+
+
+@pytest.mark.requirement("R97")
+async def test_a_stacks_limit_of_restarts_is_that_of_services_elsewhere_too(tmp_path: Path) -> None:
+    async with Reporting(state_dir=tmp_path / "stack", scratch=tmp_path, max_restarts=0) as stack:
+        order = Order.loads(stack.order("n0", "sandbox", {"": "127.0.0.1"}).dumps())
+    assert order.max_restarts == 0
+    assert NodeService(order, "127.0.0.1")._max_restarts == 0
+
+
+@pytest.mark.usefixtures("genuine_starts")
+async def test_a_service_that_is_stopped_while_it_starts_leaves_nothing_on_its_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package, started = tmp_path / "programs" / "penstock_sandbox", tmp_path / "started"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    text = f"import os, signal\nopen({str(started)!r}, 'x').close()\nsignal.pause()\n"
+    (package / "__main__.py").write_text(text)
+    monkeypatch.setenv("PYTHONPATH", f"{package.parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    scratch = tmp_path / "scratch"
+    service = NodeService(replace(order(), scratch=str(scratch)), "127.0.0.1")
+    start = asyncio.create_task(service.__aenter__())
+    await eventually(started.exists, "the service is started")
+    assert scratch.exists()
+    start.cancel()
+    await asyncio.wait([start])
+    assert not scratch.exists()
+
+
+async def test_a_service_whose_directory_another_one_has_leaves_it(tmp_path: Path) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    other = hold(scratch, "")
+    try:
+        with pytest.raises(ConfigurationError, match="is in use by"):
+            async with NodeService(replace(order(), scratch=str(scratch)), "127.0.0.1"):
+                pass
+        assert scratch.exists()
+    finally:
+        os.close(other)
 
 
 async def test_slurm_outside_an_allocation_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import orjson
 import pytest
 from tests.support.waiting import eventually
 
+from penstock.client.errors import ConfigurationError
 from penstock.client.transport.endpoints import ServiceName
 from penstock.launchers.on_slurm import SlurmStack
 from penstock.local import supervision
@@ -82,6 +83,22 @@ async def test_a_service_whose_node_is_lost_starts_again_on_one_that_is_left(
         os.kill(_processes(steps(), "g0")[-1], signal.SIGKILL)
         await eventually(lambda: stack.members["interception"].get("g0") == "a:7000", "g0 is back where the trainer is")
         assert stack.members["interception"].keys() == {"g0", "g1"}
+
+
+@pytest.mark.requirement("R125")
+async def test_a_second_stack_in_a_directory_leaves_the_orders_of_the_first(
+    tmp_path: Path, steps: Callable[[], list[list[str]]]
+) -> None:
+    stack, second = (_Placed(state_dir=tmp_path / "stack", scratch=tmp_path) for _ in range(2))
+    async with stack:
+        orders = sorted((stack.directory / "orders").rglob("*.json"))
+        assert orders
+        with pytest.raises(ConfigurationError, match="is in use by"):
+            async with second:
+                pass
+        assert sorted((stack.directory / "orders").rglob("*.json")) == orders
+        assert len(steps()) == 2
+    assert not (stack.directory / "orders").exists()
 
 
 async def test_a_lost_service_starts_again_where_it_was_if_there_is_no_other_node(

@@ -748,6 +748,7 @@ class InferenceClient:
         Versions that are unknown, or that another version scored, are left out.
 
         Raises:
+            InvalidArgument: `POLICY_NOT_CHOSEN`, the report is of several policies, and the service's weights of one.
             FailedPrecondition: `POLICY_VERSION_UNAVAILABLE`, a version that was never in force here.
         """
     def abort(self, *, session_id: str = "", everything: bool = False) -> int:
@@ -1388,8 +1389,9 @@ class GroupHandle:
     def results(self, *, samples_only: bool = True, top: bool = False, tensors: bool = False) -> list[RolloutResult]:
         """Waits for all; returns every rollout ordered by index, failed ones and spares included.
 
-        Those that count are `info.result_rollout_ids`. Trajectories have samples only, unless `samples_only` is False;
-        `top`: with alternatives, `tensors`: with the rows of tensors, as in `RolloutHandle.trajectory`.
+        Those that count are `info.result_rollout_ids`; those that are `surplus` are beyond its size. Trajectories have
+        samples only, unless `samples_only` is False; `top`: with alternatives, `tensors`: with the rows of tensors, as
+        in `RolloutHandle.trajectory`.
         """
     def calls(
         self, *, credits: int = 64, policy_version: int | None = None, messages: bool = False, images: bool = False

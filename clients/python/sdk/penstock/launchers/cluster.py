@@ -8,6 +8,7 @@ machines whose services read them too. It carries no call, and no service asks i
 
 import asyncio
 import logging
+import os
 import secrets
 import shutil
 from abc import abstractmethod
@@ -21,7 +22,7 @@ import orjson
 from penstock.client.errors import ConfigurationError
 from penstock.client.transport.atomic_files import write_whole
 from penstock.client.transport.endpoints import CONNECTION_FILE, SERVICES, Endpoints, ServiceName, Tls
-from penstock.client.transport.private_files import private_directory
+from penstock.launchers.directories import hold_directory
 from penstock.launchers.orders import (
     GATE_NAME,
     MEMBER_FILES,
@@ -135,6 +136,9 @@ class ClusterStack(LocalStack):
         self.connection_file = self.directory / CONNECTION_FILE
         self._node_token = secrets.token_hex(32)
         self._made: Authority | None = None
+        self._directory_lock: int | None = None
+        self._is_ours = False
+        """Whether no other stack has `directory`."""
         self._given_up: set[tuple[ServiceName, str]] = set()
         self._were_ready: set[tuple[ServiceName, str]] = set()
         self._started = False
@@ -249,6 +253,7 @@ class ClusterStack(LocalStack):
             log_dir=self.log_dir_of(name),
             start_timeout=self._start_timeout,
             stop_timeout=self.stop_timeout,
+            max_restarts=self._max_restarts,
         )
 
     def log_dir_of(self, name: str) -> str | None:
@@ -367,6 +372,9 @@ class ClusterStack(LocalStack):
     async def _start_all(self) -> None:
         await self.find()
         self._prepare()
+        if self.directory != self.state_dir:  # which is held already
+            self._directory_lock = hold_directory(self.directory)
+        self._is_ours = True
         self._certify()
         try:
             async with asyncio.timeout(self._start_timeout):
@@ -400,7 +408,6 @@ class ClusterStack(LocalStack):
                 "Services on many machines need certificates, and these a package: pip install 'penstock[credentials]'",
                 reason="CRYPTOGRAPHY_MISSING",
             ) from None
-        private_directory(self.directory)
         write_whole(self._authority_file, self._made.certificate)
         signed = self._made.sign("penstock", sorted({self.host, GATE_NAME, "localhost", "127.0.0.1"}))
         self.keep(_CERTIFICATE, signed.certificate)
@@ -418,4 +425,7 @@ class ClusterStack(LocalStack):
                 await self.remove(_LAST_REMOVED)
                 await self.close()
             finally:
+                if self._directory_lock is not None:
+                    os.close(self._directory_lock)
+                    self._directory_lock = None
                 await asyncio.to_thread(shutil.rmtree, self.state_dir, ignore_errors=True)

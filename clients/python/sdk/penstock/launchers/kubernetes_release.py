@@ -18,6 +18,8 @@ from penstock.local.processes import toml
 
 INSTANCE: Final = "app.kubernetes.io/instance"
 """Label with the release's name, of everything that it has."""
+COMPONENT: Final = "app.kubernetes.io/component"
+"""Label of a pod with its service."""
 SECRET: Final = re.compile(r"(^|_)(tokens?|keys?|passwords?|secrets?|credentials)$|^(namespaces|upstreams|inference)$")
 """Names of settings that the chart refuses among its values, because they can hold a secret: but those of `OPEN`."""
 OPEN: Final = re.compile(r"^max_[a-z_]*tokens$|^kubernetes_keys$")
@@ -75,6 +77,11 @@ class Release:
     def selector(self) -> str:
         """Of everything that it has, as kubectl takes it."""
         return f"{INSTANCE}={self.name}"
+
+    @property
+    def claims(self) -> bool:
+        """Whether its sandboxes are pods that its sandbox services have claimed, and must delete."""
+        return bool(self.values.get("sandbox", {}).get("backend") == "kubernetes")
 
     @property
     def stop_s(self) -> float:

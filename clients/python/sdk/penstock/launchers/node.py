@@ -14,7 +14,6 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final
 
 import orjson
@@ -50,6 +49,7 @@ class NodeService(ServiceProcesses):
             state_dir=self._scratch,
             log_dir=order.log_dir,
             start_timeout=order.start_timeout,
+            max_restarts=order.max_restarts,
             on_restart=on_restart,
         )
         self._order = order
@@ -124,13 +124,13 @@ class NodeService(ServiceProcesses):
         self.keep("service.key", self._order.key.encode())
         self._keep_members()
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def _stop(self) -> None:
+        is_ours = self._lock is not None  # else another process's service may run there
         try:
-            await super().__aexit__(kind, error, trace)
+            await super()._stop()
         finally:
-            await asyncio.to_thread(shutil.rmtree, self._scratch, ignore_errors=True)
+            if is_ours:
+                await asyncio.to_thread(shutil.rmtree, self._scratch, ignore_errors=True)
 
 
 async def _run(order: Order) -> None:

@@ -13,11 +13,12 @@ import secrets
 import shutil
 import tempfile
 from asyncio.subprocess import DEVNULL, PIPE
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, Self, TypeVar
 
 import orjson
 
@@ -33,7 +34,9 @@ from penstock.client.transport.endpoints import (
     Tls,
 )
 from penstock.client.transport.private_files import open_private, private_directory
+from penstock.launchers.directories import hold_directory
 from penstock.launchers.kubernetes_release import (
+    COMPONENT,
     Progress,
     Release,
     chart_values,
@@ -59,6 +62,8 @@ _REMOVE_S: Final = 120.0
 _FORWARDS: Final = re.compile(r"Forwarding from 127\.0\.0\.1:(\d+) -> ")
 _WORKLOADS: Final = "statefulsets,daemonsets,pods"
 _LEFT: Final = "secrets,persistentvolumeclaims"
+
+T = TypeVar("T")
 
 
 class KubernetesStack:
@@ -127,8 +132,11 @@ class KubernetesStack:
         self._tools = Tools(context)
         self._start_timeout = start_timeout
         self._release = Release(self.id, self._namespace, self._values)
+        self._lock: int | None = None
         self._placed = False
         self._last = Progress(0, 0)
+        self._away = ""
+        """Why the cluster gave no answer at last; empty = it did."""
         self._addresses: dict[ServiceName, str] = {}
         self._forwards = TaskOwner()
         self._owner: asyncio.Task[Any] | None = None
@@ -164,14 +172,14 @@ class KubernetesStack:
             async with limit:
                 await self._start()
         except BaseException as error:
-            late = isinstance(error, TimeoutError) and limit.expired()
+            slow = self._slow() if isinstance(error, TimeoutError) and limit.expired() else None
             failed = self._failure
             await self._stop(error)
             if isinstance(error, asyncio.CancelledError) and failed is not None:
                 self._uncancel()
                 raise failed from None
-            if late:
-                raise self._slow() from None
+            if slow is not None:
+                raise slow from None
             raise
         return self
 
@@ -205,7 +213,7 @@ class KubernetesStack:
         namespace = self._namespace or await self._tools.namespace()
         release = self._release = Release(self.id, namespace, self._values)
         authority = _authority()
-        private_directory(self.directory)
+        self._lock = hold_directory(self.directory)
         private_directory(self.log_dir)
         write_whole(self._authority_file, authority.certificate)
         tables = settings_tables(
@@ -233,8 +241,9 @@ class KubernetesStack:
 
     async def _until_ready(self) -> None:
         release = self._release
+        look = partial(self._tools.listed, _WORKLOADS, release.namespaces, release.selector)
         while True:
-            listed = await self._tools.listed(_WORKLOADS, release.namespaces, release.selector)
+            listed = await self._until_done(look)
             self._last = progress(listed, len(release.services))
             if self._last.complete:
                 return
@@ -260,7 +269,8 @@ class KubernetesStack:
                 "needs the right `create pods/portforward`. Or start the stack in a pod of the cluster.",
                 reason="SERVICE_SLOW",
             )
-        why = f" {'; '.join(last.waits)}." if last.waits else ""
+        waits = (*last.waits, *([self._away] if self._away else []))
+        why = f" {'; '.join(waits)}." if waits else ""
         return StackFailed(
             f"After {self._start_timeout:.0f} s {last.ready} of {last.wanted} pods were ready.{why} To look before the "
             f"end: kubectl -n {self._release.namespace} describe pods -l {self._release.selector}. To wait longer: "
@@ -318,6 +328,9 @@ class KubernetesStack:
             if self._placed:
                 await self._remove(error)
         finally:
+            if self._lock is not None:
+                os.close(self._lock)
+                self._lock = None
             if self._temporary:
                 await asyncio.to_thread(shutil.rmtree, self.directory, ignore_errors=True)
 
@@ -328,32 +341,85 @@ class KubernetesStack:
             StackFailed: something is left; where the block has failed already, that is logged.
         """
         try:
-            async with asyncio.timeout(self._release.stop_s + _REMOVE_S):
+            stops = 2 if self._release.claims else 1
+            async with asyncio.timeout(stops * self._release.stop_s + _REMOVE_S):
+                if self._release.claims:
+                    await self._end_claims()
                 await self._remove_all()
-        except (PenstockError, TimeoutError) as cause:
+        except (PenstockError, TimeoutError, asyncio.CancelledError) as cause:
             release = self._release
             deletions = [f"kubectl -n {name} delete {_LEFT} -l {release.selector}" for name in release.namespaces]
             by_hand = "; ".join([f"helm uninstall {release.name} -n {release.namespace}", *deletions])
-            why = str(cause) or "pods did not end in time"
+            is_interrupted = isinstance(cause, asyncio.CancelledError)
+            why = str(cause) or self._away or ("interrupted" if is_interrupted else "pods did not end in time")
             text = f"The release {release.name} is not wholly removed ({why}). By hand: {by_hand}"
+            if is_interrupted:
+                _log.error("%s", text)
+                raise
             if error is None:
                 raise StackFailed(text, reason="RELEASE_LEFT") from None
             _log.error("%s", text)
 
     async def _remove_all(self) -> None:
         release = self._release
-        try:
-            await self._tools.helm("uninstall", release.name, f"--namespace={release.namespace}")
-        except StackFailed as error:
-            if "not found" not in str(error):  # the failure may have come before the installation
-                raise
+        await self._until_done(self._uninstall)
         for namespace in release.namespaces:
             of_it = (f"--namespace={namespace}", f"--selector={release.selector}")
-            await self._tools.kubectl("delete", _LEFT, *of_it, "--wait=false")
+            await self._until_done(partial(self._tools.kubectl, "delete", _LEFT, *of_it, "--wait=false"))
+        await self._until_gone(release.selector)
+
+    async def _end_claims(self) -> None:
+        """Ends drivers, then sandbox services, which delete the sandboxes that they have claimed.
+
+        Without the release they have no right to do so. What does not end in time is removed with it all the same.
+        """
+        release = self._release
+        services: tuple[ServiceName, ...] = ("driver", "sandbox")
+        try:
+            async with asyncio.timeout(release.stop_s):
+                for service in services:
+                    place = (f"statefulset/{release.name}-{service}", f"--namespace={release.namespace_of(service)}")
+                    scale = partial(self._tools.kubectl, "scale", *place, "--replicas=0")
+                    await self._until_done(partial(_if_there, scale))
+                    await self._until_gone(f"{release.selector},{COMPONENT}={service}")
+        except TimeoutError:
+            _log.warning("pods of %s did not end in time: sandboxes that they claimed may be left", release.name)
+
+    async def _until_gone(self, selector: str) -> None:
+        look = partial(self._tools.listed, "pods", self._release.namespaces, selector)
         while True:
-            if not await self._tools.listed("pods", release.namespaces, release.selector):
+            if not await self._until_done(look):
                 return
             await asyncio.sleep(_LOOK_S)
+
+    async def _uninstall(self) -> None:
+        release = self._release
+        await _if_there(partial(self._tools.helm, "uninstall", release.name, f"--namespace={release.namespace}"))
+
+    async def _until_done(self, ask: Callable[[], Awaitable[T]]) -> T:
+        """Repeats what the cluster has failed: its API server may be away for a while. The caller limits the time."""
+        while True:
+            try:
+                answer = await ask()
+            except StackFailed as error:
+                if error.reason != "KUBERNETES_FAILED":
+                    raise
+                if not self._away:
+                    _log.warning("%s. It is tried again.", error)
+                self._away = str(error)
+            else:
+                self._away = ""
+                return answer
+            await asyncio.sleep(_LOOK_S)
+
+
+async def _if_there(remove: Callable[[], Awaitable[str]]) -> None:
+    """Removes what may be absent: the failure that ends a stack may have come before the installation."""
+    try:
+        await remove()
+    except StackFailed as error:
+        if "not found" not in str(error):
+            raise
 
 
 def _authority() -> Authority:

@@ -44,7 +44,8 @@ class _Slot:
     address: str = ""
     gone_at: float | None = None
     task: asyncio.Task[None] | None = None
-    joined: bool = False
+    is_ordered: bool = False
+    """Whether an order was sent, so that there may be something to stop and to remove."""
 
 
 class RayStack(ClusterStack):
@@ -186,8 +187,8 @@ class RayStack(ClusterStack):
             try:
                 host = await slot.actor.host.remote()
                 order = self.order(slot.name, slot.service, {"": host}, slot.number)
+                slot.is_ordered = True
                 self.joined(slot.name, slot.service, await slot.actor.run.remote(order.dumps()))
-                slot.joined = True
                 text = await self._until_failed(slot)
             except (ActorDiedError, RayTaskError) as error:
                 text = str(error.cause if isinstance(error, RayTaskError) else error)
@@ -285,7 +286,7 @@ class RayStack(ClusterStack):
         import ray
         from ray.exceptions import RayError
 
-        if graceful and slot.joined:
+        if graceful and slot.is_ordered:
             try:
                 async with asyncio.timeout(_STOP_S):
                     await slot.actor.stop.remote()

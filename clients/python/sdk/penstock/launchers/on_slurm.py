@@ -127,7 +127,8 @@ class SlurmStack(ClusterStack):
     async def close(self) -> None:
         """See ClusterStack."""
         await self._following.close()
-        await asyncio.to_thread(shutil.rmtree, self._orders, ignore_errors=True)
+        if self._is_ours:
+            await asyncio.to_thread(shutil.rmtree, self._orders, ignore_errors=True)
 
     @property
     def stop_timeout(self) -> float:

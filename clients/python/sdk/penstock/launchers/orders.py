@@ -79,6 +79,7 @@ class Order:
         log_dir: None = in `scratch`.
         start_timeout: seconds for the service to become ready.
         stop_timeout: seconds after which a service that does not stop is killed.
+        max_restarts: how often a service that died is restarted within ten minutes.
     """
 
     name: str
@@ -93,6 +94,7 @@ class Order:
     log_dir: str | None
     start_timeout: float
     stop_timeout: float
+    max_restarts: int
 
     def dumps(self) -> bytes:
         """Returns JSON."""

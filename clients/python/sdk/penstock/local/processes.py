@@ -192,22 +192,14 @@ class ServiceProcesses(ABC):
             )
         private_directory(self.state_dir)
         private_directory(self.log_dir)
-        self._lock = open_private(self.state_dir / "stack.lock", os.O_RDWR)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigurationError(
-                f"{self.state_dir} is in use by services{_holder(self._lock)}. If that is a `penstock up`, its "
-                "services answer every command without a model of its own: leave out --model-dir (and, if it is "
-                "still starting, wait until it shows its addresses). For separate services, choose another "
-                "directory: --state-dir DIR on the command line,"
-                " LocalStack(state_dir=DIR) in Python.",
-                reason="STATE_DIR_IN_USE",
-            ) from None
+        self._lock = hold(
+            self.state_dir,
+            "If that is a `penstock up`, its services answer every command without a model of its own: leave out "
+            "--model-dir (and, if it is still starting, wait until it shows its addresses). For separate services, "
+            "choose another directory: --state-dir DIR on the command line, LocalStack(state_dir=DIR) in Python.",
+        )
         self._private = self.state_dir / "private"
         with writing(self.state_dir):
-            os.ftruncate(self._lock, 0)
-            os.write(self._lock, f"{os.getpid()}\n".encode())
             # A stack that was killed (-9) could not remove its files, and keys are in them; our lock shows that it is
             # gone.
             with suppress(FileNotFoundError):
@@ -359,6 +351,37 @@ async def _end(item: _Process, timeout: float) -> None:
         item.reader.cancel()
     if item.ready.done() and not item.ready.cancelled():
         item.ready.exception()  # its owner may have been cancelled before it could look
+
+
+def hold(directory: Path, advice: str) -> int:
+    """Takes a private directory for one stack, with its process's id for others to see.
+
+    Args:
+        directory: of this user, as `private_directory` leaves it.
+        advice: what to do where another stack has it, in whole sentences.
+
+    Returns:
+        A descriptor: the directory is held until it is closed.
+
+    Raises:
+        ConfigurationError: another stack has it (`STATE_DIR_IN_USE`), or the lock's file cannot be opened or written.
+        OSError: the file system has no locks.
+    """
+    lock = open_private(directory / "stack.lock", os.O_RDWR)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigurationError(
+                f"{directory} is in use by services{_holder(lock)}. {advice}", reason="STATE_DIR_IN_USE"
+            ) from None
+        with writing(directory):
+            os.ftruncate(lock, 0)
+            os.write(lock, f"{os.getpid()}\n".encode())
+    except BaseException:
+        os.close(lock)
+        raise
+    return lock
 
 
 def _holder(lock: int) -> str:

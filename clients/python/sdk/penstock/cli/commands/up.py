@@ -6,8 +6,8 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Iterable, Sequence
-from contextlib import AsyncExitStack, suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -46,6 +46,7 @@ from penstock.values.similar_names import did_you_mean
 OWN_ENGINE_CONTEXT: Final = 131_072
 """Tokens of a prompt and its completion with `--engine none` and no model: the small model's own are few."""
 
+_HUNG_UP: Final = 128 + signal.SIGHUP
 _COMMAND_STOP_S: Final = 10.0
 """Seconds that the command has to end when the services stop first."""
 
@@ -209,22 +210,25 @@ async def _up(
     """
     loop = asyncio.get_running_loop()
     task = asyncio.current_task()
-    stopped = False
+    stopped: int | None = None
+    stopping = False
 
-    def stop() -> None:
+    def stop(ended: int) -> None:
         nonlocal stopped
-        if not stopped and task is not None:
-            stopped = True
+        if stopped is None and not stopping and task is not None:
+            stopped = ended
             task.cancel()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop)
+    # A terminal that is closed sends SIGHUP, often twice: a further one must not cut the stop short.
+    for number, ended in ((signal.SIGTERM, TERMINATED), (signal.SIGINT, TERMINATED), (signal.SIGHUP, _HUNG_UP)):
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # which nohup has ignored
+            loop.add_signal_handler(number, stop, ended)
     connection = stack.connection_file
     code = OK
     where = escape(str(connection.parent))
     err.print(f"[dim]starting {', '.join(stack.services)}; state in {where}[/]", soft_wrap=True)
     try:
-        with err.status("starting"):
+        with _shown("starting"):
             try:
                 await stack.__aenter__()
             except StackFailed as error:
@@ -246,18 +250,33 @@ async def _up(
                 else:
                     await stack.wait()
         except BaseException as error:
+            stopping = True
             connection.unlink(missing_ok=True)
-            with err.status("stopping"):
+            with _shown("stopping"):
                 await stack.__aexit__(type(error), error, error.__traceback__)
             raise
+        stopping = True
         connection.unlink(missing_ok=True)
-        with err.status("stopping"):
+        with _shown("stopping"):
             await stack.__aexit__(None, None, None)
     except asyncio.CancelledError:
-        if not stopped:
+        if stopped is None:
             raise
-        return TERMINATED if command else OK
+        return stopped if command else OK
     return code
+
+
+@contextmanager
+def _shown(what: str) -> Iterator[None]:
+    """Shows what goes on, which goes on where the terminal has been closed, too: then it takes no output."""
+    status = err.status(what)
+    with suppress(OSError):
+        status.start()
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            status.stop()
 
 
 async def _beside(command: Sequence[str], connection: Path, *, discover: bool) -> int:
