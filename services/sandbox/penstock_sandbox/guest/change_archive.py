@@ -201,7 +201,7 @@ def restore(archive: str, root: bytes = b"") -> None:
             if member.name == _DELETED:
                 content = tar.extractfile(member)
                 for name in json.load(content) if content is not None else ():
-                    _clear(root + os.fsencode(name))
+                    _delete(root, os.fsencode(name))
                 continue
             path = root + b"/" + member.name.encode("utf-8", "surrogateescape")
             if member.isdir():
@@ -219,6 +219,16 @@ def restore(archive: str, root: bytes = b"") -> None:
         os.utime(folder, ns=before)
     for path, member in reversed(folders):
         _finish(path, member)
+
+
+def _delete(root: bytes, name: bytes) -> None:
+    # No link has what the archive deletes: where one is on the way, the directory there is gone already.
+    folder = os.path.dirname(name)
+    while folder.strip(b"/"):
+        if os.path.islink(root + folder):
+            return
+        folder = os.path.dirname(folder)
+    _clear(root + name)
 
 
 def _make_folder(path: bytes) -> None:

@@ -117,6 +117,28 @@ def test_a_fresh_job_becomes_the_prepared_one_whatever_was_done_to_that(
 
 
 @pytest.mark.requirement("R57")
+def test_what_a_directory_had_is_not_deleted_behind_the_link_that_replaced_it(tmp_path: Path) -> None:
+    """Restored twice, as by a repeated request; a link to itself is no obstacle either."""
+    box, elsewhere = tmp_path / "box", tmp_path / "elsewhere"
+    notes, archive = str(tmp_path / "notes"), str(tmp_path / "archive")
+    for name in ("one", "two"):
+        (box / name).mkdir(parents=True)
+        (box / name / "f").write_bytes(b"old")
+    change_archive.remember(notes, [os.fsencode(box)])
+    for name, target in (("one", elsewhere), ("two", box / "two")):
+        (box / name / "f").unlink()
+        (box / name).rmdir()
+        (box / name).symlink_to(target)
+    elsewhere.mkdir()
+    (elsewhere / "f").write_bytes(b"kept")
+    change_archive.capture(notes, archive, [os.fsencode(box)], None, 1 << 20)
+    for _ in range(2):
+        change_archive.restore(archive)
+    assert (elsewhere / "f").read_bytes() == b"kept"
+    assert [(box / name).readlink() for name in ("one", "two")] == [elsewhere, box / "two"]
+
+
+@pytest.mark.requirement("R57")
 @settings(max_examples=50)
 @given(_CHANGES, _CHANGES)
 def test_capture_of_a_fork_includes_its_snapshots_changes(
