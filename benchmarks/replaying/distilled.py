@@ -16,8 +16,7 @@ from benchmarks.replaying.policies import GOAL, MAX_STEPS, Run, Solutions, keep,
 from benchmarks.report import Row, Section
 from penstock_codec import Codec
 from penstock_demo import model
-from penstock_demo.distill import by_teacher, serving
-from penstock_demo.learner import Learner
+from penstock_demo.distill import by_teacher, distilled, serving
 from penstock_demo.rollouts import by_rollout
 from penstock_demo.tasks import build_codec
 
@@ -45,7 +44,7 @@ async def measure(
         for seed in range(FIRST, last + 1):
             if not any(run.seed == seed for run in runs):
                 collect = by_teacher(scoring)
-                runs.append(await until_good(place, codec, solutions, seed, _CREDIT, collect, update=Learner.distill))
+                runs.append(await until_good(place, codec, solutions, seed, _CREDIT, collect, update=distilled))
                 keep(kept, runs[-1])
             print(f"  {next(run for run in runs if run.seed == seed)}", flush=True)
     return [section(runs)]

@@ -21,15 +21,15 @@ import numpy as np
 from penstock_codec import Codec
 from penstock_demo import model, train
 from penstock_demo.display import Display, Metrics
-from penstock_demo.learner import Learner, Row
-from penstock_demo.rollouts import Collect
+from penstock_demo.learner import Learner
+from penstock_demo.rollouts import Collect, Collected
 from penstock_demo.tasks import TASKS, encode, episode
 
 GOAL: Final = 0.9
 MAX_STEPS: Final = 60
 COMMANDS: Final = 2
 """Turns of a solution that say a command; the last one only ends it."""
-Update = Callable[[Learner, Sequence[Row]], tuple[float, float]]
+Update = Callable[[Learner, Collected], tuple[float, float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ async def until_good(
     credit: str,
     collect: Collect,
     *,
-    update: Update = Learner.update,
+    update: Update = train.update,
     goal: float = GOAL,
     max_steps: int = MAX_STEPS,
 ) -> Run:

@@ -3,6 +3,8 @@ package penstock
 import (
 	"context"
 
+	"google.golang.org/protobuf/proto"
+
 	chatv1 "penstock.example/penstock/gen/chat/v1"
 	inferencev1 "penstock.example/penstock/gen/inference/v1"
 )
@@ -17,10 +19,16 @@ func (i *Inference) Info(ctx context.Context) (*inferencev1.GetInfoResponse, err
 }
 
 // Generate samples one completion of token ids; nil sampling = the engine's defaults. Requests of one session, such as a
-// rollout's id ("" = none), reuse its cache. Cancelling the context aborts the generation.
+// rollout's id ("" = none), reuse its cache. Cancelling the context aborts the generation. Thinking and
+// ThinkingBudgetTokens of the sampling are left out, so that a call's own can be passed on: the prompt says whether to
+// think, and no engine has a limit of thoughts.
 func (i *Inference) Generate(
 	ctx context.Context, prompt []int32, sampling *chatv1.Sampling, session string,
 ) (*chatv1.Completion, error) {
+	if sampling != nil && (sampling.Thinking != nil || sampling.ThinkingBudgetTokens != nil) {
+		sampling = proto.Clone(sampling).(*chatv1.Sampling)
+		sampling.Thinking, sampling.ThinkingBudgetTokens = nil, nil
+	}
 	request := &inferencev1.GenerateRequest{
 		RequestId: requestID(), SessionId: session, Sampling: sampling,
 		Prompt: &inferencev1.GenerateRequest_TokenIds{TokenIds: EncodeTokenIDs(prompt)},

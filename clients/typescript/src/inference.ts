@@ -40,17 +40,22 @@ export class Inference extends Weights {
     return this.service.call((options) => this.client.getInfo({}, options), { signal, repeatable: true });
   }
 
-  /** Samples one completion. Aborting it aborts the generation. */
+  /**
+   * Samples one completion. Aborting it aborts the generation.
+   *
+   * With token ids, `thinking` and `thinkingBudgetTokens` of the sampling are left out, so that a call's own can be passed on:
+   * the prompt says whether to think, and no engine has a limit of thoughts.
+   */
   async generate(prompt: Int32Array | readonly number[] | Prompt, options: GenerateOptions = {}): Promise<Completion> {
     const { signal, sampling, sessionId = "", adapter = "", minVersion, exactVersion } = options;
+    const ids = prompt instanceof Int32Array || isList(prompt);
     const request = {
       requestId: randomBytes(16).toString("hex"),
       sessionId,
-      prompt:
-        prompt instanceof Int32Array || isList(prompt)
-          ? { case: "tokenIds" as const, value: bytesOf(Int32Array.from(prompt)) }
-          : { case: "chat" as const, value: prompt },
-      sampling,
+      prompt: ids
+        ? { case: "tokenIds" as const, value: bytesOf(Int32Array.from(prompt)) }
+        : { case: "chat" as const, value: prompt },
+      sampling: ids && sampling !== undefined ? { ...sampling, thinking: undefined, thinkingBudgetTokens: undefined } : sampling,
       adapter,
       version: {
         minVersion: minVersion === undefined ? undefined : BigInt(minVersion),

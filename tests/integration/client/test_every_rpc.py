@@ -326,7 +326,7 @@ async def test_engine_is_reached(ps: Penstock, calls: Calls) -> None:
     await ps.inference.resume()
     figures = dict.fromkeys(("mean", "mean_abs", "max_abs", "kl", "clipped_share"), 0.0)
     figures |= dict.fromkeys(("ratio_mean", "ratio_p01", "ratio_p50", "ratio_p99", "effective_share"), 1.0)
-    gap = Gap(policy_version=0, scored_version=None, tokens=1, effective_tokens=1.0, **figures)
+    gap = Gap(policy_version=0, scored_version=None, tokens=1, effective_tokens=1.0, policy_id="", **figures)
     report = GapReport(mode=LogprobsMode.RAW, clip=(0.8, 1.2), sequences=1, overall=gap, versions=(gap,), worst=())
     for attempt in (
         ps.inference.score(ids, 1),

@@ -175,6 +175,19 @@ async def test_a_start_that_was_never_installed_scales_nothing(tmp_path: Path, m
     assert not objects(cluster)
 
 
+async def test_a_cluster_that_takes_nothing_is_not_asked_for_long_to_remove_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The failure of the start is what a user needs to know."""
+    cluster = put(tmp_path, monkeypatch)
+    monkeypatch.setattr(on_kubernetes, "_FORGET_S", 0.5)
+    (cluster / "failing.json").write_text('{"create": 1000000, "uninstall": 1000000}', "utf-8")
+    with pytest.raises(StackFailed, match="`kubectl create` failed"):
+        async with Stack(on="kubernetes", kube_namespace="rl"):
+            pass
+    assert not (cluster / "objects.json").exists() or not objects(cluster)
+
+
 async def test_pods_that_nobody_could_ask_for_are_late_with_the_cause(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -58,7 +58,7 @@ def test_a_group_of_equal_rewards_teaches_nothing(learner: Learner) -> None:
 @pytest.mark.requirement("R74")
 def test_a_group_that_fails_as_a_whole_has_what_it_lacks_to_the_step(learner: Learner) -> None:
     """Only if that is asked for, and only below the mean: a group that succeeds as a whole has nothing to unlearn."""
-    groups = [[1.0, 1.0], [0.0, None, 0.0], [0.3, 0.3], [1.0, 0.0], [None]]
+    groups: list[list[float | None]] = [[1.0, 1.0], [0.0, None, 0.0], [0.3, 0.3], [1.0, 0.0], [None]]
     assert step_advantages(groups) == [advantages(group) for group in groups]
     solved, failed, partial, mixed, ungraded = step_advantages(groups, 0.5)
     assert solved == [0.0, 0.0] and mixed == advantages(groups[3]) and ungraded == [None]

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from google.protobuf.json_format import MessageToDict
@@ -195,4 +196,6 @@ def _ended(task_id: str, reward: float | None, ids: NDArray[np.int32], mask: NDA
 
 
 def _logprob(learner: Learner, ids: NDArray[np.int32], mask: NDArray[np.float32]) -> float:
-    return float((np.asarray(model.token_logprobs(learner.params, learner.config, ids[None]))[0] * mask).sum())
+    return float(
+        (np.asarray(model.token_logprobs(learner.params, learner.config, jnp.asarray(ids[None])))[0] * mask).sum()
+    )

@@ -34,7 +34,7 @@ from penstock_interception.domain.completions import Completion
 from penstock_interception.domain.requests import ENABLE_THINKING, ChatRequest, with_thinking
 from penstock_interception.domain.state import Call
 from penstock_interception.graph.values import Plan
-from penstock_interception.sources.base import ModelSource, Resolved, SourceError
+from penstock_interception.sources.base import EXTENDERS, ModelSource, Resolved, SourceError
 from penstock_interception.sources.codecs import CodecCache
 from penstock_interception.wire import convert
 
@@ -71,7 +71,12 @@ class InferenceSource(ModelSource):
             info: pb.GetInfoResponse = await self._pool.ask(_info)
             answers = info.engine != NO_ENGINE
             if not info.capabilities.token_ids:
-                return Resolved(ModelFacts(model=info.model, max_context_tokens=info.max_context_tokens or None), None)
+                text = ModelFacts(
+                    model=info.model,
+                    max_context_tokens=info.max_context_tokens or None,
+                    extended_sampling=info.engine_version.partition(" ")[0] in EXTENDERS,  # who serves the endpoint
+                )
+                return Resolved(text, None)
             if not info.tokenizer_sha256:
                 raise FailedPrecondition(
                     "The inference service has no usable tokenizer. The start of its log has the reason; if the "
@@ -190,11 +195,16 @@ class InferenceSource(ModelSource):
     def _chat(self, call: Call) -> pb.ChatPrompt:
         """The conversation as the agent sent it, and the template's options with what overrides them."""
         asked = self._parse(call.request.dialect, call.request.body)
-        options = with_thinking(asked.template_kwargs, call.sampling.thinking)
+        thinking = call.sampling.thinking
+        options = with_thinking(asked.template_kwargs, thinking)
+        override = call.rollout.spec.sampling_override.thinking
+        if not call.facts.extended_sampling and override is None and thinking == call.request.sampling.thinking:
+            # A provider without templates refuses the field: what the agent itself wants is left out, and noted.
+            options, thinking = {}, None
         prompt = pb.ChatPrompt(
             messages=[convert.message_to(message) for message in asked.messages],
             tools=[convert.tool_to(tool) for tool in asked.tools],
-            thinking=call.sampling.thinking,
+            thinking=thinking,
         )
         if further := {name: value for name, value in options.items() if name != ENABLE_THINKING}:
             prompt.template_options_json = json.dumps(further)

@@ -112,12 +112,14 @@ def notes_of(call: Call) -> tuple[str, ...]:
 
 
 def _lost_thinking(call: Call) -> bool:
-    """Returns whether an upstream lacks what the agent asked for: its body was written anew, for the bare API."""
-    request = call.request
+    """Returns whether an endpoint lacks what the agent asked for: its body was written anew, for the bare API."""
+    request, answerer = call.request, call.answerer
+    written = (answerer is Answerer.UPSTREAM and request.dialect is not Dialect.CHAT_COMPLETIONS) or (
+        answerer is Answerer.INFERENCE and not call.facts.tokenizer_sha256
+    )
     return (
-        call.answerer is Answerer.UPSTREAM
+        written
         and request.sampling.thinking is not None
-        and request.dialect is not Dialect.CHAT_COMPLETIONS
         and not call.facts.extended_sampling
         and call.rollout.spec.sampling_override.thinking is None
         and call.sampling.thinking == request.sampling.thinking

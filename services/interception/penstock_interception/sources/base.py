@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Final
 
 from penstock_codec import Codec
 from penstock_interception.domain.calls import Answerer, ModelFacts
 from penstock_interception.domain.completions import Completion
 from penstock_interception.domain.state import Call
+
+EXTENDERS: Final = frozenset({"vllm", "sglang"})
+"""Servers, by what their lists of models say, that take sampling fields and template options beyond OpenAI's API."""
 
 
 @dataclass(frozen=True, slots=True)

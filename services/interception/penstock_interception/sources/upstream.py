@@ -26,7 +26,7 @@ from penstock_interception.domain.completions import Completion, Failure, Tokens
 from penstock_interception.domain.requests import ChatRequest
 from penstock_interception.domain.state import Call
 from penstock_interception.graph.values import MAX_TOP, IntArray, LogprobsMode, TopLogprobs
-from penstock_interception.sources.base import ModelSource, Resolved, SourceError
+from penstock_interception.sources.base import EXTENDERS, ModelSource, Resolved, SourceError
 from penstock_interception.sources.upstream_body import chat_body, limit_tokens, passed_on, replace_sampling
 
 _log = structlog.get_logger(__name__)
@@ -36,8 +36,6 @@ MAX_ANSWER_BYTES = 32 << 20
 MAX_LISTING_BYTES = 1 << 20
 # `owned_by` values of servers that return token ids on request.
 _TOKEN_TELLERS = frozenset({"vllm"})
-# And of those that take sampling fields beyond the API's.
-_EXTENDERS = frozenset({"vllm", "sglang"})
 # Too many requests, or too slow. Any other 5xx may be the request's own.
 _OVERLOADED = frozenset({503, 504})
 # A softmax rounds the logprob of a certain token to slightly above 0; a larger value is invalid and is refused.
@@ -120,7 +118,7 @@ class UpstreamSource(ModelSource):
         facts = ModelFacts(
             model=self.model or asked_model,
             returns_tokens=bool(owners & _TOKEN_TELLERS),
-            extended_sampling=bool(owners & _EXTENDERS),
+            extended_sampling=bool(owners & EXTENDERS),
         )
         return Resolved(facts, None)
 

@@ -118,20 +118,25 @@ async def test_delegated_call_thinks_as_its_trainer_says_or_is_refused_by_name(
 
 
 @pytest.mark.requirement("R63")
+@pytest.mark.parametrize("owner", ["vllm", "provider"])
 async def test_text_endpoint_behind_an_inference_service_hears_the_agents_wish(
-    start: Any, tokenizer_dir: Path, tmp_path: Path
+    start: Any, tokenizer_dir: Path, tmp_path: Path, owner: str
 ) -> None:
-    """Its prompt is rendered there, with the options that ours would be rendered with."""
+    """Its prompt is rendered there, with the options that ours would be; a provider without templates is not asked."""
     options = {"base_url": "", "model": "m"}
     async with AsyncExitStack() as stack:
-        options["base_url"], seen = await stack.enter_async_context(upstream(lambda _request, _body: said("well")))
+        opened = upstream(lambda _request, _body: said("well"), owner)
+        options["base_url"], seen = await stack.enter_async_context(opened)
         opening = open_inference(tokenizer_dir, tmp_path / "text", engine="openai", engine_options=options)
         service = await start(inference_address=(await stack.enter_async_context(opening)).address)
         rollout = await service.open(mode=PROXY, source=DEFAULT_INFERENCE)
         assert (await ask(rollout, "responses", reasoning={"effort": "high"}))[0] == 200
         assert (await ask(rollout, "chat"))[0] == 200
+        notes = [call.normalisations for call in (await service.capture(rollout.rollout_id)).calls]
     sent = [body.get("chat_template_kwargs") for _, body in seen[-2:]]
-    assert sent == [{"enable_thinking": True, "reasoning_effort": "high"}, None]
+    assert sent == [{"enable_thinking": True, "reasoning_effort": "high"} if owner == "vllm" else None, None]
+    left_out = "thinking was left out: the upstream's API has no field for it"
+    assert [left_out in each for each in notes] == [owner != "vllm", False]
 
 
 @pytest.mark.requirement("R63")

@@ -19,8 +19,11 @@ from penstock.client import (
     FailedPrecondition,
     FinishReason,
     InvalidArgument,
+    Message,
     PauseMode,
     Penstock,
+    Prompt,
+    Role,
     Sampling,
 )
 from penstock.client.inference.safetensors import CHUNK_BYTES, TensorFile
@@ -53,6 +56,17 @@ async def test_a_completion_is_generated_from_token_ids_with_a_seed(fakes: Fakes
     assert (request.sampling.seed, request.sampling.temperature, request.stream) == (9, 0.0, False)
     assert request.sampling.HasField("temperature") and not request.sampling.HasField("top_p")
     assert request.version.min_version == 1
+
+
+async def test_a_calls_own_sampling_can_be_passed_on_with_its_prompt(fakes: Fakes, ps: Penstock) -> None:
+    """The prompt says whether to think, so an engine has no such field; a conversation is rendered with the wish."""
+    sampling = Sampling(top_p=0.5, thinking=False, thinking_budget_tokens=2000)
+    for prompt, thinks in (([1, 2], False), (Prompt(messages=[Message.of(Role.USER, "?")]), True)):
+        fakes.queue("Generate", [done([4], [-1])])
+        await ps.inference.generate(prompt, sampling)
+        request = fakes.requests["Generate"][-1]
+        assert request.sampling.top_p == 0.5
+        assert request.sampling.HasField("thinking") is request.sampling.HasField("thinking_budget_tokens") is thinks
 
 
 @pytest.mark.parametrize("ids", [[-1], [2**31], [1.5], [[1]], "text"])

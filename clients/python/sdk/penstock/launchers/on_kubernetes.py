@@ -59,6 +59,10 @@ _AWAY_S: Final = 300.0
 _PAUSE_S: Final = 1.0
 _REMOVE_S: Final = 120.0
 """Seconds for the removal, beside what pods have to stop."""
+_FORGET_S: Final = 20.0
+"""Seconds for the removal of what was never installed."""
+_LASTING: Final = ("forbidden", "unauthorized", "must be logged in", "provide credentials")
+"""What a cluster answers, in small letters, that is the same however often it is asked."""
 _FORWARDS: Final = re.compile(r"Forwarding from 127\.0\.0\.1:(\d+) -> ")
 _WORKLOADS: Final = "statefulsets,daemonsets,pods"
 _LEFT: Final = "secrets,persistentvolumeclaims"
@@ -134,6 +138,7 @@ class KubernetesStack:
         self._release = Release(self.id, self._namespace, self._values)
         self._lock: int | None = None
         self._placed = False
+        self._is_installed = False
         self._last = Progress(0, 0)
         self._away = ""
         """Why the cluster gave no answer at last; empty = it did."""
@@ -227,6 +232,7 @@ class KubernetesStack:
         self._placed = True
         await self._tools.kubectl("create", "--filename=-", data=orjson.dumps(secrets_of(release, authority, tables)))
         place = (self.id, str(folder), f"--namespace={namespace}")
+        self._is_installed = True
         await self._tools.helm("install", *place, "--values=-", data=orjson.dumps(release.values))
         await self._until_ready()
         self.ingress_address = f"{release.host('interception')}:{DEFAULT_INGRESS_PORT}"
@@ -340,10 +346,14 @@ class KubernetesStack:
         Raises:
             StackFailed: something is left; where the block has failed already, that is logged.
         """
+        if error is not None:
+            _log.warning("What there is of the release %s is removed, since %s", self._release.name, error)
+        ends_claims = self._release.claims and self._is_installed
+        # Without an installation there are no pods, and the cluster that did not take it may be away for good.
+        limit = (2 if ends_claims else 1) * self._release.stop_s + _REMOVE_S if self._is_installed else _FORGET_S
         try:
-            stops = 2 if self._release.claims else 1
-            async with asyncio.timeout(stops * self._release.stop_s + _REMOVE_S):
-                if self._release.claims:
+            async with asyncio.timeout(limit):
+                if ends_claims:
                     await self._end_claims()
                 await self._remove_all()
         except (PenstockError, TimeoutError, asyncio.CancelledError) as cause:
@@ -402,7 +412,7 @@ class KubernetesStack:
             try:
                 answer = await ask()
             except StackFailed as error:
-                if error.reason != "KUBERNETES_FAILED":
+                if error.reason != "KUBERNETES_FAILED" or any(words in str(error).lower() for words in _LASTING):
                     raise
                 if not self._away:
                     _log.warning("%s. It is tried again.", error)

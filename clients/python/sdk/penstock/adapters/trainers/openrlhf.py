@@ -102,7 +102,8 @@ def experiences(
         decode: the tokenizer's, for the text of the prompt; None = empty.
         filler_token_id: for dropped rollouts; the tokenizer's padding. It needs OpenRLHF's
             `train.dynamic_batch_enable`: otherwise the loss of a micro batch is divided by its own trained tokens, and
-            of such a row alone is NaN. None = a dropped rollout is an error.
+            of such a row alone is NaN. And a fixed coefficient of the KL (no `algo.kl.target`): such a row's KL is NaN,
+            which the adaptive one becomes. None = a dropped rollout is an error.
 
     Raises:
         InvalidArgument: `SEVERAL_SEQUENCES`, a rollout has more than one; `ROLLOUT_DROPPED`, one was dropped, and there

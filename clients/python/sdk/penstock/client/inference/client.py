@@ -93,7 +93,9 @@ class InferenceClient:
 
         Args:
             prompt: token ids (any array-like), or messages.
-            sampling: None = the engine's defaults.
+            sampling: None = the engine's defaults. With token ids, `thinking` and `thinking_budget_tokens` are left
+                out, so that a call's own sampling can be passed on: its prompt says whether to think, and no engine
+                has a limit of thoughts.
             seed: replaces `sampling.seed`.
             session_id: requests of one session reuse its cache.
             adapter: a loaded adapter; empty = the base weights.
@@ -539,6 +541,8 @@ class InferenceClient:
             request.chat.CopyFrom(_chat(prompt))
         else:
             request.token_ids = wire.token_bytes(prompt)
+            for of_the_prompt in ("thinking", "thinking_budget_tokens"):
+                request.sampling.ClearField(of_the_prompt)
         if seed is not None:
             request.sampling.seed = seed
         if min_version is not None:

@@ -286,6 +286,11 @@ def _put_solution(folder: Folder, source: Path, config: dict[str, Any], choices:
         "commands": [command],
     }
     folder.notes += fetches(source / "solution" / "solve.sh")
+    if place != "/solution" and b"/solution/" in (source / "solution" / "solve.sh").read_bytes():
+        folder.notes.append(
+            f"solve.sh names /solution, but the solution is in {place} for this user, who may not write to /: "
+            "change the script, or import with --user root"
+        )
 
 
 def _resources(environment: dict[str, Any]) -> dict[str, Any]:
