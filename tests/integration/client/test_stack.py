@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.endpoints.loopback import unused_port
-from tests.support.services.processes import children_of
+from tests.support.services.processes import children_of, until_ended
 
 from penstock.client import ConfigurationError, Endpoints, Penstock, connect
 from penstock.local.stack import LocalStack, StackFailed, UpstreamEndpoint
@@ -215,16 +215,12 @@ async def test_when_its_owner_is_killed_every_service_ends(tmp_path: Path) -> No
     assert owner.stdout is not None
     pids = [int(item) for item in (await owner.stdout.readline()).split()]
     assert len(pids) == 3
-    descriptors = [os.pidfd_open(pid) for pid in pids]
-    owner.kill()
-    await owner.communicate()
-    loop = asyncio.get_running_loop()
-    for descriptor in descriptors:
-        ended = asyncio.Event()
-        loop.add_reader(descriptor, ended.set)
-        await ended.wait()
-        loop.remove_reader(descriptor)
-        os.close(descriptor)
+
+    async def end() -> None:
+        owner.kill()
+        await owner.communicate()
+
+    await until_ended(pids, end)
 
 
 def test_endpoints_of_a_stack_without_a_model_have_no_inference() -> None:

@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import sys
-from asyncio.subprocess import PIPE
+from asyncio.subprocess import PIPE, Process
 from pathlib import Path
 
 import orjson
@@ -38,14 +38,19 @@ def tasks(tmp_path: Path) -> Path:
     return folder
 
 
-async def penstock(running: Running, folder: Path, *argv: str) -> tuple[int, str, str]:
-    """Exit code, standard output and standard error of a command that finds the stack."""
+async def started(running: Running, folder: Path, *argv: str) -> Process:
+    """A command that finds the stack."""
     connection = folder / "connection.json"
     write_connection(connection, running.stack.endpoints, pid=os.getpid())
-    process = await asyncio.create_subprocess_exec(
+    return await asyncio.create_subprocess_exec(
         sys.executable, "-m", "penstock.cli.main", *argv, stdout=PIPE, stderr=PIPE, cwd=folder,
         env={**os.environ, "PENSTOCK_CONNECTION": str(connection)},
     )  # fmt: skip
+
+
+async def penstock(running: Running, folder: Path, *argv: str) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error of a command that finds the stack."""
+    process = await started(running, folder, *argv)
     out, err = await process.communicate()
     assert process.returncode is not None
     return process.returncode, out.decode(), err.decode()
@@ -123,12 +128,7 @@ STUCK = "setup: [mkfifo in, cat in]\nverifier: {commands: ['true']}\nsolution: {
 
 async def interrupted_after_a_line(running: Running, folder: Path, *argv: str) -> tuple[int | None, str, str]:
     """Exit code, first line and standard error of a command that is interrupted once it has printed a line."""
-    connection = folder / "connection.json"
-    write_connection(connection, running.stack.endpoints, pid=os.getpid())
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "penstock.cli.main", *argv, stdout=PIPE, stderr=PIPE, cwd=folder,
-        env={**os.environ, "PENSTOCK_CONNECTION": str(connection)},
-    )  # fmt: skip
+    process = await started(running, folder, *argv)
     assert process.stdout is not None
     line = await process.stdout.readline()
     process.send_signal(signal.SIGINT)

@@ -26,6 +26,13 @@ from penstock.local.stack import StackFailed, UpstreamEndpoint
 API_KEY = "key-of-the-upstream"
 
 
+def put_inside(folder: Path, patch: pytest.MonkeyPatch) -> Path:
+    """As `put`, for a stack that starts inside the cluster, where no port is forwarded."""
+    cluster = put(folder, patch)
+    patch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    return cluster
+
+
 @pytest.mark.requirement("R125")
 async def test_a_rollout_runs_on_services_that_a_cluster_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By forwarded ports, of which one comes back after its pod; nothing secret is in a command, nothing is left."""
@@ -111,8 +118,7 @@ async def test_a_release_that_cannot_be_removed_is_named_with_the_commands(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So that a person can remove it."""
-    cluster = put(tmp_path, monkeypatch)
-    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")  # inside: no port is forwarded
+    cluster = put_inside(tmp_path, monkeypatch)
     monkeypatch.setattr(Release, "stop_s", 0.0)
     for limit in limits(10.0):
         monkeypatch.setattr(on_kubernetes, "_REMOVE_S", limit)
@@ -134,8 +140,7 @@ async def test_a_cluster_that_is_away_for_a_moment_ends_no_start_and_no_removal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An API server is replaced, or chooses its leader, at any time."""
-    cluster = put(tmp_path, monkeypatch)
-    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")  # inside: no port is forwarded
+    cluster = put_inside(tmp_path, monkeypatch)
     monkeypatch.setattr(on_kubernetes, "_LOOK_S", 0.0)
     away = cluster / "failing.json"
     away.write_text('{"get": 2}', "utf-8")
@@ -151,8 +156,7 @@ async def test_services_that_claim_sandboxes_end_before_their_rights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A sandbox service deletes its claims as it stops. First the drivers, which could ask for others."""
-    cluster = put(tmp_path, monkeypatch)
-    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")  # inside: no port is forwarded
+    cluster = put_inside(tmp_path, monkeypatch)
     monkeypatch.setattr(on_kubernetes, "_LOOK_S", 0.0)
     values = {"sandbox": {"backend": "kubernetes", "kubernetes": CLAIMS}}
     async with Stack(on="kubernetes", kube_namespace="rl", values=values) as stack:
@@ -165,8 +169,7 @@ async def test_services_that_claim_sandboxes_end_before_their_rights(
 
 
 async def test_a_start_that_was_never_installed_scales_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cluster = put(tmp_path, monkeypatch)
-    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")  # inside: no port is forwarded
+    cluster = put_inside(tmp_path, monkeypatch)
     (cluster / "failing.json").write_text('{"install": 1}', "utf-8")
     values = {"sandbox": {"backend": "kubernetes", "kubernetes": CLAIMS}}
     with pytest.raises(StackFailed, match="leader changed"):
@@ -180,7 +183,7 @@ async def test_a_cluster_that_takes_nothing_is_not_asked_for_long_to_remove_it(
 ) -> None:
     """The failure of the start is what a user needs to know."""
     cluster = put(tmp_path, monkeypatch)
-    monkeypatch.setattr(on_kubernetes, "_FORGET_S", 0.5)
+    monkeypatch.setattr(on_kubernetes, "_NEVER_INSTALLED_S", 0.5)
     (cluster / "failing.json").write_text('{"create": 1000000, "uninstall": 1000000}', "utf-8")
     with pytest.raises(StackFailed, match="`kubectl create` failed"):
         async with Stack(on="kubernetes", kube_namespace="rl"):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,6 +26,19 @@ def descriptors() -> list[Path]:
         with suppress(FileNotFoundError):
             found.append(descriptor.readlink())
     return found
+
+
+async def until_ended(pids: Iterable[int], end: Callable[[], Awaitable[object]]) -> None:
+    """Calls `end`, and returns once these processes have ended, which need not be children of this one."""
+    descriptors = [os.pidfd_open(pid) for pid in pids]
+    await end()
+    loop = asyncio.get_running_loop()
+    for descriptor in descriptors:
+        ended = asyncio.Event()
+        loop.add_reader(descriptor, ended.set)
+        await ended.wait()
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
 
 
 def argv_of(pid: int) -> list[bytes]:

@@ -336,7 +336,7 @@ def _closing(rollout: rollout_gate_service_pb2.GateRollout) -> GateClosing:
     return GateClosing(
         exhausted_budget=rollout.exhausted_budget,
         lease_ended=rollout.close_reason == _LEASE_ENDED,
-        was_restarted=rollout.restored,
+        restored=rollout.restored,
         diverged=(rollout.divergence or "A call differs from what is recorded at its place.") if fails else "",
         calls=totals.calls,
         unanswered=totals.failed + totals.expired,

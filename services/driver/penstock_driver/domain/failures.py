@@ -159,7 +159,7 @@ def classify_exit(
         message = f"{closing.unanswered} of {closing.calls} model calls were not answered{why}, and the agent gave up"
         return Failure(Cause.MODEL, "MODEL_CALL_FAILED", message, not closing.is_final, phase)
     # The gate itself knows of an outage that this driver, which may have been away too, has not seen.
-    if gate_was_away or closing.was_restarted:
+    if gate_was_away or closing.restored:
         message = f"the gate was unreachable for a while, and the agent failed: {describe(end)}"
         return Failure(Cause.INFRASTRUCTURE, "GATE_INTERRUPTED", message, True, phase, component=Component.GATE)
     if closing.refused and closing.last_failure in _OF_THE_POLICY:

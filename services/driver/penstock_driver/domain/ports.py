@@ -443,7 +443,7 @@ class GateClosing:
     `lease_ended` means that the gate had closed the rollout before, because it could not reach this driver.
     `diverged` says which call differed from what was recorded, where an exact replay failed for that; empty = none.
     `is_unknown` means that the gate has no such rollout: it has lost what it had of it, with its disk.
-    `was_restarted` means that the gate was away while it had the rollout: it was started again.
+    `restored` means that the gate was away while it had the rollout: it was started again.
     """
 
     exhausted_budget: str = ""
@@ -457,7 +457,7 @@ class GateClosing:
     lease_ended: bool = False
     diverged: str = ""
     is_unknown: bool = False
-    was_restarted: bool = False
+    restored: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ from penstock_interception.domain.completions import Completion
 from penstock_interception.domain.requests import ENABLE_THINKING, ChatRequest, with_thinking
 from penstock_interception.domain.state import Call
 from penstock_interception.graph.values import Plan
-from penstock_interception.sources.base import EXTENDERS, ModelSource, Resolved, SourceError
+from penstock_interception.sources.base import EXTENDED_SERVERS, ModelSource, Resolved, SourceError
 from penstock_interception.sources.codecs import CodecCache
 from penstock_interception.wire import convert
 
@@ -74,7 +74,8 @@ class InferenceSource(ModelSource):
                 text = ModelFacts(
                     model=info.model,
                     max_context_tokens=info.max_context_tokens or None,
-                    extended_sampling=info.engine_version.partition(" ")[0] in EXTENDERS,  # who serves the endpoint
+                    extended_sampling=info.engine_version.partition(" ")[0]
+                    in EXTENDED_SERVERS,  # who serves the endpoint
                 )
                 return Resolved(text, None)
             if not info.tokenizer_sha256:
@@ -197,8 +198,7 @@ class InferenceSource(ModelSource):
         asked = self._parse(call.request.dialect, call.request.body)
         thinking = call.sampling.thinking
         options = with_thinking(asked.template_kwargs, thinking)
-        override = call.rollout.spec.sampling_override.thinking
-        if not call.facts.extended_sampling and override is None and thinking == call.request.sampling.thinking:
+        if call.thinks_as_agent_asks and not call.facts.extended_sampling:
             # A provider without templates refuses the field: what the agent itself wants is left out, and noted.
             options, thinking = {}, None
         prompt = pb.ChatPrompt(

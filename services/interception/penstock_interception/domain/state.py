@@ -554,6 +554,12 @@ class Call:
         return self.rollout.spec.source if model is None or model.source is None else model.source
 
     @property
+    def thinks_as_agent_asks(self) -> bool:
+        """Whether neither the rollout's owner nor a trainer has said whether it is to think."""
+        override = self.rollout.spec.sampling_override.thinking
+        return override is None and self.sampling.thinking == self.request.sampling.thinking
+
+    @property
     def facts(self) -> ModelFacts:
         """The facts of `source`."""
         facts, position = self.rollout.facts, self.model

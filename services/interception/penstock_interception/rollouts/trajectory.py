@@ -117,13 +117,8 @@ def _lost_thinking(call: Call) -> bool:
     written = (answerer is Answerer.UPSTREAM and request.dialect is not Dialect.CHAT_COMPLETIONS) or (
         answerer is Answerer.INFERENCE and not call.facts.tokenizer_sha256
     )
-    return (
-        written
-        and request.sampling.thinking is not None
-        and not call.facts.extended_sampling
-        and call.rollout.spec.sampling_override.thinking is None
-        and call.sampling.thinking == request.sampling.thinking
-    )
+    asked = request.sampling.thinking is not None and call.thinks_as_agent_asks
+    return written and asked and not call.facts.extended_sampling
 
 
 def capture(

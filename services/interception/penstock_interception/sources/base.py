@@ -11,7 +11,7 @@ from penstock_interception.domain.calls import Answerer, ModelFacts
 from penstock_interception.domain.completions import Completion
 from penstock_interception.domain.state import Call
 
-EXTENDERS: Final = frozenset({"vllm", "sglang"})
+EXTENDED_SERVERS: Final = frozenset({"vllm", "sglang"})
 """Servers, by what their lists of models say, that take sampling fields and template options beyond OpenAI's API."""
 
 

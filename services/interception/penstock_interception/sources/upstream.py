@@ -26,7 +26,7 @@ from penstock_interception.domain.completions import Completion, Failure, Tokens
 from penstock_interception.domain.requests import ChatRequest
 from penstock_interception.domain.state import Call
 from penstock_interception.graph.values import MAX_TOP, IntArray, LogprobsMode, TopLogprobs
-from penstock_interception.sources.base import EXTENDERS, ModelSource, Resolved, SourceError
+from penstock_interception.sources.base import EXTENDED_SERVERS, ModelSource, Resolved, SourceError
 from penstock_interception.sources.upstream_body import chat_body, limit_tokens, passed_on, replace_sampling
 
 _log = structlog.get_logger(__name__)
@@ -118,7 +118,7 @@ class UpstreamSource(ModelSource):
         facts = ModelFacts(
             model=self.model or asked_model,
             returns_tokens=bool(owners & _TOKEN_TELLERS),
-            extended_sampling=bool(owners & EXTENDERS),
+            extended_sampling=bool(owners & EXTENDED_SERVERS),
         )
         return Resolved(facts, None)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
 from asyncio.subprocess import Process
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -13,7 +11,7 @@ import pytest
 from aiohttp import web
 from tests.integration.client.test_cli import penstock, start
 from tests.support.endpoints.loopback import serving
-from tests.support.services.processes import children_of
+from tests.support.services.processes import children_of, until_ended
 
 from penstock.client import Command, Mode, Rollout, Task, Upstream, connect
 from penstock.client.transport.endpoints import of_state_dir
@@ -36,16 +34,12 @@ async def up(state: Path) -> AsyncIterator[Process]:
 
 async def kill(process: Process) -> None:
     """Kills it, and returns once its services have ended."""
-    descriptors = [os.pidfd_open(pid) for pid in children_of(process.pid)]
-    process.kill()
-    await process.communicate()
-    loop = asyncio.get_running_loop()
-    for descriptor in descriptors:
-        ended = asyncio.Event()
-        loop.add_reader(descriptor, ended.set)
-        await ended.wait()
-        loop.remove_reader(descriptor)
-        os.close(descriptor)
+
+    async def end() -> None:
+        process.kill()
+        await process.communicate()
+
+    await until_ended(children_of(process.pid), end)
 
 
 async def rollout(state: Path) -> Rollout:

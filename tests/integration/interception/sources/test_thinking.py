@@ -51,8 +51,8 @@ async def ask(rollout: Any, dialect: str, **wish: Any) -> tuple[int, bytes]:
     path, body = request(dialect, **wish)
     url = rollout.base_url.removesuffix("/v1") + path
     headers = {"x-api-key": rollout.token}
-    async with aiohttp.ClientSession(headers=headers) as http, http.post(url, json=body) as told:
-        return told.status, await told.read()
+    async with aiohttp.ClientSession(headers=headers) as http, http.post(url, json=body) as answer:
+        return answer.status, await answer.read()
 
 
 async def prompt_of(service: Any, call_id: str) -> str:

@@ -179,7 +179,7 @@ def test_an_exact_replay_that_diverged_fails_however_its_agent_ends(end: Exit) -
 @pytest.mark.parametrize("seen", [True, False])
 def test_bad_exit_during_a_gate_outage_is_not_the_agents(end: Exit, seen: bool) -> None:
     """What the agent could not help is not graded, and never a zero. A driver that was away too has not seen it."""
-    closing = GateClosing(calls=3, was_restarted=not seen)
+    closing = GateClosing(calls=3, restored=not seen)
     failure = classify_exit(end, closing, None, [0], Phase.RUNNING, gate_was_away=seen)
     assert failure is not None
     assert (failure.reason, failure.caused_by, failure.retriable) == ("GATE_INTERRUPTED", Component.GATE, True)

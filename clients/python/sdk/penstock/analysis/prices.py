@@ -115,7 +115,7 @@ def paid(calls: Iterable[Call]) -> dict[str, Used]:
     """Returns the tokens of calls that a model answered for their rollout, by the id of the call that was sampled.
 
     An answer that a further attempt of the rollout replayed was sampled in an earlier one: it has the earlier call's
-    id, so that it counts once for whoever saw that call too. What was replayed from another rollout was sampled for
+    id, so that it counts once where that call is known too. What was replayed from another rollout was sampled for
     that one, and what was given for none.
     """
     found: dict[str, Used] = {}

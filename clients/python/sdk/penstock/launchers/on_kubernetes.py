@@ -59,7 +59,7 @@ _AWAY_S: Final = 300.0
 _PAUSE_S: Final = 1.0
 _REMOVE_S: Final = 120.0
 """Seconds for the removal, beside what pods have to stop."""
-_FORGET_S: Final = 20.0
+_NEVER_INSTALLED_S: Final = 20.0
 """Seconds for the removal of what was never installed."""
 _LASTING: Final = ("forbidden", "unauthorized", "must be logged in", "provide credentials")
 """What a cluster answers, in small letters, that is the same however often it is asked."""
@@ -347,10 +347,14 @@ class KubernetesStack:
             StackFailed: something is left; where the block has failed already, that is logged.
         """
         if error is not None:
-            _log.warning("What there is of the release %s is removed, since %s", self._release.name, error)
+            _log.warning(
+                "What there is of the release %s is removed: %s", self._release.name, str(error) or "interrupted"
+            )
         ends_claims = self._release.claims and self._is_installed
         # Without an installation there are no pods, and the cluster that did not take it may be away for good.
-        limit = (2 if ends_claims else 1) * self._release.stop_s + _REMOVE_S if self._is_installed else _FORGET_S
+        limit = _NEVER_INSTALLED_S
+        if self._is_installed:
+            limit = (2 if ends_claims else 1) * self._release.stop_s + _REMOVE_S
         try:
             async with asyncio.timeout(limit):
                 if ends_claims:
