@@ -7,6 +7,7 @@ import os
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 _PROBE = """
 import json, torch, vllm
@@ -27,19 +28,29 @@ class Machine:
     """Their names."""
 
 
-def gpu_count(proc: Path = Path("/proc/driver/nvidia/gpus")) -> int:
-    """How many NVIDIA GPUs a process may use: those of the driver, or fewer by CUDA_VISIBLE_DEVICES."""
-    there = len([*proc.glob("*")])
+DRIVER: Final = Path("/proc/driver/nvidia/gpus")
+DEVICES: Final = Path("/dev")
+
+
+def gpu_count(proc: Path = DRIVER, devices: Path = DEVICES) -> int:
+    """How many NVIDIA GPUs a process may use: those of the driver, or fewer by CUDA_VISIBLE_DEVICES.
+
+    Inside gVisor and some containers the driver's folder is absent, but the devices `nvidia0`, `nvidia1`, ... are there.
+    """
+    there = len([*proc.glob("*")]) or len([*devices.glob("nvidia[0-9]*")])
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return there if visible is None else min(there, len([device for device in visible.split(",") if device]))
 
 
-def no_gpu(proc: Path = Path("/proc/driver/nvidia/gpus")) -> str:
+def no_gpu(proc: Path = DRIVER, devices: Path = DEVICES) -> str:
     """Returns a sentence that names what is missing; empty = there is a GPU."""
-    if gpu_count(proc):
+    if gpu_count(proc, devices):
         return ""
-    if not proc.is_dir():
-        return f"make gpu needs an NVIDIA GPU and its driver: {proc} does not exist, so nothing was run on a GPU."
+    if not proc.is_dir() and not [*devices.glob("nvidia[0-9]*")]:
+        return (
+            f"make gpu needs an NVIDIA GPU and its driver: neither {proc} nor {devices}/nvidia0 exists, "
+            "so nothing was run on a GPU."
+        )
     return (
         "make gpu needs an NVIDIA GPU: CUDA_VISIBLE_DEVICES leaves none of this machine's, so nothing was run on a GPU."
     )

@@ -52,10 +52,12 @@ def policy(seed: int, config: Config = models.CONFIG) -> models.Tensors:
     return random_tensors(config, seed)
 
 
-async def sample(ps: Penstock, prompt: np.ndarray, tensor_start: int = 0, **sampling: Any) -> Completion:
+async def sample(
+    ps: Penstock, prompt: np.ndarray, tensor_start: int = 0, adapter: str = "", **sampling: Any
+) -> Completion:
     """A completion of TOKENS tokens."""
     asked = Sampling(temperature=1.0, max_tokens=TOKENS, min_tokens=TOKENS, **sampling)
-    return await ps.inference.generate(prompt, asked, tensor_start=tensor_start)
+    return await ps.inference.generate(prompt, asked, tensor_start=tensor_start, adapter=adapter)
 
 
 async def assert_sampled_by(

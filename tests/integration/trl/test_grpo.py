@@ -105,7 +105,7 @@ async def run(stack: LocalStack, model_dir: Path, example: ModuleType, tmp_path_
         logging_steps=1,
         save_strategy="no",
         report_to="none",
-        use_cpu=True,
+        use_cpu=not torch.cuda.is_available(),
         bf16=False,
         gradient_checkpointing=False,
     )

@@ -38,6 +38,7 @@ async def greedy(ps: Penstock, adapter: str = "") -> list[int]:
 
 
 @pytest.mark.requirement("R63", "R87")
+@pytest.mark.usefixtures("adapters")
 async def test_adapters_are_loaded_listed_scored_and_unloaded(service: Served, ps: Penstock) -> None:
     """Pushed or by path, beside the base weights, each with its own version."""
     await ps.inference.update_weights(service.version(), models.random_policy(9))

@@ -12,9 +12,8 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from tests.integration.vllm.conftest import Served, first_tokens
+from tests.integration.vllm.conftest import ON_CPU, Served, first_tokens
 from tests.support import vllm_models as models
-from vllm.platforms import current_platform
 
 from penstock.chat.v1 import chat_pb2, completion_pb2
 from penstock.inference.v1 import inference_service_pb2 as pb
@@ -52,11 +51,12 @@ async def test_declared_features_are_served(service: Served) -> None:
     assert (info.engine, info.vocabulary_size, info.max_context_tokens) == ("vllm", models.VOCAB, models.CONTEXT)
     assert info.logprobs_mode == completion_pb2.LOGPROBS_MODE_PROCESSED and info.dtype == "float32"
     assert list(info.stop_token_ids) == [models.CONFIG["eos_token_id"]]
-    assert can.token_ids and can.logprobs and can.version_spans and can.in_flight_update and can.adapters and can.score
+    assert can.token_ids and can.logprobs and can.version_spans and can.in_flight_update and can.score
     # A seed repeats a completion only in the same company, which the protocol's promise does not allow for.
     assert not can.seed and "seed" in can.sampling_fields
-    # Without a GPU there is nothing to sleep with, and nothing that NCCL could reach.
-    assert not can.sleep and list(can.transfer_backends) == ["files"]
+    if ON_CPU:
+        # Without a GPU there is nothing to sleep with, and nothing that NCCL could reach.
+        assert can.adapters and not can.sleep and list(can.transfer_backends) == ["files"]
     assert can.structured_output and "response_format_json" in can.sampling_fields
 
 
@@ -384,7 +384,7 @@ async def test_scoring_refuses_what_it_cannot_score(service: Served, failure: Fa
         assert failure(caught.value).violations[0].field == field
 
 
-@pytest.mark.skipif(current_platform.device_type != "cpu", reason="its processes poll on a CPU alone")
+@pytest.mark.skipif(not ON_CPU, reason="its processes poll on a CPU alone")
 @pytest.mark.requirement("R87")
 async def test_waiting_vllm_yields_the_processor(service: Served) -> None:
     """Its processes sleep now and then, waiting for each other; yielding alone they starve other sessions."""

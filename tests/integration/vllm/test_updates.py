@@ -168,6 +168,7 @@ async def names(service: Served) -> list[tuple[str, int, int]]:
 
 
 @pytest.mark.requirement("R63", "R87")
+@pytest.mark.usefixtures("adapters")
 async def test_adapter_samples_as_if_merged_beside_the_base_weights(service: Served) -> None:
     """A completion by an adapter has its version, its logprobs are its own, and the base is untouched."""
     policy, lora = models.random_policy(9), models.adapter(1)
@@ -197,6 +198,7 @@ async def test_adapter_samples_as_if_merged_beside_the_base_weights(service: Ser
 
 
 @pytest.mark.requirement("R87")
+@pytest.mark.usefixtures("adapters")
 async def test_a_newer_adapter_takes_over_while_the_older_finishes_its_own(service: Served) -> None:
     """A completion is by one version of an adapter; the next is by the next."""
     await service.push(models.random_policy(9))
@@ -223,6 +225,7 @@ async def test_a_newer_adapter_takes_over_while_the_older_finishes_its_own(servi
 
 
 @pytest.mark.requirement("R49", "R87")
+@pytest.mark.usefixtures("adapters")
 async def test_a_replaced_adapter_that_vllm_has_evicted_is_read_again_for_a_request_that_waits(service: Served) -> None:
     """Two adapters run, which is as many as may; without the files of the one that waits vLLM's core died."""
     running = []
@@ -255,6 +258,7 @@ async def test_a_replaced_adapter_that_vllm_has_evicted_is_read_again_for_a_requ
 
 
 @pytest.mark.requirement("R33", "R65")
+@pytest.mark.usefixtures("adapters")
 async def test_an_adapter_that_does_not_fit_is_refused(service: Served, failure: Failure) -> None:
     """By name, rank, version, number and content; what was loaded stays."""
     good = models.file(models.adapter(1))

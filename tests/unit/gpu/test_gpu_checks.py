@@ -25,14 +25,21 @@ def test_the_checks_end_within_forty_minutes_and_their_files_exist() -> None:
 def test_one_sentence_names_what_a_machine_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A driver, a GPU that may be used, or vLLM."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert "driver" in no_gpu(tmp_path / "absent") and no_gpu(tmp_path / "absent").count(".") == 1
-    (tmp_path / "0000:01").mkdir()
-    (tmp_path / "0000:02").mkdir()
-    assert (no_gpu(tmp_path), gpu_count(tmp_path)) == ("", 2)
+    absent, devices = tmp_path / "absent", tmp_path / "dev"
+    devices.mkdir()
+    (devices / "nvidiactl").touch()
+    assert "driver" in no_gpu(absent, devices) and no_gpu(absent, devices).count(".") == 1
+    (devices / "nvidia0").touch()  # gVisor has the device, and not the driver's folder
+    assert (no_gpu(absent, devices), gpu_count(absent, devices)) == ("", 1)
+    (devices / "nvidia0").unlink()
+    driver = tmp_path / "driver"
+    for number in ("0000:01", "0000:02"):
+        (driver / number).mkdir(parents=True)
+    assert (no_gpu(driver, devices), gpu_count(driver, devices)) == ("", 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    assert gpu_count(tmp_path) == 1
+    assert gpu_count(driver, devices) == 1
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert "CUDA_VISIBLE_DEVICES" in no_gpu(tmp_path)
+    assert "CUDA_VISIBLE_DEVICES" in no_gpu(driver, devices)
     lacking = probe(sys.executable)
     assert isinstance(lacking, str) and lacking.startswith("make gpu needs vLLM")
 
