@@ -35,7 +35,7 @@ DEVICES: Final = Path("/dev")
 def gpu_count(proc: Path = DRIVER, devices: Path = DEVICES) -> int:
     """How many NVIDIA GPUs a process may use: those of the driver, or fewer by CUDA_VISIBLE_DEVICES.
 
-    Inside gVisor and some containers the driver's folder is absent, but the devices `nvidia0`, `nvidia1`, ... are there.
+    Inside gVisor and some containers the driver's folder is absent, but the devices `nvidia0` and so on are there.
     """
     there = len([*proc.glob("*")]) or len([*devices.glob("nvidia[0-9]*")])
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
