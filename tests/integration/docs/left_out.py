@@ -23,6 +23,7 @@ PROGRAMS: Final[Mapping[str, str]] = {
     "echo": "feeds a program that is not run",
     "eval": "of the reader's shell",
     "find": "deletes files of the reader's store",
+    "exec": "the last line of a batch script, which tests/integration/slurm submits",
     "export": "sets a variable for what follows",
     "go": "changes a module of the reader's; tests/integration/go builds what the guide shows",
     "grep": "reads the logs of the reader's services",
@@ -51,8 +52,9 @@ PROGRAMS: Final[Mapping[str, str]] = {
     "pytest": "a test suite",
     "python3": "makes an environment; `make dist-check` runs it",
     "python": "the trainer of examples/trl wants torch: `make test-trl`; json.tool reads what a command printed: "
-    "tests/unit/cli/test_cli.py",
+    "tests/unit/cli/test_cli.py; the pool's objects are for kubectl: tests/support/agent_sandbox applies them",
     "ruby": "runs a trainer; tests/integration/ruby runs it",
+    "sbatch": "asks Slurm; tests/integration/slurm submits the script",
     "source": "of the reader's shell",
     "systemctl": "changes the machine",
     "uv": "asks the package index",
@@ -74,6 +76,7 @@ COMMANDS: Final[Mapping[str, str]] = {
     "penstock export rows.parquet --run-id RUN": "likewise",
     "penstock openenv serve": "runs until it is stopped; tests/integration/openenv runs it",
     "penstock drain penstock-sandbox-1": "names a pod of a cluster; tests/faults/hosts/test_drain.py drains",
+    "penstock doctor --live --state-dir penstock-12345": "of a job of Slurm; tests/faults/hosts runs it on hosts",
     "penstock tasks import": "tests/integration/evaluation imports tasks of each format",
     "penstock tasks prove": "starts services of its own, or asks the package index; tests/integration/evaluation "
     "proves tasks, and runs the commands of the guide to pytest",
@@ -111,6 +114,11 @@ BLOCKS: Final[Mapping[str, str]] = {
     "ml_dtypes.bfloat16": "wants torch, PEFT and vLLM: tests/integration/vllm (`make test-vllm`)",
     'session.log({"loss": loss, "entropy"': "a line of a trainer; your-own-trainer.md has a whole one, which is run",
     "TrackioLogger(": "trackio has an environment of its own: tests/unit/adapters/test_loggers.py",
+    'Stack(on="ray"': "wants a Ray cluster: tests/integration/ray starts one",
+    'on="ray",\n': "likewise",
+    'Stack(on="slurm"': "wants a Slurm cluster: tests/integration/slurm starts one",
+    "connect() as ps:  # in the job": "of a trainer in that job: tests/integration/slurm",
+    'Stack(on="kubernetes"': "wants a cluster: tests/integration/launchers has the API server's stand-in",
     "DataProto.from_dict": "wants torch and verl; the arrays are checked by tests/unit/adapters/test_trainers.py",
 }
 """Programs that are not run, by a text in them."""
