@@ -78,6 +78,26 @@ async def test_run_is_read_by_step_and_leads_to_the_rollouts_of_a_step(browser: 
         await expect(table.get_by_role("columnheader", name="Rollout")).to_have_attribute("aria-sort", "ascending")
 
 
+async def test_first_page_draws_the_newest_runs_as_their_own_pages_do(browser: Browser, learned: str) -> None:
+    """A line by step for each, with the interval of its mean; smoothing is kept in the address."""
+    async with looking(browser, learned, "any", "/") as page:
+        picture = page.get_by_role("img", name=re.compile("^Reward by step, 0 to 3: "))
+        await expect(picture.locator("path.band")).to_have_count(len(RUNS))
+        section = page.get_by_role("region", name="Reward by step")
+        await expect(section).to_contain_text("95 % interval of the mean, over tasks (Wilson)")
+        await section.get_by_label("Points pooled").select_option("3")
+        await expect(page).to_have_url(re.compile("smooth=3"))
+        await page.get_by_label("Filter the rollouts").fill("run:slower")
+        await expect(picture.locator("path.band")).to_have_count(1)
+        await picture.focus()
+        await page.keyboard.press("ArrowRight")
+        await page.keyboard.press("Enter")
+        await expect(page.get_by_label("Filter the rollouts")).to_have_value("run:slower label:step=0")
+        await page.go_back()
+        await section.get_by_role("link", name="slower").click()
+        await expect(page.get_by_role("heading", level=1)).to_have_text("Run slower")
+
+
 async def test_what_the_trainer_logged_is_drawn_by_step_of_one_run_or_of_several(
     browser: Browser, learned: str
 ) -> None:

@@ -1,5 +1,6 @@
 // Lines with their bands, of one or several runs, in one picture.
 import { useSignal } from "@preact/signals";
+import type { ComponentChildren } from "preact";
 
 import { ticks, useWidth } from "../ui/plot";
 import type { LinePoint } from "./model";
@@ -26,9 +27,11 @@ interface Props {
   readonly height: number;
   /** Shows what a point is made of; without it that is nothing more. */
   readonly onOpen?: (line: number, point: LinePoint) => void;
+  /** Above the picture: what it is chosen by. */
+  readonly children?: ComponentChildren;
 }
 
-export function Chart({ title, lines, format, axis, band, range, height, onOpen }: Props) {
+export function Chart({ title, lines, format, axis, band, range, height, onOpen, children }: Props) {
   const { box, width } = useWidth();
   const picked = useSignal<number | null>(null);
   const xs = [...new Set(lines.flatMap((line) => line.points.map((point) => point.x)))].sort((a, b) => a - b);
@@ -69,6 +72,7 @@ export function Chart({ title, lines, format, axis, band, range, height, onOpen 
         <h3>{title}</h3>
         <p class="muted num">{at === undefined ? band : <Reading axis={axis} at={at} found={found} format={format} isNamed={lines.length > 1} />}</p>
       </header>
+      {children}
       <div ref={box} class="plot">
         {xs.length === 0 ? (
           <p class="muted none" style={{ height: `${height}px` }}>

@@ -22,6 +22,8 @@ import { gapPoints, useGaps } from "./gaps";
 import { MetricCharts } from "./metriccharts";
 import { AXES, type Axis, filterOf, lineOf, type LinePoint, type Measure, MEASURES, parseRef, pointsOf, type Run, rowsOf, runOf, usualAxis } from "./model";
 import { knownRefs, MOST_RUNS, placeOf } from "./all";
+import { AXIS_NAMES, rowsPlace } from "./places";
+import { SmoothField, windowOf } from "./smoothing";
 import "./run.css";
 
 /** Runs that a notice names. */
@@ -29,8 +31,6 @@ const MOST_NAMED = 10;
 /** Runs that the field offers. */
 const MOST_OFFERED = 100;
 const NONE: readonly Row[] = [];
-const WINDOWS = [1, 3, 5, 10, 25];
-const AXIS_NAMES: Readonly<Record<Axis, string>> = { step: "step", version: "policy version", group: "group" };
 const HEIGHTS = { first: 260, other: 170 };
 
 const FORMATS: Readonly<Record<string, (value: number) => string>> = { solved: percent, failed: percent, calls: round, tokens: (value) => compact(Math.round(value)), time: duration, rate };
@@ -75,7 +75,7 @@ function Shown({ refs, query }: { refs: readonly string[]; query: URLSearchParam
   const runs = useMemo(() => refs.map((ref, index) => runOf(ref, rowsOf(all[index] ?? NONE, ref))), all);
   const asked = query.get("x");
   const axis = AXES.find((one) => one === asked) ?? usualAxis(runs.map((run) => run.rows));
-  const window = WINDOWS.find((one) => String(one) === query.get("smooth")) ?? 1;
+  const window = windowOf(query);
   const [first, second] = runs;
   if (!first) return null;
   const notices = feeds.flatMap((feed, index) => feed.followings.value.map(({ driver, following }) => <FollowingNotice key={`${driver} ${refs[index]}`} following={following} />));
@@ -220,16 +220,7 @@ function Controls({ refs, query, axis, window }: { refs: readonly string[]; quer
           ))}
         </select>
       </label>
-      <label title="So many points are pooled, each with those before it; the band is the interval of what is drawn">
-        Smooth
-        <select class="field" aria-label="Points pooled" value={String(window)} onChange={(event) => changeQuery({ smooth: event.currentTarget.value === "1" ? "" : event.currentTarget.value })}>
-          {WINDOWS.map((one) => (
-            <option key={one} value={String(one)}>
-              {one === 1 ? "no" : `${one} points`}
-            </option>
-          ))}
-        </select>
-      </label>
+      <SmoothField window={window} />
       <form
         onSubmit={(event) => {
           event.preventDefault();
@@ -303,12 +294,3 @@ function widest(runs: readonly Run[]): readonly [number, number] | null {
 
 /** Gaps are of any size: 3.5e-7 to some nats. */
 const nats = (value: number): string => (value !== 0 && value < 0.001 ? value.toExponential(1) : reward(value));
-
-/** Where the rollouts of a point are shown: of its step or group alone where a filter can name them, else of its run. */
-function rowsPlace(ref: string, axis: Axis, { rows }: LinePoint): string {
-  const group = rows[0]?.group ?? "";
-  if (axis === "group" && group && rows.every((row) => row.group === group)) return href("/groups", group).slice(1);
-  const step = rows[0]?.labels["step"];
-  if (axis === "step" && rows.every((row) => row.labels["step"] === step)) return `/?${new URLSearchParams({ q: filterOf(ref, `label:step=${step}`) }).toString()}`;
-  return `/?${new URLSearchParams({ q: filterOf(ref) }).toString()}`;
-}
