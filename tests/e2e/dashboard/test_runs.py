@@ -45,6 +45,9 @@ async def test_runs_are_listed_and_two_are_compared_in_one_picture(browser: Brow
         )
         await expect(picture).to_be_visible()
         await expect(picture.locator("path.band")).to_have_count(2)
+        # Both have the same tasks: beside the difference of independent runs is that over their tasks, with its test.
+        second = page.get_by_role("table", name="Runs").get_by_role("row").filter(has_text="stands-still")
+        await expect(second).to_contain_text(re.compile(r"-0\.\d+ -0\.\d+ to [+-]?0?\.?\d+, p = 0\.\d+"))
         tasks = page.get_by_role("table", name="Tasks of both runs")
         await expect(tasks.get_by_role("row")).to_have_count(1 + len(TASKS))
         # A task's author wrote it: `looking` fails on the dialog that it asks for.

@@ -5,7 +5,7 @@ import fc from "fast-check";
 import { describe, expect, test } from "vitest";
 
 import { type Row, rowOf } from "../overview/board";
-import { comparedTasks } from "./comparison";
+import { comparedTasks, pairedRuns } from "./comparison";
 import { gapPoints } from "./gaps";
 import { filterOf, lineOf, MEASURES, MOST_POINTS, parseRef, pointsOf, refOf, rowsOf, runsOf, usualAxis } from "./model";
 
@@ -82,6 +82,25 @@ test("two runs are compared task by task, the largest difference first", () => {
   expect(found[0]?.more?.low).toBeGreaterThan(0);
   expect(found[1]?.more?.low).toBeLessThan(0);
   expect([found[2]?.right, found[3]?.left]).toEqual([null, null]);
+});
+
+test("two runs are compared over the tasks that both have graded rollouts of, as tasks and not as rollouts", () => {
+  const rows = [
+    // Each run solves what the other does and one task more, of very different tasks: as independent runs they would be alike.
+    ...["a", "b", "c", "d", "e", "f"].flatMap((task, index) => [
+      ...Array.from({ length: 4 }, (_, attempt) => row({ run: "first", task, reward: Number(attempt < index % 4), end: 2000 })),
+      ...Array.from({ length: 4 }, (_, attempt) => row({ run: "second", task, reward: Number(attempt <= index % 4), end: 2000 })),
+    ]),
+    row({ run: "first", task: "ungraded" }),
+    row({ run: "second", task: "ungraded", reward: 1, end: 2000 }),
+    row({ run: "third", task: "a", reward: 1, end: 2000 }),
+  ];
+  const runs = new Map(runsOf(rows).map((run) => [run.ref, run]));
+  const [first, second, third] = ["first", "second", "third"].map((ref) => runs.get(ref));
+  if (!first || !second || !third) throw new Error("all are there");
+  expect(pairedRuns(first, second)).toEqual({ value: 0.25, interval: null, p: 1 / 32, tasks: 6 });
+  expect(pairedRuns(second, first)).toEqual({ value: -0.25, interval: null, p: 1 / 32, tasks: 6 });
+  expect(pairedRuns(first, third)).toBeNull();
 });
 
 describe("the points of a run", () => {

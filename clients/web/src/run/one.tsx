@@ -4,6 +4,7 @@ import { useEffect, useMemo } from "preact/hooks";
 import { compact, duration, reward } from "../lib/format";
 import { changeQuery, go, href, location_, type Params, queryOf } from "../lib/router";
 import { difference } from "../lib/estimate";
+import type { Paired } from "../lib/paired";
 import type { Row } from "../overview/board";
 import { Feed, followed, MOST_DRIVERS, MOST_ENDED } from "../overview/feed";
 import { LeftOut } from "../overview/filterfield";
@@ -17,7 +18,7 @@ import { FollowingNotice } from "../ui/notice";
 import { ViewsButton } from "../ui/views";
 import { Chart, type Line, Swatch } from "./chart";
 import { Ago, rate, RUN_COLUMNS, runName } from "./columns";
-import { type ComparedTask, comparedTasks } from "./comparison";
+import { type ComparedTask, comparedTasks, pairedRuns } from "./comparison";
 import { gapPoints, useGaps } from "./gaps";
 import { MetricCharts } from "./metriccharts";
 import { AXES, type Axis, filterOf, lineOf, type LinePoint, type Measure, MEASURES, parseRef, pointsOf, type Run, rowsOf, runOf, usualAxis } from "./model";
@@ -178,16 +179,38 @@ function Overlaid({ runs, query }: { runs: readonly Run[]; query: URLSearchParam
   const columns = useMemo<readonly Column<Run>[]>(() => {
     const [first] = runs;
     const [name, ...others] = RUN_COLUMNS;
+    const pairs = new Map(runs.flatMap((run) => (first && run !== first ? [[run, pairedRuns(first, run)] as const] : [])));
     const above: Column<Run> = {
       ...{ key: "above", name: "Above the first", title: "Difference of the mean rewards, with its 95 % interval (Newcombe); the runs count as independent", isNumber: true },
       sortBy: (run) => (first?.reward && run.reward && run !== first ? run.reward.value - first.reward.value : null),
       cell: (run) => (run === first ? <span class="muted">first</span> : first?.reward && run.reward ? <Mean of={difference(first.reward, run.reward)} format={signed} /> : "–"),
     };
-    return name ? [name, above, ...others] : [];
+    const paired: Column<Run> = {
+      ...{ key: "paired", name: "On the same tasks", title: "Mean difference over the tasks of which both have graded rollouts, with its 95 % interval; p is of the exact paired permutation test over these tasks", isNumber: true },
+      sortBy: (run) => pairs.get(run)?.value ?? null,
+      cell: (run) => <PairedMean of={pairs.get(run) ?? null} />,
+    };
+    const isPaired = [...pairs.values()].some((one) => one !== null);
+    return name ? [name, above, ...(isPaired ? [paired] : []), ...others] : [];
   }, [runs]);
   return <DataTable label="Runs" columns={columns} rows={runs} keyOf={(run) => run.ref} query={query} empty="" />;
 }
 
+/** A difference over the same tasks: "+0.12 0.03 to 0.21, p = 0.016". */
+function PairedMean({ of }: { of: Paired | null }) {
+  if (!of) return <span class="muted">–</span>;
+  const { value, interval, p, tasks } = of;
+  return (
+    <span title={`Over ${tasks} tasks${interval ? "" : "; no interval: the tasks show no variance"}${p === null ? "; too many tasks for an exact test" : ""}`}>
+      <strong>{signed(value)}</strong>
+      {interval && <span class="muted wide"> {interval.map(signed).join(" to ")}</span>}
+      {p !== null && <span class="muted">, p {chance(p)}</span>}
+    </span>
+  );
+}
+
+/** A probability in two digits. */
+const chance = (p: number): string => (p < 0.001 ? "< 0.001" : `= ${Number(p.toPrecision(2))}`);
 const signed = (value: number): string => `${value > 0 ? "+" : ""}${reward(value)}`;
 const signedPercent = (value: number): string => `${value > 0 ? "+" : ""}${Math.round(value * 100)} %`;
 
