@@ -81,6 +81,27 @@ async def test_run_is_read_by_step_and_leads_to_the_rollouts_of_a_step(browser: 
         await expect(table.get_by_role("columnheader", name="Rollout")).to_have_attribute("aria-sort", "ascending")
 
 
+async def test_failures_have_reasons_and_the_policy_an_entropy_by_step(browser: Browser, learned: str) -> None:
+    """Why rollouts failed is a line for each frequent reason, and in words at each point; of several runs in words."""
+    async with looking(browser, learned, "any", "/runs/slower") as page:
+        reasons = page.get_by_role("region", name="Failures by reason, by step")
+        await expect(reasons.get_by_role("list", name="Reasons").get_by_role("listitem")).to_have_count(3)
+        await expect(reasons.get_by_role("img", name=re.compile("AGENT_TIMED_OUT from "))).to_be_visible()
+        entropy = page.get_by_role("img", name=re.compile("^Sampled entropy of a token by step, 0 to 3: slower from 1"))
+        await expect(entropy.locator("path.band")).to_have_count(1)
+        failed = page.get_by_role("region", name="Failed by step")
+        await failed.get_by_role("img").focus()
+        said = []
+        for step in range(STEPS):
+            await page.keyboard.press("ArrowRight")
+            await expect(failed).to_contain_text(f"step {step}: ")
+            said.append(await failed.locator("header").inner_text())
+        assert any(re.search(r"here: \d+ [A-Z]+_", text) for text in said), said
+        await page.goto(f"{learned}#/runs/slower?with=learns")
+        await expect(page.get_by_role("img", name=re.compile("^Sampled entropy.*; learns from "))).to_be_visible()
+        await expect(reasons).to_have_count(0)
+
+
 async def test_first_page_draws_the_newest_runs_as_their_own_pages_do(browser: Browser, learned: str) -> None:
     """A line by step for each, with the interval of its mean; smoothing is kept in the address."""
     async with looking(browser, learned, "any", "/") as page:

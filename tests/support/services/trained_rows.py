@@ -20,6 +20,8 @@ from penstock_driver.wire.to_proto import outcome_to_proto
 
 TASKS = ("fix-parser", "add-flag", "sort-imports", "<img src=x onerror=alert(1)>", "never-solved", "rename-field")
 GROUP = 8
+_FAILED = 0.04
+_FAILURES = ((Cause.BUDGET, "BUDGET_EXHAUSTED"), (Cause.TIMEOUT, "AGENT_TIMED_OUT"), (Cause.AGENT, "AGENT_CRASHED"))
 
 
 @asynccontextmanager
@@ -92,19 +94,22 @@ def _record(run_id: str, group_id: str, step: int, task_id: str, index: int, sta
 
 
 def _outcome(drawn: random.Random, task: int, share: float) -> Outcome:
-    if drawn.random() < 0.04:
-        failure = Failure(Cause.BUDGET, "BUDGET_EXHAUSTED", "no call is left", False, Phase.RUNNING)
-        return Outcome(failure=failure)
+    chance = drawn.random()
+    if chance < _FAILED:
+        cause, reason = _FAILURES[int(chance / _FAILED * len(_FAILURES))]
+        return Outcome(failure=Failure(cause, reason, "no call is left", False, Phase.RUNNING))
     solved = TASKS[task] != "never-solved" and drawn.random() < share
     return Outcome(reward=Reward(float(solved), 0.0, 1.0, {}))
 
 
 def _ended(record: Record, seconds: float, outcome: Outcome, version: int, calls: int) -> Statement:
+    logprob = -0.3 - 0.05 * record.index - 0.7 * math.exp(-version / 10)
     return (
         "UPDATE rollouts SET end_time = ?, phase = ?, outcome = ?, calls = ?, prompt_tokens = ?, completion_tokens = ?,"
-        " oldest_version = ?, newest_version = ? WHERE rollout_id = ?",
+        " logprob_sum = ?, logprob_count = ?, oldest_version = ?, newest_version = ? WHERE rollout_id = ?",
         (
             *(record.create_time + seconds, Phase.ENDED, outcome_to_proto(outcome).SerializeToString()),
-            *(calls, 900 * calls, 120 * calls, version, version + (record.index == 0), record.rollout_id),
+            *(calls, 900 * calls, 120 * calls, 120 * calls * logprob, 120 * calls),
+            *(version, version + (record.index == 0), record.rollout_id),
         ),
     )

@@ -103,6 +103,27 @@ test("two runs are compared over the tasks that both have graded rollouts of, as
   expect(pairedRuns(first, third)).toBeNull();
 });
 
+describe("the sampled entropy of a token", () => {
+  const entropy = (...rollouts: (readonly [sum: number, tokens: number])[]) =>
+    measure("entropy").of(rollouts.map(([logprobSum, tokens]) => rowOf(create(RolloutSummarySchema, { calls: { logprobSum, logprobCount: BigInt(tokens), completionTokens: 99n } }))));
+
+  test("is the mean of minus the logprobs, each token with one weight", () => {
+    const found = entropy([-30, 10], [-10, 30]);
+    expect(found).toMatchObject({ value: 1, count: 2 });
+    // Of a ratio of means: the residuals are (30 - 10) / 20 and (10 - 30) / 20.
+    expect(found?.high).toBeCloseTo(1 + 1.959963984540054, 12);
+    expect(found?.low).toBe(0);
+    expect(entropy([-5, 10], [-50, 100])).toEqual({ value: 0.5, low: 0.5, high: 0.5, count: 2 });
+    expect(entropy([0, 10])).toEqual({ value: 0, low: 0, high: 0, count: 1 });
+  });
+
+  test("is of the rollouts whose tokens have logprobs alone", () => {
+    expect(entropy([-5, 10], [0, 0])).toMatchObject({ value: 0.5, count: 1 });
+    expect(entropy([0, 0])).toBeNull();
+    expect(measure("entropy").of([rowOf(create(RolloutSummarySchema, {}))])).toBeNull();
+  });
+});
+
 describe("the points of a run", () => {
   test("are by step where each run has several, else by version, else by group", () => {
     const steps = [row({ step: "1", version: 1 }), row({ step: "10", version: 1 })];

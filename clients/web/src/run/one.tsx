@@ -19,6 +19,7 @@ import { ViewsButton } from "../ui/views";
 import { Chart, type Line, Swatch } from "./chart";
 import { Ago, rate, RUN_COLUMNS, runName } from "./columns";
 import { type ComparedTask, comparedTasks, pairedRuns } from "./comparison";
+import { reasonLines, REASONS_BAND, reasonWords } from "./failures";
 import { gapPoints, useGaps } from "./gaps";
 import { MetricCharts } from "./metriccharts";
 import { AXES, type Axis, filterOf, lineOf, type LinePoint, type Measure, MEASURES, parseRef, pointsOf, type Run, rowsOf, runOf, usualAxis } from "./model";
@@ -34,7 +35,7 @@ const MOST_OFFERED = 100;
 const NONE: readonly Row[] = [];
 const HEIGHTS = { first: 260, other: 170 };
 
-const FORMATS: Readonly<Record<string, (value: number) => string>> = { solved: percent, failed: percent, calls: round, tokens: (value) => compact(Math.round(value)), time: duration, rate };
+const FORMATS: Readonly<Record<string, (value: number) => string>> = { solved: percent, failed: percent, calls: round, tokens: (value) => compact(Math.round(value)), time: duration, entropy: nats, rate };
 const SHARES = new Set(["reward", "solved", "failed"]);
 
 function round(value: number): string {
@@ -269,8 +270,9 @@ function Charts({ runs, axis, window }: { runs: readonly Run[]; axis: Axis; wind
   const points = useMemo(() => runs.map((run) => pointsOf(run.rows, axis)), [runs, axis]);
   const lines = useMemo(() => {
     const linesOf = (measure: Measure): Line[] => runs.map((run, look) => ({ name: runName(run.ref), look, points: lineOf(points[look] ?? [], measure, window) }));
-    return MEASURES.map((measure) => ({ measure, lines: linesOf(measure) }));
+    return MEASURES.map((measure) => ({ measure, lines: linesOf(measure) })).filter(({ measure, lines }) => !measure.isRare || lines.some((line) => line.points.length));
   }, [points, window]);
+  const reasons = useMemo(() => (points.length === 1 ? reasonLines(points[0] ?? [], window) : []), [points, window]);
   const versions = useMemo(() => widest(runs), [runs]);
   const gaps = gapPoints(useGaps(versions?.[1] ?? null).value, versions);
   const open = (line: number, point: LinePoint) => go(rowsPlace(runs[line]?.ref ?? "", axis, point));
@@ -285,6 +287,7 @@ function Charts({ runs, axis, window }: { runs: readonly Run[]; axis: Axis; wind
       range={[0, SHARES.has(measure.key) ? 1 : 0]}
       height={index ? HEIGHTS.other : HEIGHTS.first}
       onOpen={open}
+      {...(measure.key === "failed" ? { detail: ({ rows }) => here(reasonWords(rows)) } : {})}
     />
   ));
   return (
@@ -292,6 +295,26 @@ function Charts({ runs, axis, window }: { runs: readonly Run[]; axis: Axis; wind
       {first}
       <div class="charts">
         {others}
+        {reasons.length > 0 && (
+          <Chart
+            title={`Failures by reason, by ${AXIS_NAMES[axis]}`}
+            lines={reasons.map(({ name, points }, look) => ({ name: oneLine(name, 60), look, points }))}
+            format={percent}
+            axis={AXIS_NAMES[axis]}
+            band={REASONS_BAND}
+            range={[0, 0]}
+            height={HEIGHTS.other}
+            onOpen={(_, point) => open(0, point)}
+          >
+            <ul class="legend" aria-label="Reasons">
+              {reasons.map(({ name }, look) => (
+                <li key={name}>
+                  <Swatch look={look} /> <bdi>{oneLine(name, 60)}</bdi>
+                </li>
+              ))}
+            </ul>
+          </Chart>
+        )}
         {gaps.length > 0 && (
           <Chart
             title="Logprob gap by policy version"
@@ -315,5 +338,10 @@ function widest(runs: readonly Run[]): readonly [number, number] | null {
   return known.length ? [Math.min(...known.map(([oldest]) => oldest)), Math.max(...known.map(([, newest]) => newest))] : null;
 }
 
-/** Gaps are of any size: 3.5e-7 to some nats. */
-const nats = (value: number): string => (value !== 0 && value < 0.001 ? value.toExponential(1) : reward(value));
+/** Of the point alone, whatever is pooled with it. */
+const here = (words: string): string => words && `here: ${words}`;
+
+/** Of any size: 3.5e-7 to some nats. */
+function nats(value: number): string {
+  return value !== 0 && value < 0.001 ? value.toExponential(1) : reward(value);
+}
