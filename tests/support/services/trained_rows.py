@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -26,7 +26,7 @@ _FAILURES = ((Cause.BUDGET, "BUDGET_EXHAUSTED"), (Cause.TIMEOUT, "AGENT_TIMED_OU
 
 @asynccontextmanager
 async def trained(
-    place: Path, runs: Mapping[str, float], steps: int, start: float = 1_700_000_000.0
+    place: Path, runs: Mapping[str, float], steps: int, start: float = 1_700_000_000.0, tasks: Sequence[str] = TASKS
 ) -> AsyncIterator[tuple[Driver, str]]:
     """A driver with some runs of `steps` steps, and its dashboard's address.
 
@@ -36,17 +36,18 @@ async def trained(
         runs: how fast each learns, by run id: how much the share that is solved grows over all steps.
         steps: one minute each.
         start: when the first begins, in seconds since the epoch.
+        tasks: what they are called; "never-solved" is not.
     """
     drawn = random.Random(7)
     records, updates = list[Record](), list[Statement]()
     for run_id, gain in runs.items():
         for step in range(steps):
-            for task, task_id in enumerate(TASKS):
+            for task_id in tasks:
                 group_id = f"g.d0.{drawn.getrandbits(128):032x}"
                 for index in range(GROUP):
                     record = _record(run_id, group_id, step, task_id, index, start + 60 * step)
                     seconds = drawn.uniform(5, 40)
-                    outcome = _outcome(drawn, task, 0.2 + gain * step / steps)
+                    outcome = _outcome(drawn, task_id, 0.2 + gain * step / steps)
                     records.append(record)
                     updates.append(
                         _ended(record, seconds, outcome, step, calls=drawn.randint(2, 9 - 4 * step // steps))
@@ -93,12 +94,12 @@ def _record(run_id: str, group_id: str, step: int, task_id: str, index: int, sta
     )
 
 
-def _outcome(drawn: random.Random, task: int, share: float) -> Outcome:
+def _outcome(drawn: random.Random, task_id: str, share: float) -> Outcome:
     chance = drawn.random()
     if chance < _FAILED:
         cause, reason = _FAILURES[int(chance / _FAILED * len(_FAILURES))]
         return Outcome(failure=Failure(cause, reason, "no call is left", False, Phase.RUNNING))
-    solved = TASKS[task] != "never-solved" and drawn.random() < share
+    solved = task_id != "never-solved" and drawn.random() < share
     return Outcome(reward=Reward(float(solved), 0.0, 1.0, {}))
 
 
