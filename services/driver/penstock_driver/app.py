@@ -99,6 +99,7 @@ MIGRATIONS: Final = (
     end_states.MIGRATION,
     annotation_rows.MIGRATION,
     run_metrics.MIGRATION,
+    summaries.MIGRATION_LOGPROBS,
 )
 EXPORT_THREADS: Final = 2
 CARRIED: Final = "carried"

@@ -178,6 +178,28 @@ async def test_running_rollout_is_followed_and_cancelled_by_an_authorised_token(
     assert (await rollout.result()).failure is not None
 
 
+@pytest.mark.requirement("R71")
+async def test_run_of_a_group_has_its_sampled_entropy_and_why_one_failed(
+    browser: Browser, address: str, group: list[RolloutResult]
+) -> None:
+    """Both come from the gate's and the driver's own records: no trainer logged anything."""
+    calls = [call for one in group if one.trajectory for call in one.trajectory.calls if call.completion]
+    logprobs = [call.completion.logprobs for call in calls if call.completion and call.completion.logprobs is not None]
+    assert len(logprobs) == len(calls) > 4
+    of_calls = [-float(values.mean()) for values in logprobs]
+    run_id = group[0].rollout_id.removeprefix("g-").removesuffix("-0")
+    async with looking(browser, address, OBSERVER_TOKEN, f"/runs/{run_id}") as page:
+        entropy = page.get_by_role("region", name="Sampled entropy of a token by group")
+        said = await entropy.get_by_role("img").get_attribute("aria-label")
+        found = re.search(r" from ([0-9.]+) to ", said or "")
+        # The driver counts calls as they end: the last ones may not be in it.
+        assert found and min(of_calls) - 1e-3 <= float(found[1]) <= max(of_calls) + 1e-3, (said, of_calls)
+        failed = page.get_by_role("region", name="Failed by group")
+        await failed.get_by_role("img").focus()
+        await page.keyboard.press("ArrowRight")
+        await expect(failed).to_contain_text("here: 1 BUDGET_EXHAUSTED")
+
+
 @pytest.mark.requirement("R5", "R57", "R58", "R62")
 async def test_failed_setup_and_absent_rollout_or_group_are_explained(
     stack: Running, browser: Browser, address: str

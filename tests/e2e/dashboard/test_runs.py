@@ -45,6 +45,9 @@ async def test_runs_are_listed_and_two_are_compared_in_one_picture(browser: Brow
         )
         await expect(picture).to_be_visible()
         await expect(picture.locator("path.band")).to_have_count(2)
+        # Both have the same tasks: beside the difference of independent runs is that over their tasks, with its test.
+        second = page.get_by_role("table", name="Runs").get_by_role("row").filter(has_text="stands-still")
+        await expect(second).to_contain_text(re.compile(r"-0\.\d+ -0\.\d+ to [+-]?0?\.?\d+, p = 0\.\d+"))
         tasks = page.get_by_role("table", name="Tasks of both runs")
         await expect(tasks.get_by_role("row")).to_have_count(1 + len(TASKS))
         # A task's author wrote it: `looking` fails on the dialog that it asks for.
@@ -76,6 +79,47 @@ async def test_run_is_read_by_step_and_leads_to_the_rollouts_of_a_step(browser: 
         await expect(page.locator(".rollouts .line .name").first).to_have_text(re.compile("^[0-9a-f]{4} #0$"))
         await page.get_by_role("button", name="Rollout", exact=True).click()
         await expect(table.get_by_role("columnheader", name="Rollout")).to_have_attribute("aria-sort", "ascending")
+
+
+async def test_failures_have_reasons_and_the_policy_an_entropy_by_step(browser: Browser, learned: str) -> None:
+    """Why rollouts failed is a line for each frequent reason, and in words at each point; of several runs in words."""
+    async with looking(browser, learned, "any", "/runs/slower") as page:
+        reasons = page.get_by_role("region", name="Failures by reason, by step")
+        await expect(reasons.get_by_role("list", name="Reasons").get_by_role("listitem")).to_have_count(3)
+        await expect(reasons.get_by_role("img", name=re.compile("AGENT_TIMED_OUT from "))).to_be_visible()
+        entropy = page.get_by_role("img", name=re.compile("^Sampled entropy of a token by step, 0 to 3: slower from 1"))
+        await expect(entropy.locator("path.band")).to_have_count(1)
+        failed = page.get_by_role("region", name="Failed by step")
+        await failed.get_by_role("img").focus()
+        said = []
+        for step in range(STEPS):
+            await page.keyboard.press("ArrowRight")
+            await expect(failed).to_contain_text(f"step {step}: ")
+            said.append(await failed.locator("header").inner_text())
+        assert any(re.search(r"here: \d+ [A-Z]+_", text) for text in said), said
+        await page.goto(f"{learned}#/runs/slower?with=learns")
+        await expect(page.get_by_role("img", name=re.compile("^Sampled entropy.*; learns from "))).to_be_visible()
+        await expect(reasons).to_have_count(0)
+
+
+async def test_first_page_draws_the_newest_runs_as_their_own_pages_do(browser: Browser, learned: str) -> None:
+    """A line by step for each, with the interval of its mean; smoothing is kept in the address."""
+    async with looking(browser, learned, "any", "/") as page:
+        picture = page.get_by_role("img", name=re.compile("^Reward by step, 0 to 3: "))
+        await expect(picture.locator("path.band")).to_have_count(len(RUNS))
+        section = page.get_by_role("region", name="Reward by step")
+        await expect(section).to_contain_text("95 % interval of the mean, over tasks (Wilson)")
+        await section.get_by_label("Points pooled").select_option("3")
+        await expect(page).to_have_url(re.compile("smooth=3"))
+        await page.get_by_label("Filter the rollouts").fill("run:slower")
+        await expect(picture.locator("path.band")).to_have_count(1)
+        await picture.focus()
+        await page.keyboard.press("ArrowRight")
+        await page.keyboard.press("Enter")
+        await expect(page.get_by_label("Filter the rollouts")).to_have_value("run:slower label:step=0")
+        await page.go_back()
+        await section.get_by_role("link", name="slower").click()
+        await expect(page.get_by_role("heading", level=1)).to_have_text("Run slower")
 
 
 async def test_what_the_trainer_logged_is_drawn_by_step_of_one_run_or_of_several(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -20,11 +20,13 @@ from penstock_driver.wire.to_proto import outcome_to_proto
 
 TASKS = ("fix-parser", "add-flag", "sort-imports", "<img src=x onerror=alert(1)>", "never-solved", "rename-field")
 GROUP = 8
+_FAILED = 0.04
+_FAILURES = ((Cause.BUDGET, "BUDGET_EXHAUSTED"), (Cause.TIMEOUT, "AGENT_TIMED_OUT"), (Cause.AGENT, "AGENT_CRASHED"))
 
 
 @asynccontextmanager
 async def trained(
-    place: Path, runs: Mapping[str, float], steps: int, start: float = 1_700_000_000.0
+    place: Path, runs: Mapping[str, float], steps: int, start: float = 1_700_000_000.0, tasks: Sequence[str] = TASKS
 ) -> AsyncIterator[tuple[Driver, str]]:
     """A driver with some runs of `steps` steps, and its dashboard's address.
 
@@ -34,17 +36,18 @@ async def trained(
         runs: how fast each learns, by run id: how much the share that is solved grows over all steps.
         steps: one minute each.
         start: when the first begins, in seconds since the epoch.
+        tasks: what they are called; "never-solved" is not.
     """
     drawn = random.Random(7)
     records, updates = list[Record](), list[Statement]()
     for run_id, gain in runs.items():
         for step in range(steps):
-            for task, task_id in enumerate(TASKS):
+            for task_id in tasks:
                 group_id = f"g.d0.{drawn.getrandbits(128):032x}"
                 for index in range(GROUP):
                     record = _record(run_id, group_id, step, task_id, index, start + 60 * step)
                     seconds = drawn.uniform(5, 40)
-                    outcome = _outcome(drawn, task, 0.2 + gain * step / steps)
+                    outcome = _outcome(drawn, task_id, 0.2 + gain * step / steps)
                     records.append(record)
                     updates.append(
                         _ended(record, seconds, outcome, step, calls=drawn.randint(2, 9 - 4 * step // steps))
@@ -91,20 +94,23 @@ def _record(run_id: str, group_id: str, step: int, task_id: str, index: int, sta
     )
 
 
-def _outcome(drawn: random.Random, task: int, share: float) -> Outcome:
-    if drawn.random() < 0.04:
-        failure = Failure(Cause.BUDGET, "BUDGET_EXHAUSTED", "no call is left", False, Phase.RUNNING)
-        return Outcome(failure=failure)
-    solved = TASKS[task] != "never-solved" and drawn.random() < share
+def _outcome(drawn: random.Random, task_id: str, share: float) -> Outcome:
+    chance = drawn.random()
+    if chance < _FAILED:
+        cause, reason = _FAILURES[int(chance / _FAILED * len(_FAILURES))]
+        return Outcome(failure=Failure(cause, reason, "no call is left", False, Phase.RUNNING))
+    solved = task_id != "never-solved" and drawn.random() < share
     return Outcome(reward=Reward(float(solved), 0.0, 1.0, {}))
 
 
 def _ended(record: Record, seconds: float, outcome: Outcome, version: int, calls: int) -> Statement:
+    logprob = -0.3 - 0.05 * record.index - 0.7 * math.exp(-version / 10)
     return (
         "UPDATE rollouts SET end_time = ?, phase = ?, outcome = ?, calls = ?, prompt_tokens = ?, completion_tokens = ?,"
-        " oldest_version = ?, newest_version = ? WHERE rollout_id = ?",
+        " logprob_sum = ?, logprob_count = ?, oldest_version = ?, newest_version = ? WHERE rollout_id = ?",
         (
             *(record.create_time + seconds, Phase.ENDED, outcome_to_proto(outcome).SerializeToString()),
-            *(calls, 900 * calls, 120 * calls, version, version + (record.index == 0), record.rollout_id),
+            *(calls, 900 * calls, 120 * calls, 120 * calls * logprob, 120 * calls),
+            *(version, version + (record.index == 0), record.rollout_id),
         ),
     )

@@ -6,7 +6,7 @@ import { describe, expect, test } from "vitest";
 
 import { Board, listed, rowOf } from "./board";
 import { matches, misread, parseFilter } from "./filter";
-import { curveOf, groupsOf, smooth } from "./groups";
+import { groupsOf } from "./groups";
 
 const summary = (id: string, more: object = {}) =>
   create(RolloutSummarySchema, { rolloutId: id, phase: Phase.RUNNING, createTime: timestampFromMs(1000), ...more });
@@ -130,21 +130,5 @@ describe("groups", () => {
     expect(group).toMatchObject({ id: "g", ended: 2, rewards: [0.2, 0.4], min: 0.2, max: 0.4 });
     expect(group?.mean).toBeCloseTo(0.3);
     expect(group?.spread).toBeCloseTo(0.1);
-  });
-
-  test("make the curve; without any, rollouts do, in the order of their ends", () => {
-    expect(curveOf(rows, 10)).toHaveLength(1);
-    const alone = [3000, 1000, 2000].map((ms) => rowOf(summary(String(ms), { reward: { value: ms }, endTime: timestampFromMs(ms) })));
-    expect(curveOf(alone, 2).map((point) => point.id)).toEqual(["2000", "3000"]);
-  });
-
-  test("a smoothed curve has as many points, each between the least and the most", () => {
-    fc.assert(
-      fc.property(fc.array(fc.float({ min: 0, max: 1, noNaN: true })), fc.integer({ min: 1, max: 9 }), (values, window) => {
-        const means = smooth(values, window);
-        expect(means).toHaveLength(values.length);
-        for (const mean of means) expect(mean).toSatisfy((value: number) => value >= -1e-6 && value <= 1 + 1e-6);
-      }),
-    );
   });
 });

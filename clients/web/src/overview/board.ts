@@ -42,6 +42,8 @@ export interface Row {
   readonly calls: number;
   readonly promptTokens: number;
   readonly sampledTokens: number;
+  /** The sum of the logprobs of the sampled tokens that came with one, and their number, more than 0; null = none did. */
+  readonly logprobs: { readonly sum: number; readonly tokens: number } | null;
   /** Oldest and newest policy version; null = none was told. */
   readonly versions: readonly [number, number] | null;
 }
@@ -95,6 +97,7 @@ export function rowOf(summary: RolloutSummary): Row {
     calls: calls?.calls ?? 0,
     promptTokens: Number(calls?.promptTokens ?? 0n),
     sampledTokens: Number(calls?.completionTokens ?? 0n),
+    logprobs: calls && calls.logprobCount > 0n ? { sum: calls.logprobSum, tokens: Number(calls.logprobCount) } : null,
     versions: newest === undefined || oldest === undefined ? null : [Number(oldest), Number(newest)],
   };
 }

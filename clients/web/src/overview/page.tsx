@@ -1,26 +1,27 @@
-// What runs, and what it earned: all rollouts, the reward curve, the newest groups.
+// What runs, and what it earned: all rollouts, the reward of the newest runs, the newest groups.
 import { computed } from "@preact/signals";
 
 import { compact, reward } from "../lib/format";
 import { type Key, useKeys } from "../lib/keys";
-import { href } from "../lib/router";
+import { href, location_, queryOf } from "../lib/router";
 import { CancelSheet } from "../ui/cancel";
+import { windowOf } from "../run/smoothing";
 import { Figure } from "../ui/figure";
 import { ViewsButton } from "../ui/views";
 import type { Row } from "./board";
 import { Curve } from "./curve";
+import { curvesOf } from "./curves";
 import { ENDED_SHOWN, newest } from "./feed";
 import { misread } from "./filter";
 import { Count, FeedNotices, FILTER_KEY, FilterField, setText, shown, text, useNewest } from "./filterfield";
-import { curveOf, groupsOf } from "./groups";
+import { groupsOf } from "./groups";
 import { GroupList } from "./grouplist";
 import "./overview.css";
 import { cancelInTable, copyInTable, groupInTable, moveInTable, RolloutTable, SortField } from "./table";
 
-const CURVE_POINTS = 200;
 const GROUPS_SHOWN = 8;
 
-const curve = computed(() => curveOf(shown.value, CURVE_POINTS));
+const curves = computed(() => curvesOf(shown.value, (usual) => windowOf(queryOf(location_.value), usual)));
 const newestGroups = computed(() => groupsOf(shown.value).slice(-GROUPS_SHOWN).reverse());
 
 const KEYS: readonly Key[] = [
@@ -47,9 +48,9 @@ export default function Overview({ query }: { query: URLSearchParams }) {
       <h1 class="visually-hidden">Rollouts</h1>
       <FeedNotices />
       <Numbers rows={shown.value} isKnown={newest.complete.value} isStale={newest.isBroken.value} />
-      {curve.value.length > 0 && (
+      {curves.value.lines.length > 0 && (
         <div class="panels">
-          <Curve points={curve.value} />
+          <Curve curves={curves.value} />
           {newestGroups.value.length > 0 && <GroupList groups={newestGroups.value} />}
         </div>
       )}

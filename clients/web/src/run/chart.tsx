@@ -1,5 +1,6 @@
 // Lines with their bands, of one or several runs, in one picture.
 import { useSignal } from "@preact/signals";
+import type { ComponentChildren } from "preact";
 
 import { ticks, useWidth } from "../ui/plot";
 import type { LinePoint } from "./model";
@@ -26,9 +27,13 @@ interface Props {
   readonly height: number;
   /** Shows what a point is made of; without it that is nothing more. */
   readonly onOpen?: (line: number, point: LinePoint) => void;
+  /** What else is known of a point's own rollouts; empty = nothing. */
+  readonly detail?: (point: LinePoint) => string;
+  /** Above the picture: what it is chosen by. */
+  readonly children?: ComponentChildren;
 }
 
-export function Chart({ title, lines, format, axis, band, range, height, onOpen }: Props) {
+export function Chart({ title, lines, format, axis, band, range, height, onOpen, detail, children }: Props) {
   const { box, width } = useWidth();
   const picked = useSignal<number | null>(null);
   const xs = [...new Set(lines.flatMap((line) => line.points.map((point) => point.x)))].sort((a, b) => a - b);
@@ -67,8 +72,9 @@ export function Chart({ title, lines, format, axis, band, range, height, onOpen 
     <section class="card chart" aria-label={title}>
       <header>
         <h3>{title}</h3>
-        <p class="muted num">{at === undefined ? band : <Reading axis={axis} at={at} found={found} format={format} isNamed={lines.length > 1} />}</p>
+        <p class="muted num">{at === undefined ? band : <Reading axis={axis} at={at} found={found} format={format} isNamed={lines.length > 1} detail={detail} />}</p>
       </header>
+      {children}
       <div ref={box} class="plot">
         {xs.length === 0 ? (
           <p class="muted none" style={{ height: `${height}px` }}>
@@ -161,24 +167,28 @@ interface ReadingProps {
   readonly found: readonly { readonly line: Line; readonly point: LinePoint }[];
   readonly format: (value: number) => string;
   readonly isNamed: boolean;
+  readonly detail: ((point: LinePoint) => string) | undefined;
 }
 
 /** What the lines are where the pointer is. */
-function Reading({ axis, at, found, format, isNamed }: ReadingProps) {
+function Reading({ axis, at, found, format, isNamed, detail }: ReadingProps) {
   return (
     <>
       {axis} {at}:
-      {found.map(({ line, point: { mean } }) => (
+      {found.map(({ line, point, point: { mean } }) => (
         <span key={line.name} class={`reading look-${line.look}`}>
           {" "}
           {isNamed && <Swatch look={line.look} />}
           <strong>{format(mean.value)}</strong>
           {mean.high > mean.low && ` (${format(mean.low)} to ${format(mean.high)})`}, n = {mean.count}
+          <Detail words={detail?.(point) ?? ""} />
         </span>
       ))}
     </>
   );
 }
+
+const Detail = ({ words }: { words: string }) => (words ? <small class="detail"> {words}</small> : null);
 
 /** A piece of a line in its colour and dashes. */
 export function Swatch({ look }: { look: number }) {

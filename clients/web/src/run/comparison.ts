@@ -1,6 +1,7 @@
-// Two runs beside each other, task by task.
+// Two runs beside each other, task by task, and over the tasks that both have.
 import { type Estimate, difference } from "../lib/estimate";
-import { type Slice, slicesOf } from "../tasks/model";
+import { type Paired, pairedDifference } from "../lib/paired";
+import { rangeOf, rewardsByTask, type Slice, slicesOf } from "../tasks/model";
 import type { Run } from "./model";
 
 export interface ComparedTask {
@@ -21,4 +22,10 @@ export function comparedTasks(left: Run, right: Run): ComparedTask[] {
       return { task, left: one, right: other, more: one?.solved && other?.solved ? difference(one.solved, other.solved) : null };
     })
     .sort((x, y) => Number(x.more === null) - Number(y.more === null) || Math.abs(y.more?.value ?? 0) - Math.abs(x.more?.value ?? 0) || (x.task < y.task ? -1 : 1));
+}
+
+/** How much more a run earned than another over the tasks that both have graded rollouts of; null where those are fewer than two. */
+export function pairedRuns(first: Run, other: Run): Paired | null {
+  const [least, most] = rangeOf([...first.rows, ...other.rows]);
+  return pairedDifference(rewardsByTask(first.rows), rewardsByTask(other.rows), most - least);
 }

@@ -5,7 +5,7 @@ import fc from "fast-check";
 import { describe, expect, test } from "vitest";
 
 import { type Row, rowOf } from "../overview/board";
-import { comparedTasks } from "./comparison";
+import { comparedTasks, pairedRuns } from "./comparison";
 import { gapPoints } from "./gaps";
 import { filterOf, lineOf, MEASURES, MOST_POINTS, parseRef, pointsOf, refOf, rowsOf, runsOf, usualAxis } from "./model";
 
@@ -82,6 +82,46 @@ test("two runs are compared task by task, the largest difference first", () => {
   expect(found[0]?.more?.low).toBeGreaterThan(0);
   expect(found[1]?.more?.low).toBeLessThan(0);
   expect([found[2]?.right, found[3]?.left]).toEqual([null, null]);
+});
+
+test("two runs are compared over the tasks that both have graded rollouts of, as tasks and not as rollouts", () => {
+  const rows = [
+    // Each run solves what the other does and one task more, of very different tasks: as independent runs they would be alike.
+    ...["a", "b", "c", "d", "e", "f"].flatMap((task, index) => [
+      ...Array.from({ length: 4 }, (_, attempt) => row({ run: "first", task, reward: Number(attempt < index % 4), end: 2000 })),
+      ...Array.from({ length: 4 }, (_, attempt) => row({ run: "second", task, reward: Number(attempt <= index % 4), end: 2000 })),
+    ]),
+    row({ run: "first", task: "ungraded" }),
+    row({ run: "second", task: "ungraded", reward: 1, end: 2000 }),
+    row({ run: "third", task: "a", reward: 1, end: 2000 }),
+  ];
+  const runs = new Map(runsOf(rows).map((run) => [run.ref, run]));
+  const [first, second, third] = ["first", "second", "third"].map((ref) => runs.get(ref));
+  if (!first || !second || !third) throw new Error("all are there");
+  expect(pairedRuns(first, second)).toEqual({ value: 0.25, interval: null, p: 1 / 32, tasks: 6 });
+  expect(pairedRuns(second, first)).toEqual({ value: -0.25, interval: null, p: 1 / 32, tasks: 6 });
+  expect(pairedRuns(first, third)).toBeNull();
+});
+
+describe("the sampled entropy of a token", () => {
+  const entropy = (...rollouts: (readonly [sum: number, tokens: number])[]) =>
+    measure("entropy").of(rollouts.map(([logprobSum, tokens]) => rowOf(create(RolloutSummarySchema, { calls: { logprobSum, logprobCount: BigInt(tokens), completionTokens: 99n } }))));
+
+  test("is the mean of minus the logprobs, each token with one weight", () => {
+    const found = entropy([-30, 10], [-10, 30]);
+    expect(found).toMatchObject({ value: 1, count: 2 });
+    // Of a ratio of means: the residuals are (30 - 10) / 20 and (10 - 30) / 20.
+    expect(found?.high).toBeCloseTo(1 + 1.959963984540054, 12);
+    expect(found?.low).toBe(0);
+    expect(entropy([-5, 10], [-50, 100])).toEqual({ value: 0.5, low: 0.5, high: 0.5, count: 2 });
+    expect(entropy([0, 10])).toEqual({ value: 0, low: 0, high: 0, count: 1 });
+  });
+
+  test("is of the rollouts whose tokens have logprobs alone", () => {
+    expect(entropy([-5, 10], [0, 0])).toMatchObject({ value: 0.5, count: 1 });
+    expect(entropy([0, 0])).toBeNull();
+    expect(measure("entropy").of([rowOf(create(RolloutSummarySchema, {}))])).toBeNull();
+  });
 });
 
 describe("the points of a run", () => {

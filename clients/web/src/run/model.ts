@@ -173,6 +173,8 @@ export interface Measure {
   /** What its band is; empty = it has none. */
   readonly band: string;
   readonly of: (rows: readonly Row[]) => Estimate | null;
+  /** Whether it is in the page only where a rollout has it. */
+  readonly isRare?: boolean;
 }
 
 /** The mean of the values of some points: of what cannot be computed from their rollouts together. */
@@ -199,8 +201,25 @@ export const MEASURES: readonly Measure[] = [
   { key: "calls", name: "Model calls of a rollout", band: "95 % interval of the mean", of: (rows) => normalMean(finished(rows).map((row) => row.calls)) },
   { key: "tokens", name: "Sampled tokens of a rollout", band: "95 % interval of the mean", of: (rows) => normalMean(finished(rows).map((row) => row.sampledTokens)) },
   { key: "time", name: "Time of a rollout", band: "95 % interval of the mean", of: (rows) => normalMean(timesOf(rows)) },
+  { key: "entropy", name: "Sampled entropy of a token", band: "95 % interval of the mean, over rollouts, in nats", of: sampledEntropy, isRare: true },
   { key: "rate", name: "Rollouts a minute", band: "", of: throughput },
 ];
+
+/**
+ * The mean of minus the logprobs of the sampled tokens, each token with one weight, in nats: an estimate of the entropy of a token. Tokens
+ * of one rollout are not independent, so the variance is that between rollouts (of a ratio of means).
+ */
+function sampledEntropy(rows: readonly Row[]): Estimate | null {
+  const known = rows.filter((row) => row.logprobs !== null);
+  let [sum, tokens] = [0, 0];
+  for (const { logprobs } of known) if (logprobs) [sum, tokens] = [sum - logprobs.sum, tokens + logprobs.tokens];
+  if (!tokens) return null;
+  const value = sum / tokens;
+  const size = tokens / known.length;
+  const spread = normalMean(known.map(({ logprobs }) => (logprobs ? (-logprobs.sum - value * logprobs.tokens) / size : 0)));
+  const half = spread ? spread.high - spread.value : 0;
+  return { value, low: Math.max(0, value - half), high: value + half, count: known.length };
+}
 
 /** Those that ended, over the time from the first start to the last end. */
 function throughput(rows: readonly Row[]): Estimate | null {

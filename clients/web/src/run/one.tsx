@@ -4,6 +4,7 @@ import { useEffect, useMemo } from "preact/hooks";
 import { compact, duration, reward } from "../lib/format";
 import { changeQuery, go, href, location_, type Params, queryOf } from "../lib/router";
 import { difference } from "../lib/estimate";
+import type { Paired } from "../lib/paired";
 import type { Row } from "../overview/board";
 import { Feed, followed, MOST_DRIVERS, MOST_ENDED } from "../overview/feed";
 import { LeftOut } from "../overview/filterfield";
@@ -17,11 +18,14 @@ import { FollowingNotice } from "../ui/notice";
 import { ViewsButton } from "../ui/views";
 import { Chart, type Line, Swatch } from "./chart";
 import { Ago, rate, RUN_COLUMNS, runName } from "./columns";
-import { type ComparedTask, comparedTasks } from "./comparison";
+import { type ComparedTask, comparedTasks, pairedRuns } from "./comparison";
+import { reasonLines, REASONS_BAND, reasonWords } from "./failures";
 import { gapPoints, useGaps } from "./gaps";
 import { MetricCharts } from "./metriccharts";
 import { AXES, type Axis, filterOf, lineOf, type LinePoint, type Measure, MEASURES, parseRef, pointsOf, type Run, rowsOf, runOf, usualAxis } from "./model";
 import { knownRefs, MOST_RUNS, placeOf } from "./all";
+import { AXIS_NAMES, rowsPlace } from "./places";
+import { SmoothField, windowOf } from "./smoothing";
 import "./run.css";
 
 /** Runs that a notice names. */
@@ -29,11 +33,9 @@ const MOST_NAMED = 10;
 /** Runs that the field offers. */
 const MOST_OFFERED = 100;
 const NONE: readonly Row[] = [];
-const WINDOWS = [1, 3, 5, 10, 25];
-const AXIS_NAMES: Readonly<Record<Axis, string>> = { step: "step", version: "policy version", group: "group" };
 const HEIGHTS = { first: 260, other: 170 };
 
-const FORMATS: Readonly<Record<string, (value: number) => string>> = { solved: percent, failed: percent, calls: round, tokens: (value) => compact(Math.round(value)), time: duration, rate };
+const FORMATS: Readonly<Record<string, (value: number) => string>> = { solved: percent, failed: percent, calls: round, tokens: (value) => compact(Math.round(value)), time: duration, entropy: nats, rate };
 const SHARES = new Set(["reward", "solved", "failed"]);
 
 function round(value: number): string {
@@ -75,7 +77,7 @@ function Shown({ refs, query }: { refs: readonly string[]; query: URLSearchParam
   const runs = useMemo(() => refs.map((ref, index) => runOf(ref, rowsOf(all[index] ?? NONE, ref))), all);
   const asked = query.get("x");
   const axis = AXES.find((one) => one === asked) ?? usualAxis(runs.map((run) => run.rows));
-  const window = WINDOWS.find((one) => String(one) === query.get("smooth")) ?? 1;
+  const window = windowOf(query);
   const [first, second] = runs;
   if (!first) return null;
   const notices = feeds.flatMap((feed, index) => feed.followings.value.map(({ driver, following }) => <FollowingNotice key={`${driver} ${refs[index]}`} following={following} />));
@@ -178,16 +180,38 @@ function Overlaid({ runs, query }: { runs: readonly Run[]; query: URLSearchParam
   const columns = useMemo<readonly Column<Run>[]>(() => {
     const [first] = runs;
     const [name, ...others] = RUN_COLUMNS;
+    const pairs = new Map(runs.flatMap((run) => (first && run !== first ? [[run, pairedRuns(first, run)] as const] : [])));
     const above: Column<Run> = {
       ...{ key: "above", name: "Above the first", title: "Difference of the mean rewards, with its 95 % interval (Newcombe); the runs count as independent", isNumber: true },
       sortBy: (run) => (first?.reward && run.reward && run !== first ? run.reward.value - first.reward.value : null),
       cell: (run) => (run === first ? <span class="muted">first</span> : first?.reward && run.reward ? <Mean of={difference(first.reward, run.reward)} format={signed} /> : "–"),
     };
-    return name ? [name, above, ...others] : [];
+    const paired: Column<Run> = {
+      ...{ key: "paired", name: "On the same tasks", title: "Mean difference over the tasks of which both have graded rollouts, with its 95 % interval; p is of the exact paired permutation test over these tasks", isNumber: true },
+      sortBy: (run) => pairs.get(run)?.value ?? null,
+      cell: (run) => <PairedMean of={pairs.get(run) ?? null} />,
+    };
+    const isPaired = [...pairs.values()].some((one) => one !== null);
+    return name ? [name, above, ...(isPaired ? [paired] : []), ...others] : [];
   }, [runs]);
   return <DataTable label="Runs" columns={columns} rows={runs} keyOf={(run) => run.ref} query={query} empty="" />;
 }
 
+/** A difference over the same tasks: "+0.12 0.03 to 0.21, p = 0.016". */
+function PairedMean({ of }: { of: Paired | null }) {
+  if (!of) return <span class="muted">–</span>;
+  const { value, interval, p, tasks } = of;
+  return (
+    <span title={`Over ${tasks} tasks${interval ? "" : "; no interval: the tasks show no variance"}${p === null ? "; too many tasks for an exact test" : ""}`}>
+      <strong>{signed(value)}</strong>
+      {interval && <span class="muted wide"> {interval.map(signed).join(" to ")}</span>}
+      {p !== null && <span class="muted">, p {chance(p)}</span>}
+    </span>
+  );
+}
+
+/** A probability in two digits. */
+const chance = (p: number): string => (p < 0.001 ? "< 0.001" : `= ${Number(p.toPrecision(2))}`);
 const signed = (value: number): string => `${value > 0 ? "+" : ""}${reward(value)}`;
 const signedPercent = (value: number): string => `${value > 0 ? "+" : ""}${Math.round(value * 100)} %`;
 
@@ -220,16 +244,7 @@ function Controls({ refs, query, axis, window }: { refs: readonly string[]; quer
           ))}
         </select>
       </label>
-      <label title="So many points are pooled, each with those before it; the band is the interval of what is drawn">
-        Smooth
-        <select class="field" aria-label="Points pooled" value={String(window)} onChange={(event) => changeQuery({ smooth: event.currentTarget.value === "1" ? "" : event.currentTarget.value })}>
-          {WINDOWS.map((one) => (
-            <option key={one} value={String(one)}>
-              {one === 1 ? "no" : `${one} points`}
-            </option>
-          ))}
-        </select>
-      </label>
+      <SmoothField window={window} />
       <form
         onSubmit={(event) => {
           event.preventDefault();
@@ -255,8 +270,9 @@ function Charts({ runs, axis, window }: { runs: readonly Run[]; axis: Axis; wind
   const points = useMemo(() => runs.map((run) => pointsOf(run.rows, axis)), [runs, axis]);
   const lines = useMemo(() => {
     const linesOf = (measure: Measure): Line[] => runs.map((run, look) => ({ name: runName(run.ref), look, points: lineOf(points[look] ?? [], measure, window) }));
-    return MEASURES.map((measure) => ({ measure, lines: linesOf(measure) }));
+    return MEASURES.map((measure) => ({ measure, lines: linesOf(measure) })).filter(({ measure, lines }) => !measure.isRare || lines.some((line) => line.points.length));
   }, [points, window]);
+  const reasons = useMemo(() => (points.length === 1 ? reasonLines(points[0] ?? [], window) : []), [points, window]);
   const versions = useMemo(() => widest(runs), [runs]);
   const gaps = gapPoints(useGaps(versions?.[1] ?? null).value, versions);
   const open = (line: number, point: LinePoint) => go(rowsPlace(runs[line]?.ref ?? "", axis, point));
@@ -271,6 +287,7 @@ function Charts({ runs, axis, window }: { runs: readonly Run[]; axis: Axis; wind
       range={[0, SHARES.has(measure.key) ? 1 : 0]}
       height={index ? HEIGHTS.other : HEIGHTS.first}
       onOpen={open}
+      {...(measure.key === "failed" ? { detail: ({ rows }) => here(reasonWords(rows)) } : {})}
     />
   ));
   return (
@@ -278,6 +295,26 @@ function Charts({ runs, axis, window }: { runs: readonly Run[]; axis: Axis; wind
       {first}
       <div class="charts">
         {others}
+        {reasons.length > 0 && (
+          <Chart
+            title={`Failures by reason, by ${AXIS_NAMES[axis]}`}
+            lines={reasons.map(({ name, points }, look) => ({ name: oneLine(name, 60), look, points }))}
+            format={percent}
+            axis={AXIS_NAMES[axis]}
+            band={REASONS_BAND}
+            range={[0, 0]}
+            height={HEIGHTS.other}
+            onOpen={(_, point) => open(0, point)}
+          >
+            <ul class="legend" aria-label="Reasons">
+              {reasons.map(({ name }, look) => (
+                <li key={name}>
+                  <Swatch look={look} /> <bdi>{oneLine(name, 60)}</bdi>
+                </li>
+              ))}
+            </ul>
+          </Chart>
+        )}
         {gaps.length > 0 && (
           <Chart
             title="Logprob gap by policy version"
@@ -301,14 +338,10 @@ function widest(runs: readonly Run[]): readonly [number, number] | null {
   return known.length ? [Math.min(...known.map(([oldest]) => oldest)), Math.max(...known.map(([, newest]) => newest))] : null;
 }
 
-/** Gaps are of any size: 3.5e-7 to some nats. */
-const nats = (value: number): string => (value !== 0 && value < 0.001 ? value.toExponential(1) : reward(value));
+/** Of the point alone, whatever is pooled with it. */
+const here = (words: string): string => words && `here: ${words}`;
 
-/** Where the rollouts of a point are shown: of its step or group alone where a filter can name them, else of its run. */
-function rowsPlace(ref: string, axis: Axis, { rows }: LinePoint): string {
-  const group = rows[0]?.group ?? "";
-  if (axis === "group" && group && rows.every((row) => row.group === group)) return href("/groups", group).slice(1);
-  const step = rows[0]?.labels["step"];
-  if (axis === "step" && rows.every((row) => row.labels["step"] === step)) return `/?${new URLSearchParams({ q: filterOf(ref, `label:step=${step}`) }).toString()}`;
-  return `/?${new URLSearchParams({ q: filterOf(ref) }).toString()}`;
+/** Of any size: 3.5e-7 to some nats. */
+function nats(value: number): string {
+  return value !== 0 && value < 0.001 ? value.toExponential(1) : reward(value);
 }

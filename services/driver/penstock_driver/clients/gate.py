@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Final
@@ -358,9 +359,21 @@ def spent_by(call: trajectory_pb2.Call) -> CallSpent:
     versions = [] if call.policy_id else [item.policy_version for item in answer.span.versions]
     if call.HasField("replayed_from"):
         return CallSpent(0, 0, min(versions, default=None), max(versions, default=None))
+    logprob_sum, logprob_count = _logprobs_of(answer.span)
     return CallSpent(
         prompt_tokens=call.prompt_count or answer.usage.prompt_tokens,
         completion_tokens=answer.span.count or answer.usage.completion_tokens,
         oldest_version=min(versions, default=None),
         newest_version=max(versions, default=None),
+        logprob_sum=logprob_sum,
+        logprob_count=logprob_count,
     )
+
+
+def _logprobs_of(span: completion_pb2.TokenSpan) -> tuple[float, int]:
+    """A call's sum of logprobs, and the number of its tokens; (0, 0) without logprobs, or with those of a script."""
+    is_sampled = span.logprobs_mode != completion_pb2.LOGPROBS_MODE_SCRIPTED
+    # A sum that is no number would stay one in the rollout's.
+    if not is_sampled or not span.HasField("logprob_sum") or not math.isfinite(span.logprob_sum):
+        return 0.0, 0
+    return span.logprob_sum, span.count

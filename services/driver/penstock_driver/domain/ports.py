@@ -483,12 +483,17 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class CallSpent:
-    """The cost of a call: tokens, and the policy versions that sampled them (None if not reported)."""
+    """The cost of a call: tokens, and the policy versions that sampled them (None if not reported).
+
+    `logprob_sum` is over those sampled tokens that have a logprob, in nats; `logprob_count` is their number.
+    """
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
     oldest_version: int | None = None
     newest_version: int | None = None
+    logprob_sum: float = 0.0
+    logprob_count: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,6 +120,8 @@ def row_to_proto(row: RolloutRow) -> rollout_pb2.RolloutSummary:
             completion_tokens=row.completion_tokens,
             oldest_policy_version=row.oldest_version,
             newest_policy_version=row.newest_version,
+            logprob_sum=row.logprob_sum,
+            logprob_count=row.logprob_count,
         ),
     )
     if row.end_time is not None:

@@ -29,11 +29,16 @@ ALTER TABLE rollouts ADD COLUMN oldest_version INTEGER;
 ALTER TABLE rollouts ADD COLUMN newest_version INTEGER;
 """
 """Sums over a rollout's model calls, as far as the gate reported them."""
+MIGRATION_LOGPROBS: Final = """
+ALTER TABLE rollouts ADD COLUMN logprob_sum REAL NOT NULL DEFAULT 0;
+ALTER TABLE rollouts ADD COLUMN logprob_count INTEGER NOT NULL DEFAULT 0;
+"""
+"""The sum of the logprobs of the sampled tokens that have one, in nats, and the number of these tokens."""
 
 _COLUMNS: Final = (
     "number, rollout_id, group_id, idx, run_id, task_id, agent, labels, create_time, end_time, phase, attempts,"
     " outcome, home, export, calls, prompt_tokens, completion_tokens, oldest_version, newest_version, namespace,"
-    " pause IS NOT NULL AS paused"
+    " logprob_sum, logprob_count, pause IS NOT NULL AS paused"
 )
 
 
@@ -63,6 +68,8 @@ class RolloutRow:
     newest_version: int | None
     namespace: str
     paused: bool
+    logprob_sum: float
+    logprob_count: int
 
     def matches(self, matching: Filter) -> bool:
         """Whether every condition that is set holds."""
@@ -146,10 +153,12 @@ def counted(rollout_id: str, spent: CallSpent) -> Statement:
         "UPDATE rollouts SET calls = calls + 1, prompt_tokens = prompt_tokens + ?,"
         " completion_tokens = completion_tokens + ?,"
         " oldest_version = COALESCE(MIN(oldest_version, ?), oldest_version, ?),"
-        " newest_version = COALESCE(MAX(newest_version, ?), newest_version, ?) WHERE rollout_id = ?",
+        " newest_version = COALESCE(MAX(newest_version, ?), newest_version, ?),"
+        " logprob_sum = logprob_sum + ?, logprob_count = logprob_count + ? WHERE rollout_id = ?",
         (
             *(spent.prompt_tokens, spent.completion_tokens),
             *(spent.oldest_version, spent.oldest_version, spent.newest_version, spent.newest_version),
+            *(spent.logprob_sum, spent.logprob_count),
             rollout_id,
         ),
     )
@@ -179,4 +188,6 @@ def _row(row: Row) -> RolloutRow:
         newest_version=row["newest_version"],
         namespace=row["namespace"],
         paused=bool(row["paused"]),
+        logprob_sum=row["logprob_sum"],
+        logprob_count=row["logprob_count"],
     )

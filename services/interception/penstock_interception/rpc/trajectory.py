@@ -6,6 +6,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from typing import Final
 
+import numpy as np
+
 from penstock.chat.v1 import completion_pb2
 from penstock.interception.v1 import interception_pb2
 from penstock.interception.v1 import rollout_gate_service_pb2 as gate_pb2
@@ -133,11 +135,13 @@ def bare_call_to(call: Call, state: CallState) -> pb.Call:
 
 
 def _summary_to(completion: Completion) -> completion_pb2.Completion:
-    """A completion without tokens and message: token counts, policy versions and finish reason."""
+    """A completion without tokens and message: token counts, policy versions, sum of logprobs and finish reason."""
     message = convert.completion_to(replace(completion, tokens=None), None)
     if (tokens := completion.tokens) is not None:
         message.span.count = int(tokens.ids.size)
         message.span.logprobs_mode = convert.mode_to(tokens.logprobs_mode)
+        if tokens.logprobs is not None:
+            message.span.logprob_sum = float(tokens.logprobs.sum(dtype=np.float64))
         message.span.versions.extend(convert.versions_to(tokens.versions))
         if tokens.top is not None:
             message.span.top_count = tokens.top.count

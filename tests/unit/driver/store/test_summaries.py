@@ -87,7 +87,7 @@ async def test_sums_of_calls_are_kept_with_their_events(driver: Driver) -> None:
     record = await driver.start(driver.spec())
     await driver.gate.called.wait()
     call = trajectory_pb2.Call(rollout_id=record.rollout_id)
-    for spent in (CallSpent(100, 20, 4, 5), CallSpent(7, 0), CallSpent(50, 9, 3, 3)):
+    for spent in (CallSpent(100, 20, 4, 5, -6.5, 20), CallSpent(7, 0), CallSpent(50, 9, 3, 3, -0.25, 9)):
         driver.gate.call_ends.put_nowait(CallEnded(record.rollout_id, call, spent))
     async with aclosing(watched(driver)) as stream:  # type: ignore[type-var]
         row = (await snapshot(stream))[record.rollout_id]
@@ -97,6 +97,7 @@ async def test_sums_of_calls_are_kept_with_their_events(driver: Driver) -> None:
     await driver.outcome(record)
     assert (row.calls.calls, row.calls.prompt_tokens, row.calls.completion_tokens) == (3, 157, 29)
     assert (row.calls.oldest_policy_version, row.calls.newest_policy_version) == (3, 5)
+    assert (row.calls.logprob_sum, row.calls.logprob_count) == (-6.75, 29)
 
 
 @pytest.mark.requirement("R71")
@@ -262,6 +263,26 @@ def test_call_totals_come_from_tokens_or_else_from_usage() -> None:
     usage = completion_pb2.Completion(usage=chat_pb2.Usage(prompt_tokens=70, completion_tokens=8))
     assert spent_by(trajectory_pb2.Call(completion=usage)) == CallSpent(70, 8)
     assert spent_by(trajectory_pb2.Call()) == CallSpent()
+
+
+@pytest.mark.requirement("R71")
+def test_logprobs_count_of_tokens_that_were_sampled_for_the_call() -> None:
+    """Without logprobs, replayed, of a script, or summed to no number: nothing is known of how sure the policy was."""
+    processed, scripted = completion_pb2.LOGPROBS_MODE_PROCESSED, completion_pb2.LOGPROBS_MODE_SCRIPTED
+    span = completion_pb2.TokenSpan(count=9, logprob_sum=-4.5, logprobs_mode=processed)
+    call = trajectory_pb2.Call(prompt_count=1, completion=completion_pb2.Completion(span=span))
+    assert spent_by(call) == CallSpent(1, 9, logprob_sum=-4.5, logprob_count=9)
+    call.completion.span.logprob_sum = 0.0  # every token was the only one possible
+    assert spent_by(call).logprob_count == 9
+    call.completion.span.logprob_sum = float("nan")
+    assert spent_by(call) == CallSpent(1, 9)
+    call.completion.span.ClearField("logprob_sum")
+    assert spent_by(call) == CallSpent(1, 9)
+    call.completion.span.logprob_sum, call.completion.span.logprobs_mode = -4.5, scripted
+    assert spent_by(call) == CallSpent(1, 9)
+    call.completion.span.logprobs_mode = processed
+    call.replayed_from.call_id = "c"
+    assert spent_by(call) == CallSpent()
 
 
 @pytest.mark.requirement("R71")

@@ -95,6 +95,7 @@ class TokenSpan(_message.Message):
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     TOP_COUNT_FIELD_NUMBER: _builtins.int
     TOP_SHA256_FIELD_NUMBER: _builtins.int
+    LOGPROB_SUM_FIELD_NUMBER: _builtins.int
     token_ids: _builtins.bytes
     count: _builtins.int
     logprobs: _builtins.bytes
@@ -113,6 +114,8 @@ class TokenSpan(_message.Message):
     """SHA-256 of top_token_ids, then top_logprobs; empty without alternatives. Set by the gate, ignored from an answerer. The
     hash chain covers it, so that the chain can be checked without the rows.
     """
+    logprob_sum: _builtins.float
+    """The sum of the logprobs, in nats. Set by the gate where it leaves out the logprobs that tokens have, ignored from an answerer."""
     @_builtins.property
     def versions(self) -> _containers.RepeatedCompositeFieldContainer[Global___PolicyVersionSpan]:
         """Ascending, without gaps, covering [0, count). Empty = unknown, which is refused if a rollout bounds its policy version."""
@@ -129,12 +132,15 @@ class TokenSpan(_message.Message):
         top_logprobs: _builtins.bytes = ...,
         top_count: _builtins.int = ...,
         top_sha256: _builtins.bytes = ...,
+        logprob_sum: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprob_sum", b"_logprob_sum", "logprob_sum", b"logprob_sum"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "logprobs", b"logprobs", "logprobs_mode", b"logprobs_mode", "token_ids", b"token_ids", "top_count", b"top_count", "top_logprobs", b"top_logprobs", "top_sha256", b"top_sha256", "top_token_ids", b"top_token_ids", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprob_sum", b"_logprob_sum", "count", b"count", "logprob_sum", b"logprob_sum", "logprobs", b"logprobs", "logprobs_mode", b"logprobs_mode", "token_ids", b"token_ids", "top_count", b"top_count", "top_logprobs", b"top_logprobs", "top_sha256", b"top_sha256", "top_token_ids", b"top_token_ids", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__logprob_sum: _TypeAlias = _typing.Literal["logprob_sum"]  # noqa: Y015
+    _WhichOneofArgType__logprob_sum: _TypeAlias = _typing.Literal["_logprob_sum", b"_logprob_sum"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__logprob_sum) -> _WhichOneofReturnType__logprob_sum | None: ...
 
 Global___TokenSpan: _TypeAlias = TokenSpan  # noqa: Y015
 

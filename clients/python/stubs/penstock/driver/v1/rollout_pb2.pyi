@@ -1909,6 +1909,8 @@ class CallSums(_message.Message):
     COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
     OLDEST_POLICY_VERSION_FIELD_NUMBER: _builtins.int
     NEWEST_POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    LOGPROB_SUM_FIELD_NUMBER: _builtins.int
+    LOGPROB_COUNT_FIELD_NUMBER: _builtins.int
     calls: _builtins.int
     prompt_tokens: _builtins.int
     completion_tokens: _builtins.int
@@ -1918,6 +1920,11 @@ class CallSums(_message.Message):
     policies counts versions of its own.
     """
     newest_policy_version: _builtins.int
+    logprob_sum: _builtins.float
+    """The sum of the logprobs of sampled tokens, in nats, and the number of these tokens: those that came with logprobs, without
+    replayed and scripted ones. Minus their ratio estimates the entropy of a token in the distributions of TokenSpan.logprobs_mode.
+    """
+    logprob_count: _builtins.int
     def __init__(
         self,
         *,
@@ -1926,10 +1933,12 @@ class CallSums(_message.Message):
         completion_tokens: _builtins.int = ...,
         oldest_policy_version: _builtins.int | None = ...,
         newest_policy_version: _builtins.int | None = ...,
+        logprob_sum: _builtins.float = ...,
+        logprob_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_newest_policy_version", b"_newest_policy_version", "_oldest_policy_version", b"_oldest_policy_version", "newest_policy_version", b"newest_policy_version", "oldest_policy_version", b"oldest_policy_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_newest_policy_version", b"_newest_policy_version", "_oldest_policy_version", b"_oldest_policy_version", "calls", b"calls", "completion_tokens", b"completion_tokens", "newest_policy_version", b"newest_policy_version", "oldest_policy_version", b"oldest_policy_version", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_newest_policy_version", b"_newest_policy_version", "_oldest_policy_version", b"_oldest_policy_version", "calls", b"calls", "completion_tokens", b"completion_tokens", "logprob_count", b"logprob_count", "logprob_sum", b"logprob_sum", "newest_policy_version", b"newest_policy_version", "oldest_policy_version", b"oldest_policy_version", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__newest_policy_version: _TypeAlias = _typing.Literal["newest_policy_version"]  # noqa: Y015
     _WhichOneofArgType__newest_policy_version: _TypeAlias = _typing.Literal["_newest_policy_version", b"_newest_policy_version"]  # noqa: Y015
