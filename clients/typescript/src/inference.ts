@@ -2,6 +2,7 @@
 
 import { randomBytes } from "node:crypto";
 import type { MessageInitShape } from "@bufbuild/protobuf";
+import type { Cluster } from "./cluster.js";
 import { Completion, type Sampling } from "./completions.js";
 import { Internal } from "./errors.js";
 import {
@@ -29,10 +30,15 @@ export interface GenerateOptions extends Abortable {
 /** A conversation, rendered by the model's own template. */
 export type Prompt = MessageInitShape<typeof ChatPromptSchema>;
 
-/** `ps.inference`. */
+/**
+ * `ps.inference`.
+ *
+ * Where the gates have a list of engines, what changes an engine (weights, adapters, pauses) is done at all of them; questions and
+ * generations go to the one at the connection's address.
+ */
 export class Inference extends Weights {
-  constructor(service: Service) {
-    super(service, service.client(InferenceService));
+  constructor(service: Service, cluster: Cluster) {
+    super(service, service.client(InferenceService), cluster);
   }
 
   /** What is served, what it can do, which weights are in force. */

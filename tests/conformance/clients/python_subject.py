@@ -46,6 +46,7 @@ from penstock.client import (
 )
 from penstock.client.transport.endpoints import resolve
 
+from penstock.client.errors import EnginesFailed
 Json = dict[str, Any]
 
 
@@ -65,9 +66,18 @@ def observed_error(error: PenstockError) -> Json:
         "retry_after_s": error.retry_after,
     }
 
+        **_of_engines(error),
 
 def observed_result(result: RolloutResult) -> Json:
     """What is told of a rollout that has ended."""
+def _of_engines(error: PenstockError) -> Json:
+    """What is told of an error of some of several engines."""
+    if not isinstance(error, EnginesFailed):
+        return {}
+    failures = {name: one.reason for name, one in error.failures.items()}
+    return {"failures": failures, "in_force": dict(error.in_force)}
+
+
     failure, trajectory = result.failure, result.trajectory
     return {
         "rollout_id": result.rollout_id,

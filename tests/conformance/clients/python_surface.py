@@ -94,7 +94,7 @@ async def update_weights(subject: Subject, given: Json) -> Json:
     update = await _ps(subject, given).inference.update_weights(
         given["after"] + 1, _tensors(given), partial=given.get("partial", False)
     )
-    return {"policy_version": update.policy_version}
+    return {"policy_version": update.policy_version, "away": list(update.away)}
 
 
 async def update_weights_from(subject: Subject, given: Json) -> Json:
@@ -135,11 +135,11 @@ async def unload_adapter(subject: Subject, given: Json) -> None:
 
 
 async def pause_engine(subject: Subject, given: Json) -> Json:
-    """And resume it."""
-    engine = _ps(subject, given).inference
-    in_flight = await engine.pause(given["mode"])
-    await engine.resume()
-    return {"in_flight": in_flight}
+    return {"in_flight": await _ps(subject, given).inference.pause(given["mode"])}
+
+
+async def resume_engine(subject: Subject, given: Json) -> None:
+    await _ps(subject, given).inference.resume()
 
 
 # Host tools.
@@ -268,8 +268,8 @@ COMMANDS: Final[Mapping[str, Callable[[Subject, Json], Awaitable[Json | None]]]]
                                 terminal_open, terminal_run, terminal_answer, terminal_get,
         terminal_close, agent_list, agent_get, agent_register, agent_delete, agent_check, policy_version,
         update_weights, update_weights_from, init_transfer, transfer, load_adapter, load_adapter_from, adapter_list,
-        unload_adapter, pause_engine, offer_tools, tool_called, let_tool, lease_calls, extend_leases, watch_rollouts,
-        export, server_info, log_metrics, metrics, delete_metrics,
+        unload_adapter, pause_engine, resume_engine, offer_tools, tool_called, let_tool, lease_calls, extend_leases,
+        watch_rollouts, export, server_info, log_metrics, metrics, delete_metrics,
     )
     },
 }  # fmt: skip

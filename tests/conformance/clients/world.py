@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tests.conformance.clients.cases import Case, differences
-from tests.conformance.clients.fleet import DRIVERS, Fleet
+from tests.conformance.clients.fleet import DRIVERS, ENGINES, Fleet
 from tests.conformance.clients.odd_services import OddDriver
 from tests.conformance.clients.proxies import Proxy
 from tests.conformance.clients.python_subject import observed_result, task_of
@@ -73,8 +73,7 @@ class World:
     async def fleet(self) -> Fleet:
         """The services of which there are several, which are started with the first case of them."""
         if self._fleet is None:
-            engine = self.running.stack.address("inference")
-            self._fleet = await Fleet.start(self.folder, engine, self.stack.trainer_token)
+            self._fleet = await Fleet.start(self.folder)
         self.used_fleet = True
         return self._fleet
 
@@ -355,6 +354,13 @@ class Execution:
                 await fleet.holds(given["at"])
             case "tools-at":
                 await fleet.offers(given["at"], given["run_id"], given["names"])
+            case "push":
+                await fleet.push(given["service"], given["after"] + given.get("by", 1))
+            case "in-force":
+                wanted = dict.fromkeys(given.get("of", ENGINES), given["policy_version"])
+                return list(differences(wanted, await fleet.in_force(), "policy versions"))
+            case "paused":
+                return list(differences(given["engines"], await fleet.paused(), "paused"))
             case _:
                 raise AssertionError(f"the runner has no {action} where there are many services")
         return []

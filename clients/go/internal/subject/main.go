@@ -239,6 +239,13 @@ func observedError(err error) object {
 	return told
 }
 
+	if all := (*penstock.EnginesFailed)(nil); errors.As(err, &all) {
+		failures := map[string]string{}
+		for name, one := range all.Failures {
+			failures[name] = one.Reason
+		}
+		told["failures"], told["in_force"] = failures, all.InForce
+	}
 // one finds what the case named before.
 func one[T any](s *subject, named map[string]T, name string) (T, error) {
 	s.mu.Lock()

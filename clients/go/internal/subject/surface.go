@@ -195,7 +195,9 @@ func (s *subject) weightCommand(ctx context.Context, ps *penstock.Client, c *com
 		if m.Partial {
 			opts = append(opts, penstock.WithPartialWeights())
 		}
-		return version(engine.UpdateWeights(ctx, m.After+1, m.tensors(), opts...))
+		update, err := engine.UpdateWeights(ctx, m.After+1, m.tensors(), opts...)
+		away := append([]string{}, update.Away...)
+		return object{"policy_version": update.GetPolicyVersion(), "away": away}, err, true
 	case "update_weights_from":
 		return version(engine.UpdateWeightsFrom(ctx, m.After+1, m.Path))
 	case "init_transfer":
@@ -235,10 +237,9 @@ func (s *subject) weightCommand(ctx context.Context, ps *penstock.Client, c *com
 	case "pause_engine":
 		mode := value(inferencev1.PauseMode_value, "PAUSE_MODE_", m.Mode.(string))
 		count, err := engine.Pause(ctx, inferencev1.PauseMode(mode))
-		if err == nil {
-			err = engine.Resume(ctx)
-		}
 		return object{"in_flight": count}, err, true
+	case "resume_engine":
+		return nil, engine.Resume(ctx), true
 	default:
 		return nil, nil, false
 	}

@@ -10,6 +10,7 @@ import {
   Assays,
   Completion,
   connect,
+  EnginesFailed,
   type GroupHandle,
   type InterceptSession,
   type ModelCall,
@@ -72,6 +73,10 @@ function observedError(error: unknown): object {
     violations: error.violations,
     retry_after_s: error.retryAfterMs === undefined ? null : error.retryAfterMs / 1000,
   };
+    ...(error instanceof EnginesFailed && {
+      failures: Object.fromEntries(Object.entries(error.failures).map(([name, { reason }]) => [name, reason])),
+      in_force: error.inForce,
+    }),
 }
 
 function observedResult({ rollout, outcome, trajectory }: RolloutResult): object {

@@ -242,8 +242,8 @@ const OTHERS: Readonly<Record<string, Command>> = {
   policy_version: async (ps, _, signal) => ({ policy_version: await ps.inference.policyVersion({ signal }) }),
   update_weights: async (ps, { after, tensors, partial }, signal) => {
     const options = { partial: partial ?? false, signal };
-    const { policyVersion } = await ps.inference.updateWeights(after + 1, tensorsOf(tensors), options);
-    return { policy_version: policyVersion };
+    const { policyVersion, away } = await ps.inference.updateWeights(after + 1, tensorsOf(tensors), options);
+    return { policy_version: policyVersion, away };
   },
   update_weights_from: async (ps, { after, path }, signal) => {
     const { policyVersion } = await ps.inference.updateWeightsFrom(after + 1, path, { signal });
@@ -275,11 +275,8 @@ const OTHERS: Readonly<Record<string, Command>> = {
     return { names: adapters.map(({ name }) => name) };
   },
   unload_adapter: async (ps, { name }, signal) => ps.inference.unloadAdapter(name, { signal }),
-  pause_engine: async (ps, { mode }, signal) => {
-    const inFlight = await ps.inference.pause({ mode, signal });
-    await ps.inference.resume({ signal });
-    return { in_flight: inFlight };
-  },
+  pause_engine: async (ps, { mode }, signal) => ({ in_flight: await ps.inference.pause({ mode, signal }) }),
+  resume_engine: async (ps, _, signal) => ps.inference.resume({ signal }),
   offer_tools: async (_, { session, tools: given }, signal, { sessions }) => {
     const offered = given.map(({ name, does, parameters }: Given): HostTool => {
       const tool = new Tool(does);
