@@ -106,6 +106,8 @@ export interface TurnSpan {
   readonly untrainedReason: string;
   /** The turn's own, by the verifier; absent = it has none, which is not zero. */
   readonly reward: number | undefined;
+  /** The policy that sampled them, of which their versions are; empty = the rollout has one. */
+  readonly policyId: string;
 }
 
 /** What a trainer eats: one token sequence, root to leaf of a branch. The arrays are of one length. */
@@ -123,7 +125,7 @@ export interface Sample {
   readonly turns: readonly TurnSpan[];
   /** Tokens before the first sampled one. */
   readonly promptCount: number;
-  /** Share of its rollout's loss; the weights of a rollout add up to 1. */
+  /** Share of its rollout's loss; the weights of a rollout's samples of one policy add up to 1. */
   readonly weight: number;
   readonly branchClass: string;
   /** The last turn was cut by a limit. */
@@ -132,6 +134,11 @@ export interface Sample {
   readonly top: TopLogprobs | undefined;
   /** The verifier's for each token, 0 where it gave none; absent = it gave none for any. Where the mask is 1, each is there once. */
   readonly tokenRewards: Float32Array | undefined;
+  /**
+   * The only policy whose tokens are trained here; empty = the rollout has one. A branch has a sample for each of its trained
+   * policies, with the same tokens.
+   */
+  readonly policyId: string;
 }
 
 /**
@@ -230,12 +237,13 @@ function sampleFrom(message: SampleMessage): Sample {
       start,
       end,
     })),
-    turns: message.turns.map(({ callId, start, end, untrainedReason, reward }) => ({
+    turns: message.turns.map(({ callId, start, end, untrainedReason, reward, policyId }) => ({
       callId,
       start,
       end,
       untrainedReason,
       reward,
+      policyId,
     })),
     promptCount: message.promptCount,
     weight: message.weight,
@@ -243,6 +251,7 @@ function sampleFrom(message: SampleMessage): Sample {
     truncated: message.truncated,
     top: topOf(message),
     tokenRewards: message.tokenRewards.length > 0 ? logprobs(message.tokenRewards) : undefined,
+    policyId: message.policyId,
   };
 }
 

@@ -25,6 +25,7 @@ from penstock.client import (
     Annotation,
     Assays,
     Budgets,
+    CallRule,
     Command,
     Completion,
     GroupHandle,
@@ -36,6 +37,7 @@ from penstock.client import (
     PolicyConstraint,
     RewardFrom,
     RolloutHandle,
+    RolloutModel,
     RolloutResult,
     Sample,
     SeedFile,
@@ -44,9 +46,9 @@ from penstock.client import (
     Verifier,
     connect,
 )
+from penstock.client.errors import EnginesFailed
 from penstock.client.transport.endpoints import resolve
 
-from penstock.client.errors import EnginesFailed
 Json = dict[str, Any]
 
 
@@ -64,12 +66,10 @@ def observed_error(error: PenstockError) -> Json:
         "metadata": dict(error.metadata),
         "violations": [{"field": item.field, "description": item.description} for item in error.violations],
         "retry_after_s": error.retry_after,
+        **_of_engines(error),
     }
 
-        **_of_engines(error),
 
-def observed_result(result: RolloutResult) -> Json:
-    """What is told of a rollout that has ended."""
 def _of_engines(error: PenstockError) -> Json:
     """What is told of an error of some of several engines."""
     if not isinstance(error, EnginesFailed):
@@ -78,6 +78,8 @@ def _of_engines(error: PenstockError) -> Json:
     return {"failures": failures, "in_force": dict(error.in_force)}
 
 
+def observed_result(result: RolloutResult) -> Json:
+    """What is told of a rollout that has ended."""
     failure, trajectory = result.failure, result.trajectory
     return {
         "rollout_id": result.rollout_id,
@@ -101,6 +103,8 @@ def _of_engines(error: PenstockError) -> Json:
                 "top": observed_top(sample),
                 "turn_rewards": [turn.reward for turn in sample.turns],
                 "token_rewards": None if sample.token_rewards is None else sample.token_rewards.tobytes().hex(),
+                "policy_id": sample.policy_id,
+                "turn_policies": [turn.policy_id for turn in sample.turns],
             }
             for sample in (() if trajectory is None else trajectory.samples)
         ],
@@ -138,6 +142,8 @@ def observed_call(call: ModelCall) -> Json:
         "prompt_count": call.prompt_count,
         "max_tokens": call.sampling.max_tokens,
         "lease_attempt": call.lease_attempt,
+        "policy_id": call.policy_id,
+        "min_policy_version": call.min_policy_version,
         "messages": [{"role": str(item.role), "text": item.text} for item in call.messages],
     }
 
@@ -163,7 +169,17 @@ def _options(spec: Json) -> Json:
         given["limits"] = Limits(agent=spec["agent_timeout_s"])
     if "min_policy_version" in spec:
         given["policy"] = PolicyConstraint(min_version=spec["min_policy_version"])
+    if "max_staleness" in spec:
+        given["policy"] = PolicyConstraint(max_staleness=spec["max_staleness"])
+    if "models" in spec:
+        given["models"] = [_model(**item) for item in spec["models"]]
     return given
+
+
+def _model(policy_id: str, from_index: int | None = None, until_index: int | None = None) -> RolloutModel:
+    is_rest = from_index is None and until_index is None
+    calls = None if is_rest else CallRule(from_index=from_index, until_index=until_index)
+    return RolloutModel(policy_id=policy_id, calls=calls)
 
 
 def _assay(given: Json) -> Json:
@@ -331,7 +347,8 @@ class Subject:
         self._iterators[given["session"]] = handle.calls(credits=given["credits"])
 
     async def intercept(self, given: Json) -> Json:
-        names = ("run_id", "group_id", "rollout_ids", "labels", "credits", "policy_version", "messages")
+        names = ["run_id", "group_id", "rollout_ids", "labels", "credits", "policy_version", "messages"]
+        names += ["policy_ids", "policies"]
         options = {name: given[name] for name in names if name in given}
         session = self._clients[given["client"]].intercept(**options)
         await self._stack.enter_async_context(session)
@@ -386,7 +403,7 @@ class Subject:
         return {"reason": call.end_reason}
 
     async def announce(self, given: Json) -> None:
-        self._sessions[given["session"]].announce(given["policy_version"])
+        self._sessions[given["session"]].announce(given["policy_version"], given.get("policy_id", ""))
 
     async def set_credits(self, given: Json) -> None:
         self._sessions[given["session"]].set_credits(given["calls"])

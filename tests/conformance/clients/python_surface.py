@@ -194,7 +194,9 @@ async def let_tool(subject: Subject, given: Json) -> None:
 
 async def lease_calls(subject: Subject, given: Json) -> Json:
     calls = await _ps(subject, given).gate.lease_calls(
-        Selector(run_id=given["run_id"]), max_calls=given.get("max_calls", 1), wait=given.get("wait_s", 20)
+        Selector(run_id=given["run_id"], policy_ids=given.get("policy_ids", ())),
+        max_calls=given.get("max_calls", 1),
+        wait=given.get("wait_s", 20),
     )
     subject.kept("calls").update({call.call_id: call for call in calls})
     return {"calls": [subject.observed_call(call) for call in calls]}

@@ -161,10 +161,13 @@ func (s *subject) intercept(ctx context.Context, ps *penstock.Client, c *command
 	if c.PolicyVersion != nil {
 		opts = append(opts, penstock.WithPolicyVersion(*c.PolicyVersion))
 	}
+	if c.Policies != nil {
+		opts = append(opts, penstock.WithPolicies(c.Policies))
+	}
 	if c.Messages {
 		opts = append(opts, penstock.WithMessages())
 	}
-	session, err := ps.Intercept(ctx, penstock.Selector{RunID: c.RunID, GroupID: c.GroupID}, opts...)
+	session, err := ps.Intercept(ctx, penstock.Selector{RunID: c.RunID, GroupID: c.GroupID, PolicyIDs: c.PolicyIDs}, opts...)
 	if err != nil {
 		return nil, err
 	}
@@ -280,7 +283,7 @@ func answerCall(ctx context.Context, call *penstock.Call, c *command) (object, e
 func steer(ctx context.Context, session *penstock.Session, c *command) (object, error) {
 	switch c.Do {
 	case "announce":
-		session.Announce(*c.PolicyVersion)
+		session.AnnouncePolicy(c.PolicyID, *c.PolicyVersion)
 		return nil, nil
 	case "set_credits":
 		return nil, session.SetCredits(c.Calls)

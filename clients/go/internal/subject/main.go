@@ -58,10 +58,13 @@ type command struct {
 	After     int64  `json:"after"`
 	UntilAway bool   `json:"until_away"`
 
-	Credits       int    `json:"credits"`
-	Calls         int    `json:"calls"`
-	PolicyVersion *int64 `json:"policy_version"`
-	Messages      bool   `json:"messages"`
+	Credits       int              `json:"credits"`
+	Calls         int              `json:"calls"`
+	PolicyVersion *int64           `json:"policy_version"`
+	PolicyID      string           `json:"policy_id"`
+	PolicyIDs     []string         `json:"policy_ids"`
+	Policies      map[string]int64 `json:"policies"`
+	Messages      bool             `json:"messages"`
 
 	Call         any          `json:"call"`
 	Answer       string       `json:"answer"`
@@ -236,9 +239,6 @@ func observedError(err error) object {
 	if failure.RetryAfter > 0 {
 		told["retry_after_s"] = failure.RetryAfter.Seconds()
 	}
-	return told
-}
-
 	if all := (*penstock.EnginesFailed)(nil); errors.As(err, &all) {
 		failures := map[string]string{}
 		for name, one := range all.Failures {
@@ -246,6 +246,9 @@ func observedError(err error) object {
 		}
 		told["failures"], told["in_force"] = failures, all.InForce
 	}
+	return told
+}
+
 // one finds what the case named before.
 func one[T any](s *subject, named map[string]T, name string) (T, error) {
 	s.mu.Lock()

@@ -340,7 +340,7 @@ func (s *subject) pullCommand(ctx context.Context, ps *penstock.Client, c *comma
 	case "lease_calls":
 		wait := time.Duration(m.WaitS * float64(time.Second))
 		options := penstock.LeaseOptions{MaxCalls: m.MaxCalls, Wait: wait}
-		calls, err := ps.LeaseCalls(ctx, penstock.Selector{RunID: c.RunID}, options)
+		calls, err := ps.LeaseCalls(ctx, penstock.Selector{RunID: c.RunID, PolicyIDs: c.PolicyIDs}, options)
 		found := []object{}
 		for _, call := range calls {
 			keep(s, s.calls, call.ID(), call)

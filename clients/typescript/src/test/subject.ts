@@ -17,6 +17,7 @@ import {
   type Penstock,
   PenstockError,
   type RolloutHandle,
+  type RolloutModel,
   type RolloutOptions,
   type RolloutResult,
   type Task,
@@ -72,11 +73,11 @@ function observedError(error: unknown): object {
     metadata: error.metadata,
     violations: error.violations,
     retry_after_s: error.retryAfterMs === undefined ? null : error.retryAfterMs / 1000,
-  };
     ...(error instanceof EnginesFailed && {
       failures: Object.fromEntries(Object.entries(error.failures).map(([name, { reason }]) => [name, reason])),
       in_force: error.inForce,
     }),
+  };
 }
 
 function observedResult({ rollout, outcome, trajectory }: RolloutResult): object {
@@ -102,6 +103,8 @@ function observedResult({ rollout, outcome, trajectory }: RolloutResult): object
         : null,
       turn_rewards: sample.turns.map((turn) => turn.reward ?? null),
       token_rewards: sample.tokenRewards ? hex(sample.tokenRewards) : null,
+      policy_id: sample.policyId,
+      turn_policies: sample.turns.map((turn) => turn.policyId),
     })),
     annotations: (trajectory?.annotations ?? []).map(({ name, author, callId, value, tokenValues, details }) => ({
       name,
@@ -123,6 +126,8 @@ function observedCall(call: ModelCall): object {
     prompt_count: call.promptCount,
     max_tokens: call.sampling?.maxTokens ?? null,
     lease_attempt: call.leaseAttempt,
+    policy_id: call.policyId,
+    min_policy_version: call.minPolicyVersion ?? null,
     messages: call.messages.map((message) => ({
       role: ["", "system", "developer", "user", "assistant", "tool"][message.role],
       text: message.parts.map(({ part }) => (part.case === "text" ? part.value.text : "")).join(""),
@@ -151,7 +156,15 @@ function optionsOf(spec: Given, signal: AbortSignal, assay?: string): RolloutOpt
     ...(spec.max_calls && { budgets: { maxCalls: spec.max_calls } }),
     ...(spec.agent_timeout_s && { limits: { agentMs: spec.agent_timeout_s * 1000 } }),
     ...(spec.min_policy_version && { policy: { minVersion: spec.min_policy_version } }),
+    ...(spec.max_staleness && { policy: { maxStaleness: spec.max_staleness } }),
+    ...(spec.models && { models: spec.models.map(modelOf) }),
   };
+}
+
+function modelOf({ policy_id, from_index, until_index }: Given): RolloutModel {
+  const isLast = from_index === undefined;
+  const calls = { ...(until_index !== undefined && { untilIndex: until_index }), fromIndex: from_index };
+  return { policyId: policy_id, ...(!isLast && { calls }) };
 }
 
 async function rolloutOf(given: Given, signal: AbortSignal): Promise<RolloutHandle> {
@@ -261,13 +274,15 @@ const COMMANDS: Readonly<Record<string, Command>> = {
   serve: async (given, signal) => {
     iterators.set(given.session, (await handleOf(given, signal)).calls({ credits: given.credits }));
   },
-  intercept: async ({ client, session, run_id, credits, policy_version, messages }, signal) => {
+  intercept: async ({ client, session, run_id, credits, policy_version, policy_ids, policies, messages }, signal) => {
     const opened = await named(clients, client).intercept({
       runId: run_id,
       credits,
       signal,
       onToolError: () => {}, // what breaks in a case's tool is no complaint
       ...(policy_version !== undefined && { policyVersion: policy_version }),
+      ...(policy_ids !== undefined && { policyIds: policy_ids }),
+      ...(policies !== undefined && { policies }),
       ...(messages !== undefined && { messages }),
     });
     sessions.set(session, opened);
@@ -314,7 +329,7 @@ const COMMANDS: Readonly<Record<string, Command>> = {
     }
     return { reason: call.endReason };
   },
-  announce: async ({ session, policy_version }) => named(sessions, session).announce(policy_version),
+  announce: async ({ session, policy_version, policy_id }) => named(sessions, session).announce(policy_version, policy_id),
   set_credits: async ({ session, calls: credits }) => named(sessions, session).setCredits(credits),
   pause: async ({ session }, signal) => ({
     open_calls: await unlessAborted(named(sessions, session).pause("conformance"), signal),

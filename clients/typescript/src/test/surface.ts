@@ -305,8 +305,12 @@ const OTHERS: Readonly<Record<string, Command>> = {
     const options = { ...(names && { names }), ...(from_step && { fromStep: from_step }), signal };
     return { count: await ps.runs.deleteMetrics(run_id, options) };
   },
-  lease_calls: async (ps, { run_id, max_calls, wait_s }, signal, { calls, observedCall }) => {
-    const options = { ...(max_calls && { maxCalls: max_calls }), ...(wait_s && { waitMs: wait_s * 1000 }) };
+  lease_calls: async (ps, { run_id, policy_ids, max_calls, wait_s }, signal, { calls, observedCall }) => {
+    const options = {
+      ...(policy_ids && { policyIds: policy_ids }),
+      ...(max_calls && { maxCalls: max_calls }),
+      ...(wait_s && { waitMs: wait_s * 1000 }),
+    };
     const leased = await ps.leaseCalls({ runId: run_id, signal, ...options });
     for (const call of leased) {
       calls.set(call.callId, call);
