@@ -7,6 +7,7 @@ import {
   type RolloutEvent as EventMessage,
   FailureCauseSchema,
   type Failure as FailureMessage,
+  type Grade as GradeMessage,
   type Group as GroupMessage,
   type Outcome as OutcomeMessage,
   PartySchema,
@@ -67,6 +68,19 @@ export interface Rollout {
   readonly createTime: Date | undefined;
   readonly endTime: Date | undefined;
   readonly message: RolloutMessage;
+}
+
+/** What a verifier gave an ended rollout. */
+export interface Grade {
+  /** Unique in its rollout; "first" is the one with which it ended. */
+  readonly name: string;
+  /** When the verifier ended. */
+  readonly time: Date | undefined;
+  /** Absent = the verifier gave none; `failure` says why. */
+  readonly reward: Reward | undefined;
+  readonly failure: Failure | undefined;
+  /** As it travelled: how it was graded, with the verifier's output. */
+  readonly message: GradeMessage;
 }
 
 /** A group as the driver reported it. */
@@ -192,6 +206,11 @@ function failureFrom(message: FailureMessage): Failure {
     phase: message.phase ? word(PhaseSchema, message.phase) : undefined,
     causedBy: message.causedBy ? word(PartySchema, message.causedBy) : undefined,
   };
+}
+
+export function gradeFrom(message: GradeMessage): Grade {
+  const { name, reward, failure } = message;
+  return { name, time: time(message.time), reward, failure: failure && failureFrom(failure), message };
 }
 
 export function rolloutFrom(message: RolloutMessage): Rollout {

@@ -157,7 +157,11 @@ def task_of(spec: Json) -> Task:
         setup=[Command(shell=line) for line in spec.get("setup", ())],
         verifier=None
         if verify is None
-        else Verifier(commands=[Command(shell=line) for line in verify], reward=RewardFrom(spec["reward"])),
+        else Verifier(
+            commands=[Command(shell=line) for line in verify],
+            reward=RewardFrom(spec["reward"]),
+            fresh_fork=spec.get("fresh_fork"),
+        ),
     )
 
 
@@ -302,6 +306,30 @@ class Subject:
         handle = await self._group(given)
         return {"results": [observed_result(item) for item in await handle.results()]}
 
+    async def trajectory(self, given: Json) -> Json:
+        options = {name: given.get(f"with_{name}", False) for name in ("tensors", "images")}
+        whole = await (await self._rollout(given)).trajectory(**options)
+        completions = [call.completion for call in whole.calls if call.completion is not None]
+        held = [*(one.tensors for one in completions), *(sample.tensors for sample in whole.samples)]
+        images = [image for call in whole.calls for image in call.images]
+        return {
+            "tensors": [np.ascontiguousarray(one.rows).tobytes().hex() for tensors in held for one in tensors],
+            "images": [image.data.hex() for image in images],
+        }
+
+    async def image(self, given: Json) -> Json:
+        return {"data": (await (await self._rollout(given)).image(bytes.fromhex(given["sha256"]))).hex()}
+
+    async def regrade(self, given: Json) -> Json:
+        handle = await self._rollout(given)
+        verifier = Verifier(commands=[Command(shell=line) for line in given["verify"]]) if "verify" in given else None
+        grade = await handle.regrade(verifier, name=given.get("name", ""))
+        return {
+            "name": grade.name,
+            "reward": None if grade.reward is None else grade.reward.value,
+            "failure": None if grade.failure is None else grade.failure.reason,
+        }
+
     async def cancel(self, given: Json) -> None:
         handle = await self._group(given) if "group_id" in given else await self._rollout(given)
         await handle.cancel(given.get("reason", ""))
@@ -442,6 +470,9 @@ _COMMANDS: Final[Mapping[str, Callable[[Subject, Json], Awaitable[Json | None]]]
     "events": Subject.events,
     "result": Subject.result,
     "results": Subject.results,
+    "trajectory": Subject.trajectory,
+    "image": Subject.image,
+    "regrade": Subject.regrade,
     "cancel": Subject.cancel,
     "delete": Subject.delete,
     "branch": Subject.branch,

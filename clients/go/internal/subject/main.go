@@ -73,6 +73,11 @@ type command struct {
 	Replay       string       `json:"replay"`
 	Annotations  []annotation `json:"annotations"`
 	MaxDurationS float64      `json:"max_duration_s"`
+	Images       bool         `json:"with_images"`
+	Tensors      bool         `json:"with_tensors"`
+	Sha256       string       `json:"sha256"`
+	Verify       []string     `json:"verify"`
+	Name         string       `json:"name"`
 
 	CallID       string `json:"call_id"`
 	TokenIDs     string `json:"token_ids"`

@@ -27,6 +27,7 @@ type spec struct {
 	Setup            []string          `json:"setup"`
 	Verify           []string          `json:"verify"`
 	Reward           string            `json:"reward"`
+	FreshFork        *bool             `json:"fresh_fork"`
 	RunID            *string           `json:"run_id"`
 	Labels           map[string]string `json:"labels"`
 	Options          map[string]any    `json:"options"`
@@ -48,7 +49,7 @@ func (s *spec) message() *driverv1.RolloutSpec {
 		task.Files = append(task.Files, &sandboxv1.SeedFile{Path: path, Content: []byte(s.Files[path])})
 	}
 	if s.Verify != nil {
-		task.Verifier = &driverv1.Verifier{Commands: commands(s.Verify)}
+		task.Verifier = &driverv1.Verifier{Commands: commands(s.Verify), FreshFork: s.FreshFork}
 		if s.Reward == "file" {
 			task.Verifier.Reward = &driverv1.Verifier_RewardFile{RewardFile: &driverv1.RewardFile{}}
 		} else {

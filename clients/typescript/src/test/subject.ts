@@ -21,6 +21,7 @@ import {
   type RolloutOptions,
   type RolloutResult,
   type Task,
+  type Verifier,
 } from "../index.js";
 import { forget, type Kept, SURFACE } from "./surface.js";
 
@@ -141,7 +142,9 @@ function taskOf(spec: Given): Task {
     instruction: spec.instruction,
     files: spec.files ?? {},
     setup: spec.setup ?? [],
-    ...(spec.verify && { verifier: { commands: spec.verify, reward: spec.reward } }),
+    ...(spec.verify && {
+      verifier: { commands: spec.verify, reward: spec.reward, ...(spec.fresh_fork && { freshFork: true }) },
+    }),
   };
 }
 
@@ -242,6 +245,26 @@ const COMMANDS: Readonly<Record<string, Command>> = {
   results: async (given, signal) => {
     const results = await (await groupOf(given, signal)).results({ signal });
     return { results: results.map(observedResult) };
+  },
+  trajectory: async (given, signal) => {
+    const { with_tensors: tensors = false, with_images: images = false } = given;
+    const { message } = await (await rolloutOf(given, signal)).trajectory({ tensors, images, signal });
+    const held = message.calls.map(({ completion }) => completion?.tensors ?? []);
+    const all = [...held.flat(), ...message.samples.flatMap((sample) => sample.tensors)];
+    return {
+      tensors: all.map(({ data }) => hex(data)),
+      images: message.calls.flatMap(({ media }) => media).map(({ data }) => hex(data)),
+    };
+  },
+  image: async (given, signal) => {
+    const handle = await rolloutOf(given, signal);
+    return { data: hex(await handle.image(Buffer.from(given.sha256, "hex"), { signal })) };
+  },
+  regrade: async (given, signal) => {
+    const { verify, name } = given;
+    const verifier: Verifier | undefined = verify && { commands: verify };
+    const grade = await (await rolloutOf(given, signal)).regrade(verifier, { ...(name && { name }), signal });
+    return { name: grade.name, reward: grade.reward?.value ?? null, failure: grade.failure?.reason ?? null };
   },
   cancel: async (given, signal) => (await handleOf(given, signal)).cancel(given.reason ?? "", { signal }),
   delete: async (given, signal) => (await handleOf(given, signal)).delete({ signal }),

@@ -10,10 +10,12 @@ import {
   type Penstock,
   type ProcessHandle,
   type SandboxHandle,
+  type Score,
   type Task,
   type Tensors,
   type TerminalHandle,
   ToolFailed,
+  type ToScore,
 } from "../index.js";
 import { type Exit, ExitReasonSchema, OutputStream } from "../gen/penstock/sandbox/v1/process_service_pb.js";
 import { FileKindSchema } from "../gen/penstock/sandbox/v1/file_service_pb.js";
@@ -72,6 +74,24 @@ function tensorsOf(given: Given): Tensors {
       return [name, { shape, data: new Float32Array(count).fill(fill) }];
     }),
   );
+}
+
+function toScore({ token_ids, start, top_logprobs, temperature, exact_version }: Given): ToScore {
+  return {
+    tokenIds: token_ids,
+    start,
+    ...(top_logprobs && { topLogprobs: top_logprobs }),
+    ...(temperature && { temperature }),
+    ...(exact_version && { exactVersion: exact_version }),
+  };
+}
+
+function observedScore({ logprobs, top }: Score): object {
+  return {
+    logprobs: hex(new Uint8Array(logprobs.buffer, logprobs.byteOffset, logprobs.byteLength)),
+    top_count: top?.count ?? null,
+    top_token_ids: top === undefined ? null : [...top.tokenIds],
+  };
 }
 
 /** What a tool does when it is called is in its `does`. */
@@ -277,6 +297,21 @@ const OTHERS: Readonly<Record<string, Command>> = {
   unload_adapter: async (ps, { name }, signal) => ps.inference.unloadAdapter(name, { signal }),
   pause_engine: async (ps, { mode }, signal) => ({ in_flight: await ps.inference.pause({ mode, signal }) }),
   resume_engine: async (ps, _, signal) => ps.inference.resume({ signal }),
+  score: async (ps, { sequences }, signal) => {
+    const { tokenIds, start = 1, topLogprobs = 0, ...options } = toScore(sequences[0]);
+    return observedScore(await ps.inference.scoreTop(tokenIds, start, topLogprobs, { ...options, signal }));
+  },
+  score_batch: async (ps, { sequences }, signal) => {
+    const scores = await ps.inference.scoreBatch(sequences.map(toScore), { signal });
+    return { scores: scores.map(observedScore) };
+  },
+  score_each: async (ps, { sequences }, signal) => {
+    const found: object[] = [];
+    for await (const { index, score, failure } of ps.inference.scoreEach(sequences.map(toScore), { signal })) {
+      found[index] = score === undefined ? { failure: failure.reason } : observedScore(score);
+    }
+    return { scores: found };
+  },
   offer_tools: async (_, { session, tools: given }, signal, { sessions }) => {
     const offered = given.map(({ name, does, parameters }: Given): HostTool => {
       const tool = new Tool(does);
