@@ -31,6 +31,9 @@ func (c *Call) ID() string { return c.Message.GetCallId() }
 // RolloutID is the rollout whose agent asks.
 func (c *Call) RolloutID() string { return c.Message.GetRolloutId() }
 
+// PolicyID is the policy that shall answer, where the rollout has several models; empty = it has one.
+func (c *Call) PolicyID() string { return c.Message.GetPolicyId() }
+
 // Index is its position among the rollout's calls, from 0.
 func (c *Call) Index() int { return int(c.Message.GetIndex()) }
 

@@ -145,7 +145,7 @@ func Connect(opts ...Option) (*Client, error) {
 	}
 	c.cluster = newCluster(found, dialing, c.services)
 	c.inference = inferencev1.NewInferenceServiceClient(c.services["inference"].conn)
-	c.Rollouts, c.Groups, c.Runs, c.Inference = &Rollouts{c}, &Groups{c}, &Runs{c}, &Inference{c}
+	c.Rollouts, c.Groups, c.Runs, c.Inference = &Rollouts{c}, &Groups{c}, &Runs{c}, &Inference{client: c, engines: &engines{cluster: c.cluster}}
 	driver := c.services["driver"]
 	c.Agents = &Agents{driver, driverv1.NewAgentServiceClient(driver.conn), c.cluster}
 	c.Terminals, c.Sandboxes = &Terminals{c}, &Sandboxes{c}

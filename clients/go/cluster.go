@@ -22,6 +22,8 @@ var fresh = 5 * time.Second
 
 const (
 	askTimeout = 5 * time.Second
+	// defaultPool is a gate's name for its engines without a name.
+	defaultPool = "default"
 	// freshForNew is the greatest age of the list for a creation. A service that has begun to drain since refuses, and the
 	// client asks another one.
 	freshForNew = time.Second
@@ -57,7 +59,13 @@ type member struct {
 	takesWork bool
 }
 
-// cluster is all drivers, gates and sandbox services, found from one address: a driver says which there are. A member gets
+// cannotBeAsked reports whether a service cannot be asked for others. A token that it refuses may be valid at the given service.
+func cannotBeAsked(err error) bool {
+	return isAway(err) || errors.Is(err, ErrUnauthenticated) || errors.Is(err, ErrPermissionDenied)
+}
+
+// cluster is all drivers, gates and sandbox services, found from one address: a driver says which there are, and a gate says so of
+// engines. A member gets
 // the connection's own token. So a driver is asked, and its members are used, only where decision 033 lets the token go: over
 // TLS with the caller's own CA, or from this machine to this machine.
 type cluster struct {
@@ -70,6 +78,7 @@ type cluster struct {
 	opened  map[memberKey]*service
 	pools   []*pool
 	listed  []*opsv1.Member
+	engines []*opsv1.Member   // of the gates' default pool, as the last gate that answered has them
 	names   map[string]string // of the services at the connection's own addresses, by kind, as far as they were asked
 	turns   map[string]uint64 // by kind, which member is the next for something new
 	askedAt time.Time         // zero = never
@@ -123,8 +132,7 @@ func (c *cluster) members(ctx context.Context, kind string, age time.Duration, p
 // refuses may be valid there.
 func (c *cluster) membersOrGiven(ctx context.Context, kind string, age time.Duration) ([]member, error) {
 	found, err := c.members(ctx, kind, age, false)
-	if err != nil && ctx.Err() == nil &&
-		(isAway(err) || errors.Is(err, ErrUnauthenticated) || errors.Is(err, ErrPermissionDenied)) {
+	if err != nil && ctx.Err() == nil && cannotBeAsked(err) {
 		return []member{c.givenMember(kind)}, nil
 	}
 	return found, err
@@ -167,6 +175,54 @@ func (c *cluster) isGiven(ctx context.Context, kind string, only *opsv1.Member) 
 		c.mu.Unlock()
 	}
 	return name == only.GetName()
+}
+
+// enginesOfGates are the engines of the gates' default pool, at least one: the inference service of the connection, where no gate
+// has a list.
+//
+// Errors: ErrConfiguration, MEMBER_NOT_TRUSTED: the token must not be sent to an engine; a gate's error, but not of one that is
+// away.
+func (c *cluster) enginesOfGates(ctx context.Context) ([]member, error) {
+	var gates []member
+	gate := c.endpoints.addresses.Interception
+	if c.endpoints.discover && gate != "" && mayReceiveToken(gate, gate, c.endpoints.tls) {
+		found, err := c.membersOrGiven(ctx, "interception", fresh)
+		if err != nil {
+			return nil, err
+		}
+		gates = found
+	}
+	for _, gate := range gates {
+		stub := opsv1.NewOperationsServiceClient(gate.service.conn)
+		answer, err := call(ctx, gate.service, stub.GetServerInfo, &opsv1.GetServerInfoRequest{}, askTimeout, false)
+		if err == nil {
+			ofPool := slices.DeleteFunc(slices.Clone(answer.GetMembers()), func(item *opsv1.Member) bool {
+				return item.GetPool() != defaultPool
+			})
+			c.mu.Lock()
+			c.engines = ofPool
+			c.mu.Unlock()
+			break
+		}
+		if ctx.Err() != nil || !cannotBeAsked(err) && !errors.Is(err, ErrUnsupported) {
+			return nil, err
+		}
+	}
+	c.mu.Lock()
+	listed := c.engines
+	c.mu.Unlock()
+	var found []member
+	for _, item := range listed {
+		one, err := c.member("inference", item)
+		if err != nil {
+			return nil, err
+		}
+		found = append(found, one)
+	}
+	if len(found) == 0 {
+		found = []member{c.givenMember("inference")}
+	}
+	return found, nil
 }
 
 // home is the member that has something: the one that its id names. Of an id without a home, or of one of an unknown member, it
@@ -410,7 +466,11 @@ func (c *cluster) service(kind string, item *opsv1.Member) (*service, error) {
 	if c.closed {
 		return nil, &Error{Kind: ErrCancelled, Reason: "TRANSPORT_CANCELLED", Message: "The client is closed"}
 	}
-	if !mayReceiveToken(c.endpoints.addresses.Driver, key.address, c.endpoints.tls) {
+	lister := c.endpoints.addresses.Driver
+	if kind == "inference" {
+		lister = c.endpoints.addresses.Interception
+	}
+	if !mayReceiveToken(lister, key.address, c.endpoints.tls) {
 		return nil, configuration("MEMBER_NOT_TRUSTED",
 			"The %s service %s is at %s, where the token must not be sent: use TLS with your own CA, or WithoutDiscovery for the"+
 				" given addresses only", kind, item.GetName(), key.address)

@@ -56,6 +56,9 @@ const (
 const (
 	// ErrConfiguration: the client is set up wrongly: an address, a token, a file.
 	ErrConfiguration Kind = "configuration"
+	// ErrEnginesFailed: some of several engines did not do what all were asked; errors.As finds an *EnginesFailed, which says
+	// which. Repeat it: those that have done it do nothing.
+	ErrEnginesFailed Kind = "engines failed"
 	// ErrSessionLost: a session ended and could not be taken up again.
 	ErrSessionLost Kind = "session lost"
 )

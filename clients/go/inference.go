@@ -10,7 +10,13 @@ import (
 )
 
 // Inference is the inference service, as Client.Inference. What it can do beyond this has generated clients: Client.Conn.
-type Inference struct{ client *Client }
+//
+// Where the gates have a list of engines, what changes an engine (weights, adapters, pauses) is done at all of them; questions
+// and generations go to the one at the connection's address.
+type Inference struct {
+	client  *Client
+	engines *engines
+}
 
 // Info says what is served, what it can do, which weights are in force.
 func (i *Inference) Info(ctx context.Context) (*inferencev1.GetInfoResponse, error) {

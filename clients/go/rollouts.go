@@ -254,6 +254,19 @@ func (r *Rollout) TrajectoryWithTop(ctx context.Context, bodies bool) (*trajecto
 	return r.trajectory(ctx, request)
 }
 
+// Regrade runs a verifier (nil = the rollout's own) on the ended rollout's end state, in a sandbox of its own, and records a further
+// grade; the first one stays as it is. It returns once the grade is on disk. The name is 1 to 64 letters, digits, "-", "_" and
+// ".", not "first"; empty = from the verifier's SHA-256. A repeat with the same verifier and name gives the grade that is there.
+//
+// Errors: ErrAlreadyExists, GRADE_EXISTS: the name is that of another verifier's grade; ErrFailedPrecondition, ROLLOUT_RUNNING,
+// END_STATE_GONE, SPEC_FORGOTTEN, REGRADE_FAILED; ErrResourceExhausted, GRADE_LIMIT, REGRADE_LIMIT; ErrUnavailable,
+// REGRADE_INTERRUPTED: nothing was graded, and a repeat may succeed.
+func (r *Rollout) Regrade(ctx context.Context, verifier *driverv1.Verifier, name string) (*driverv1.Grade, error) {
+	request := &driverv1.RegradeRolloutRequest{RolloutId: r.ID, Verifier: verifier, Name: name}
+	answer, err := call(ctx, r.at.service(), r.at.stub().RegradeRollout, request, regradeTimeout, true)
+	return answer.GetGrade(), err
+}
+
 // Annotate adds what somebody outside the environment says about the ended rollout's trajectory, 1 to 1024 annotations: all or
 // none. They are on disk when it returns; an equal one changes nothing. EncodeLogprobs writes TokenValues.
 //

@@ -17,12 +17,13 @@ const (
 	patience = 10 * time.Second
 	// How long a wait or a watch that broke is taken up again without any sign of the service, and how long a call of a service
 	// that answered before is repeated while it cannot be reached: a restart under load takes longer than a few attempts.
-	longPatience  = time.Minute
-	callTimeout   = 30 * time.Second
-	createTimeout = 2 * time.Minute
-	resultTimeout = 5 * time.Minute // thousands of rollouts may end at once
-	cancelTimeout = 2 * time.Minute
-	pauseTimeout  = time.Minute
+	longPatience   = time.Minute
+	callTimeout    = 30 * time.Second
+	createTimeout  = 2 * time.Minute
+	resultTimeout  = 5 * time.Minute // thousands of rollouts may end at once
+	cancelTimeout  = 2 * time.Minute
+	pauseTimeout   = time.Minute
+	regradeTimeout = time.Hour
 )
 
 // service is one service as the client sees it.

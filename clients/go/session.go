@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"iter"
+	"maps"
 	"math"
 	"os"
 	"slices"
@@ -36,6 +37,8 @@ type Selector struct {
 	GroupID    string
 	RolloutIDs []string
 	Labels     map[string]string
+	// PolicyIDs has, of such rollouts, calls for these policies only, at most 64; none = for any.
+	PolicyIDs []string
 }
 
 // SessionOption is one thing that a session is told.
@@ -46,6 +49,7 @@ type sessionOptions struct {
 	credits       *interceptionv1.Credits
 	identity      string
 	policyVersion *int64
+	policies      map[string]int64
 	view          *interceptionv1.CallView
 	reconnect     time.Duration
 	toolErrors    func(*HostToolCall, error)
@@ -61,9 +65,14 @@ func WithCreditBytes(bytes int64) SessionOption {
 	return func(o *sessionOptions) { o.credits.Bytes = &bytes }
 }
 
-// WithPolicyVersion says which are the newest weights that the trainer has.
+// WithPolicyVersion says which are the newest weights that the trainer has: of the only trained policy of each rollout.
 func WithPolicyVersion(version int64) SessionOption {
 	return func(o *sessionOptions) { o.policyVersion = &version }
+}
+
+// WithPolicies says the same by policy, where rollouts have several.
+func WithPolicies(versions map[string]int64) SessionOption {
+	return func(o *sessionOptions) { o.policies = maps.Clone(versions) }
 }
 
 // WithIdentity says who this is, for people; without it the machine's name.
@@ -209,14 +218,33 @@ func (s *Session) Calls(ctx context.Context) iter.Seq2[*Call, error] {
 // Finish ends Calls once those that have come are handed out: nothing more is expected.
 func (s *Session) Finish() { s.inbox.finish() }
 
-// Announce tells all gates which weights are the newest: staleness bounds are judged against it.
-func (s *Session) Announce(policyVersion int64) {
+// Announce tells all gates which weights of the only trained policy of each rollout are the newest: staleness bounds are judged
+// against it.
+func (s *Session) Announce(policyVersion int64) { s.AnnouncePolicy("", policyVersion) }
+
+// AnnouncePolicy is Announce for one of several policies; an empty one is the only trained policy of each rollout.
+func (s *Session) AnnouncePolicy(policyID string, policyVersion int64) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.options.policyVersion = &policyVersion
-	for _, p := range s.places {
-		p.stream.announce(policyVersion)
+	if policyID == "" {
+		s.options.policyVersion = &policyVersion
+	} else {
+		s.options.policies = with(s.options.policies, policyID, policyVersion)
 	}
+	for _, p := range s.places {
+		p.stream.announce(policyID, policyVersion)
+	}
+}
+
+// with is a copy of the newest versions by policy, with one more: streams read the one that there was.
+func with(policies map[string]int64, policyID string, policyVersion int64) map[string]int64 {
+	changed := map[string]int64{policyID: policyVersion}
+	for id, version := range policies {
+		if id != policyID {
+			changed[id] = version
+		}
+	}
+	return changed
 }
 
 // SetCredits replaces the window: at most so many calls are leased and not answered; 0 = none for now.
@@ -295,7 +323,8 @@ func (s *Session) steer(ctx context.Context, pause *interceptionv1.PauseCalls, u
 // Errors: ErrInvalidArgument (TOOL_NAME_RESERVED, TOOL_NOT_ALLOWED, FIELD_INVALID, HOST_TOOL), ErrResourceExhausted
 // (TOOL_OFFER_LIMIT), ErrUnavailable: a gate did not answer.
 func (s *Session) OfferTools(ctx context.Context, tools []HostTool, selector *Selector) error {
-	whose := s.options.selector
+	whose := proto.Clone(s.options.selector).(*interceptionv1.CallSelector)
+	whose.PolicyIds = nil // tools are of rollouts, whichever policy calls them
 	if selector != nil {
 		whose = selector.message()
 	}

@@ -45,7 +45,8 @@ type stream struct {
 	id            string
 	credits       *interceptionv1.Credits
 	policyVersion *int64
-	reconnect     time.Duration // how long the gate is waited for, at first and when the stream broke; negative = without end
+	policies      map[string]int64 // the newest version by policy; replaced, never changed
+	reconnect     time.Duration    // how long the gate is waited for, at first and when the stream broke; negative = without end
 	outbox        []*interceptionv1.InterceptRequest
 	unregistered  bool // tools are to be offered with the next stream, before any call of it is handed out
 	pauses        pauses
@@ -61,7 +62,7 @@ func newStream(at *service, options *sessionOptions, calls *inbox, changed, move
 	s := &stream{
 		service: at, stub: interceptionv1.NewInterceptServiceClient(at.conn), selector: options.selector,
 		identity: options.identity, view: options.view, credits: proto.Clone(options.credits).(*interceptionv1.Credits),
-		policyVersion: options.policyVersion, reconnect: options.reconnect, changed: changed, moved: moved,
+		policyVersion: options.policyVersion, policies: options.policies, reconnect: options.reconnect, changed: changed, moved: moved,
 		wake: make(chan struct{}, 1), closing: make(chan struct{}), done: make(chan struct{}),
 	}
 	s.book, s.tools = newLeases(s.wake, calls), newHostTools(s.wake, options.toolErrors)
@@ -108,12 +109,17 @@ func (s *stream) setReconnect(timeout time.Duration) {
 	s.reconnect = timeout
 }
 
-func (s *stream) announce(policyVersion int64) {
+// announce tells the gate which weights of a policy are the newest; empty = of the only trained one of each rollout.
+func (s *stream) announce(policyID string, policyVersion int64) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.policyVersion = &policyVersion
+	if policyID == "" {
+		s.policyVersion = &policyVersion
+	} else {
+		s.policies = with(s.policies, policyID, policyVersion)
+	}
 	s.send(&interceptionv1.InterceptRequest{Frame: &interceptionv1.InterceptRequest_Policy{
-		Policy: &interceptionv1.PolicyAnnounced{PolicyVersion: policyVersion},
+		Policy: &interceptionv1.PolicyAnnounced{PolicyId: policyID, PolicyVersion: policyVersion},
 	}})
 }
 
@@ -404,6 +410,10 @@ func (s *stream) hello() *interceptionv1.Hello {
 		View:          s.view,
 
 		MaxMessageBytes: &largest,
+	}
+	for id, version := range s.policies {
+		announced := &interceptionv1.PolicyAnnounced{PolicyId: id, PolicyVersion: version}
+		hello.Policies = append(hello.Policies, announced)
 	}
 	if s.id != "" {
 		hello.ResumeSessionId = some(s.id)

@@ -71,6 +71,7 @@ func WithToolErrors(report func(call *HostToolCall, err error)) SessionOption {
 func (s Selector) message() *interceptionv1.CallSelector {
 	return &interceptionv1.CallSelector{
 		RunId: some(s.RunID), GroupId: some(s.GroupID), RolloutIds: s.RolloutIDs, Labels: s.Labels,
+		PolicyIds: s.PolicyIDs,
 	}
 }
 

@@ -16,6 +16,17 @@ import (
 // weightsTimeout bounds one attempt at what moves weights; a context may end it sooner.
 const weightsTimeout = 10 * time.Minute
 
+// othersTimeout is how long a push to one of several engines waits for another one that runs there: others may hand weights on
+// to it.
+const othersTimeout = time.Minute
+
+// WeightUpdate is what an update did. Of several engines, each step lasted as long as at the slowest one.
+type WeightUpdate struct {
+	*inferencev1.UpdateWeightsResponse
+	// Away are the names of engines that do not answer and got nothing. They get calls again when they have these weights.
+	Away []string
+}
+
 // WeightOption is one setting of an update, a transfer or an adapter.
 type WeightOption func(*weightOptions)
 
@@ -57,16 +68,19 @@ func (i *Inference) PolicyVersion(ctx context.Context) (int64, error) {
 }
 
 // UpdateWeights replaces the weights by those of a version, atomically: an update that fails leaves the old ones in force.
-// Generations in flight go on under the new weights. It is sent once more where the service went away meanwhile.
+// Generations in flight go on under the new weights. It is sent once more where the service went away meanwhile. Where the gates
+// have a list of engines, all get it.
 //
 // Errors: ErrFailedPrecondition (POLICY_VERSION_NOT_NEWER, TENSOR_UNKNOWN, TENSOR_MISSING, TENSOR_SHAPE), ErrAborted
-// (UPDATE_IN_PROGRESS), ErrInvalidArgument (NO_TENSORS, TENSOR_DTYPE, TENSOR_SIZE: nothing was sent).
+// (UPDATE_IN_PROGRESS), ErrInvalidArgument (NO_TENSORS, TENSOR_DTYPE, TENSOR_SIZE: nothing was sent), ErrEnginesFailed: some of
+// several engines failed, also for BASE_VERSION_DIFFERS: the engine's other tensors are not those that a partial update was made
+// for.
 func (i *Inference) UpdateWeights(
 	ctx context.Context, version int64, tensors []Tensor, opts ...WeightOption,
-) (*inferencev1.UpdateWeightsResponse, error) {
+) (WeightUpdate, error) {
 	file, err := layOut(tensors)
 	if err != nil {
-		return nil, err
+		return WeightUpdate{}, err
 	}
 	settings := weightSettings(opts)
 	return i.update(ctx, file, &inferencev1.UpdateWeightsRequest_UpdateBegin{
@@ -80,7 +94,7 @@ func (i *Inference) UpdateWeights(
 // Errors: those of UpdateWeights; ErrFailedPrecondition, PATHS_OFF; ErrInvalidArgument, PATH_REFUSED.
 func (i *Inference) UpdateWeightsFrom(
 	ctx context.Context, version int64, path string, opts ...WeightOption,
-) (*inferencev1.UpdateWeightsResponse, error) {
+) (WeightUpdate, error) {
 	settings := weightSettings(opts)
 	return i.update(ctx, nil, &inferencev1.UpdateWeightsRequest_UpdateBegin{
 		PolicyVersion: version, Format: settings.format, Mode: settings.mode, Path: path,
@@ -89,7 +103,7 @@ func (i *Inference) UpdateWeightsFrom(
 
 func (i *Inference) update(
 	ctx context.Context, file *tensorFile, begin *inferencev1.UpdateWeightsRequest_UpdateBegin,
-) (*inferencev1.UpdateWeightsResponse, error) {
+) (WeightUpdate, error) {
 	type request = inferencev1.UpdateWeightsRequest
 	frames := func(yield func(*request) bool) {
 		whole := yield(&request{Frame: &inferencev1.UpdateWeightsRequest_Begin{Begin: begin}})
@@ -103,20 +117,66 @@ func (i *Inference) update(
 			yield(&request{Frame: &inferencev1.UpdateWeightsRequest_Commit{Commit: commit}})
 		}
 	}
-	return pushTwice(ctx, i.client.services["inference"], i.client.inference.UpdateWeights, frames)
+	push := func(ctx context.Context, at engine) (*inferencev1.UpdateWeightsResponse, error) {
+		if at.name == "" {
+			return pushTwice(ctx, at.service, at.stub.UpdateWeights, frames)
+		}
+		return afterOthers(ctx, func() (*inferencev1.UpdateWeightsResponse, error) {
+			return pushTwice(ctx, at.service, at.stub.UpdateWeights, frames)
+		})
+	}
+	var answers []*inferencev1.UpdateWeightsResponse
+	var away []string
+	var err error
+	if begin.GetFormat() == inferencev1.WeightFormat_WEIGHT_FORMAT_SAFETENSORS_PARTIAL {
+		answers, away, err = pushPartial(ctx, i.engines, begin.GetPolicyVersion(), push)
+	} else {
+		answers, away, err = atAll(ctx, i.engines, push)
+	}
+	if err != nil {
+		return WeightUpdate{}, err
+	}
+	return WeightUpdate{slowest(answers), away}, nil
+}
+
+// slowest is the result of a push to all engines.
+func slowest(answers []*inferencev1.UpdateWeightsResponse) *inferencev1.UpdateWeightsResponse {
+	if len(answers) == 1 {
+		return answers[0]
+	}
+	whole := &inferencev1.UpdateWeightsResponse{PolicyVersion: answers[0].GetPolicyVersion(), Phases: &inferencev1.UpdatePhases{}}
+	later := func(one, other *durationpb.Duration) *durationpb.Duration {
+		if one == nil || other != nil && other.AsDuration() > one.AsDuration() {
+			return other
+		}
+		return one
+	}
+	for _, answer := range answers {
+		whole.PolicyVersion = min(whole.PolicyVersion, answer.GetPolicyVersion())
+		phases := answer.GetPhases()
+		whole.Phases.Transfer = later(whole.Phases.Transfer, phases.GetTransfer())
+		whole.Phases.Pause = later(whole.Phases.Pause, phases.GetPause())
+		whole.Phases.Load = later(whole.Phases.Load, phases.GetLoad())
+	}
+	return whole
 }
 
 // InitTransfer sets up transfers in which the trainer moves weights itself; once, before the first StartTransfer. The
 // backend is one of those that Info names, as "nccl"; its options are written as JSON.
 //
-// Errors: ErrUnsupported, CAPABILITY_MISSING; ErrInvalidArgument, TRANSFER_REFUSED, NOT_JSON.
+// Errors: ErrUnsupported, CAPABILITY_MISSING; ErrInvalidArgument, TRANSFER_REFUSED, NOT_JSON; ErrConfiguration, ENGINE_LIST: the
+// gates have a list of engines, so connect to each by its address, with WithoutDiscovery.
 func (i *Inference) InitTransfer(ctx context.Context, backend string, options any) error {
 	text, err := asJSON(options, "options")
 	if err != nil {
 		return err
 	}
+	at, err := i.engines.only(ctx)
+	if err != nil {
+		return err
+	}
 	request := &inferencev1.InitTransferRequest{Backend: backend, OptionsJson: text}
-	_, err = call(ctx, i.client.services["inference"], i.client.inference.InitTransfer, request, weightsTimeout, false)
+	_, err = call(ctx, at.service, at.stub.InitTransfer, request, weightsTimeout, false)
 	return err
 }
 
@@ -124,27 +184,29 @@ func (i *Inference) InitTransfer(ctx context.Context, backend string, options an
 // after Commit, Abandon does nothing, so that it may be deferred.
 type Transfer struct {
 	// ID is the transfer's id.
-	ID        string
-	inference *Inference
-	over      bool
+	ID   string
+	at   engine
+	over bool
 }
 
 // StartTransfer pauses the engine for the weights of a version, which the trainer moves itself.
 //
 // Errors: ErrAborted, UPDATE_IN_PROGRESS; ErrFailedPrecondition, POLICY_VERSION_NOT_NEWER; ErrUnsupported,
-// CAPABILITY_MISSING.
+// CAPABILITY_MISSING; ErrConfiguration, ENGINE_LIST, as InitTransfer.
 func (i *Inference) StartTransfer(ctx context.Context, version int64, opts ...WeightOption) (*Transfer, error) {
 	settings := weightSettings(opts)
 	request := &inferencev1.StartTransferRequest{
 		RequestId: requestID(), PolicyVersion: version, Mode: settings.mode, IdleTimeout: settings.idle,
 	}
-	answer, err := call(
-		ctx, i.client.services["inference"], i.client.inference.StartTransfer, request, weightsTimeout, true,
-	)
+	at, err := i.engines.only(ctx)
 	if err != nil {
 		return nil, err
 	}
-	return &Transfer{ID: answer.GetTransferId(), inference: i}, nil
+	answer, err := call(ctx, at.service, at.stub.StartTransfer, request, weightsTimeout, true)
+	if err != nil {
+		return nil, err
+	}
+	return &Transfer{ID: answer.GetTransferId(), at: at}, nil
 }
 
 // Tensors makes the engine receive some tensors, which the trainer sends meanwhile. The descriptor is the backend's, written
@@ -156,9 +218,8 @@ func (t *Transfer) Tensors(ctx context.Context, descriptor any) error {
 	if err != nil {
 		return err
 	}
-	client := t.inference.client
 	request := &inferencev1.TransferTensorsRequest{TransferId: t.ID, DescriptorJson: text}
-	_, err = call(ctx, client.services["inference"], client.inference.TransferTensors, request, weightsTimeout, false)
+	_, err = call(ctx, t.at.service, t.at.stub.TransferTensors, request, weightsTimeout, false)
 	return err
 }
 
@@ -178,16 +239,15 @@ func (t *Transfer) Abandon(ctx context.Context) error {
 
 func (t *Transfer) finish(ctx context.Context, commit bool) (*inferencev1.FinishTransferResponse, error) {
 	t.over = true
-	client := t.inference.client
 	request := &inferencev1.FinishTransferRequest{TransferId: t.ID, Commit: commit}
-	return call(ctx, client.services["inference"], client.inference.FinishTransfer, request, weightsTimeout, true)
+	return call(ctx, t.at.service, t.at.stub.FinishTransfer, request, weightsTimeout, true)
 }
 
 // LoadAdapter loads a LoRA adapter, or a newer version of one, beside the base weights, atomically. The tensors are those of
 // PEFT's adapter_model.safetensors; config is the content of its adapter_config.json: r, lora_alpha, target_modules.
 //
 // Errors: ErrUnsupported, CAPABILITY_MISSING; ErrFailedPrecondition, POLICY_VERSION_NOT_NEWER; ErrInvalidArgument,
-// ADAPTER_INVALID, NOT_JSON; ErrResourceExhausted, ADAPTER_LIMIT.
+// ADAPTER_INVALID, NOT_JSON; ErrResourceExhausted, ADAPTER_LIMIT; ErrEnginesFailed: some of several engines failed.
 func (i *Inference) LoadAdapter(
 	ctx context.Context, name string, version int64, tensors []Tensor, config map[string]any, opts ...WeightOption,
 ) (*inferencev1.Adapter, error) {
@@ -231,14 +291,21 @@ func (i *Inference) load(
 			yield(&request{Frame: &inferencev1.LoadAdapterRequest_Commit{Commit: commit}})
 		}
 	}
-	answer, err := pushTwice(ctx, i.client.services["inference"], i.client.inference.LoadAdapter, frames)
-	return answer.GetAdapter(), err
+	answers, _, err := atAll(ctx, i.engines, func(ctx context.Context, at engine) (*inferencev1.LoadAdapterResponse, error) {
+		return pushTwice(ctx, at.service, at.stub.LoadAdapter, frames)
+	})
+	if err != nil {
+		return nil, err
+	}
+	return answers[0].GetAdapter(), nil
 }
 
 // UnloadAdapter unloads an adapter; its completions in flight go on. It does nothing where the adapter is not loaded.
 func (i *Inference) UnloadAdapter(ctx context.Context, name string) error {
 	request := &inferencev1.UnloadAdapterRequest{Name: name}
-	_, err := call(ctx, i.client.services["inference"], i.client.inference.UnloadAdapter, request, weightsTimeout, true)
+	_, _, err := atAll(ctx, i.engines, func(ctx context.Context, at engine) (*inferencev1.UnloadAdapterResponse, error) {
+		return call(ctx, at.service, at.stub.UnloadAdapter, request, weightsTimeout, true)
+	})
 	return err
 }
 
@@ -258,14 +325,22 @@ func (i *Inference) Adapters(ctx context.Context) iter.Seq2[*inferencev1.Adapter
 // Pause stops generating until Resume; new requests wait. It returns how many generations are in flight or wait.
 func (i *Inference) Pause(ctx context.Context, mode inferencev1.PauseMode) (int, error) {
 	request := &inferencev1.PauseRequest{Mode: mode}
-	answer, err := call(ctx, i.client.services["inference"], i.client.inference.Pause, request, weightsTimeout, true)
-	return int(answer.GetInFlightCount()), err
+	answers, _, err := atAll(ctx, i.engines, func(ctx context.Context, at engine) (*inferencev1.PauseResponse, error) {
+		return call(ctx, at.service, at.stub.Pause, request, weightsTimeout, true)
+	})
+	sum := 0
+	for _, answer := range answers {
+		sum += int(answer.GetInFlightCount())
+	}
+	return sum, err
 }
 
 // Resume lets the engine generate again.
 func (i *Inference) Resume(ctx context.Context) error {
 	request := &inferencev1.ResumeRequest{}
-	_, err := call(ctx, i.client.services["inference"], i.client.inference.Resume, request, callTimeout, true)
+	_, _, err := atAll(ctx, i.engines, func(ctx context.Context, at engine) (*inferencev1.ResumeResponse, error) {
+		return call(ctx, at.service, at.stub.Resume, request, callTimeout, true)
+	})
 	return err
 }
 
@@ -283,6 +358,22 @@ func pushTwice[Q, A any, S sender[Q, A]](
 		return answer, fromRPC(ctx, err, s)
 	}
 	return push(ctx, s, m, frames, weightsTimeout)
+}
+
+// afterOthers is what a push gives, repeated while another one runs at the engine.
+func afterOthers[A any](ctx context.Context, push func() (A, error)) (A, error) {
+	var wait delays
+	for until := time.Now().Add(othersTimeout); ; {
+		answer, err := push()
+		var failure *Error
+		isBusy := errors.As(err, &failure) && failure.Kind == ErrAborted && failure.Reason == "UPDATE_IN_PROGRESS"
+		if !isBusy || time.Now().After(until) {
+			return answer, err
+		}
+		if err := sleep(ctx, wait.next(failure)); err != nil {
+			return answer, fromRPC(ctx, err, anyone)
+		}
+	}
 }
 
 func asJSON(value any, what string) (string, error) {

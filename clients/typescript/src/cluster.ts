@@ -1,5 +1,6 @@
 /**
- * All drivers, gates and sandbox services, found from one address: a driver says which there are (`GetServerInfo.members`).
+ * All drivers, gates and sandbox services, found from one address: a driver says which there are (`GetServerInfo.members`). A gate
+ * says so of engines.
  *
  * A member gets the connection's own token. So a driver is asked, and its members are used, only where decision 033 lets the token
  * go: over TLS with the caller's own CA, or from this machine to this machine.
@@ -26,6 +27,8 @@ export const FRESH_MS = 5000;
 /** The same for a creation. A service that has begun to drain since says so, and another one is asked. */
 const FRESH_FOR_NEW_MS = 1000;
 const ASK_MS = 5000;
+/** A gate's name for its engines without a name. */
+const DEFAULT_POOL = "default";
 /** For how long something new is tried again while all of several members drain, as where they are restarted in turn. */
 const ALL_DRAIN_MS = 60_000;
 
@@ -62,6 +65,11 @@ export function isAway(error: unknown): error is Unavailable | DeadlineExceeded 
   return error instanceof Unavailable || error instanceof DeadlineExceeded;
 }
 
+/** Whether a service cannot be asked for others. A token that it refuses may be valid at the given service. */
+function cannotBeAsked(error: unknown): boolean {
+  return isAway(error) || error instanceof Unauthenticated || error instanceof PermissionDenied;
+}
+
 /** How a question to all members may be repeated: of several, one that is away is not waited for, since the answer names it. */
 export function ofSeveral(members: readonly unknown[]): true | "briefly" {
   return members.length === 1 || "briefly";
@@ -82,6 +90,8 @@ export class Cluster {
   /** By kind, which member is the next for something new. */
   readonly #turns = new Map<ServiceName, number>();
   #listed: readonly Listed[] = [];
+  /** The engines of the gates' default pool, as the last gate that answered has them. */
+  #listedEngines: readonly Listed[] = [];
   #askedAt: number | undefined;
   /** Requests for the list, by whether they wait for a driver that is away: who waits shares no error of who does not. */
   readonly #asking = new Map<boolean, Promise<void>>();
@@ -108,8 +118,7 @@ export class Cluster {
       try {
         return await this.members(kind, { patient: false, ageMs, signal });
       } catch (error) {
-        // A token that the driver refuses may be valid at the given service.
-        if (isAway(error) || error instanceof Unauthenticated || error instanceof PermissionDenied) {
+        if (cannotBeAsked(error)) {
           return [this.given(kind)];
         }
         throw error;
@@ -135,6 +144,31 @@ export class Cluster {
   /** The service of the connection. */
   given(kind: ServiceName): Member {
     return { name: "", service: this.#given(kind), isLost: false, takesWork: true };
+  }
+
+  /**
+   * The engines of the gates' default pool, at least one: the inference service of the connection, where no gate has a list.
+   *
+   * Rejects with ConfigurationError MEMBER_NOT_TRUSTED: the token must not be sent to an engine; and with a gate's error. One that
+   * is away is no error.
+   */
+  async engines(signal?: AbortSignal): Promise<Member[]> {
+    const { interception } = this.#endpoints.addresses;
+    const mayAsk = this.#endpoints.discover && interception && mayReceiveToken(interception, interception, this.#endpoints);
+    for (const { service } of mayAsk ? await this.members("interception", { orGiven: true, signal }) : []) {
+      const client = service.client(OperationsService);
+      try {
+        const { members } = await service.call((call) => client.getServerInfo({}, call), { timeoutMs: ASK_MS, signal });
+        this.#listedEngines = members.filter(({ pool }) => pool === DEFAULT_POOL);
+        break;
+      } catch (error) {
+        if (!cannotBeAsked(error) && !(error instanceof Unsupported)) {
+          throw error;
+        }
+      }
+    }
+    const found = this.#listedEngines.map((item) => memberOf(item, this.#service("inference", item)));
+    return found.length > 0 ? found : [this.given("inference")];
   }
 
   /**
@@ -309,7 +343,8 @@ export class Cluster {
     const key = JSON.stringify([kind, address, certifiedName]);
     let service = this.#opened.get(key);
     if (service === undefined) {
-      if (!mayReceiveToken(addresses.driver, address, this.#endpoints)) {
+      const lister = kind === "inference" ? addresses.interception : addresses.driver;
+      if (!mayReceiveToken(lister, address, this.#endpoints)) {
         throw new ConfigurationError(
           `The ${kind} service ${name} is at ${address}, where the token must not be sent: use tls with your own CA, or` +
             " discover: false for the given addresses only",

@@ -272,7 +272,7 @@ export class Penstock {
       const message = "These services have no inference service: start one with `penstock up --model-dir DIR`";
       throw new ConfigurationError(message, { reason: "NO_INFERENCE" });
     }
-    this.#inference ??= new Inference(this.service("inference"));
+    this.#inference ??= new Inference(this.service("inference"), this.#cluster);
     return this.#inference;
   }
 

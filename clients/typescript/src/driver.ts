@@ -1,10 +1,21 @@
 /** The driver's RPCs as the handles use them: reads, waits and watches that outlast a restart, trajectories. */
 
-import { randomBytes } from "node:crypto";
+import { createHash, randomBytes } from "node:crypto";
+import type { MessageInitShape } from "@bufbuild/protobuf";
 import type { Client } from "@connectrpc/connect";
 import type { Cluster } from "./cluster.js";
-import { DeadlineExceeded, FailedPrecondition, isBroken, NotFound, type PenstockError, Unavailable } from "./errors.js";
-import { RolloutService } from "./gen/penstock/driver/v1/rollout_service_pb.js";
+import {
+  DataLoss,
+  DeadlineExceeded,
+  FailedPrecondition,
+  isBroken,
+  NotFound,
+  type PenstockError,
+  Unavailable,
+} from "./errors.js";
+import type { TokenTensor } from "./gen/penstock/chat/v1/completion_pb.js";
+import { type GetTensorRequestSchema, RolloutService } from "./gen/penstock/driver/v1/rollout_service_pb.js";
+import type { Trajectory as TrajectoryMessage } from "./gen/penstock/trajectory/v1/trajectory_pb.js";
 import {
   type Group,
   groupFrom,
@@ -16,6 +27,8 @@ import {
 } from "./results.js";
 import { Backoff, type Repeatable, type Service, type UnaryOptions } from "./rpc.js";
 import type { Gate } from "./sessions.js";
+
+type Holder = NonNullable<MessageInitShape<typeof GetTensorRequestSchema>["holder"]>;
 
 const GET_MS = 30_000;
 const WAIT_MS = 30_000;
@@ -96,6 +109,10 @@ export interface TrajectoryOptions {
   readonly bodies?: boolean;
   /** With the alternatives of sampled tokens: 8 bytes for each. */
   readonly top?: boolean;
+  /** With the rows of the tensors of calls and samples, such as routed experts: `data` of each in `message`. */
+  readonly tensors?: boolean;
+  /** With the files of the images of calls and samples: `data` of each in `message`. */
+  readonly images?: boolean;
   readonly signal?: AbortSignal | undefined;
 }
 
@@ -177,12 +194,64 @@ export class Driver {
     }, signal, this.follow);
   }
 
-  /** An ended rollout's trajectory. */
+  /**
+   * An ended rollout's trajectory. Rejects with DataLoss TENSOR_DAMAGED, IMAGE_DAMAGED: what came is not what its digest says; NotFound
+   * MEDIA_UNKNOWN.
+   */
   async trajectory(rolloutId: string, options: TrajectoryOptions = {}): Promise<Trajectory> {
     const { samplesOnly = false, bodies: includeBodies = false, top: includeTop = false, signal } = options;
     const request = { rolloutId, samplesOnly, includeBodies, includeTop };
     const fragments = await this.service.collect((call) => this.client.getTrajectory(request, call), signal);
-    return trajectoryFrom(fragments.map((fragment) => present(fragment.trajectory)));
+    const whole = trajectoryFrom(fragments.map((fragment) => present(fragment.trajectory)));
+    if (options.tensors) {
+      await this.#addTensors(whole.message, signal);
+    }
+    if (options.images) {
+      await this.#addImages(whole.message, signal);
+    }
+    return whole;
+  }
+
+  /** The file of one image of an ended rollout's prompts. Rejects with DataLoss IMAGE_DAMAGED; NotFound MEDIA_UNKNOWN. */
+  async image(rolloutId: string, sha256: Uint8Array, signal?: AbortSignal): Promise<Uint8Array> {
+    const request = { rolloutId, sha256 };
+    const pieces = await this.service.collect((call) => this.client.getMedia(request, call), signal);
+    const data = Buffer.concat(pieces.map(({ chunk }) => chunk));
+    if (!isOf(data, sha256)) {
+      throw new DataLoss(`An image of ${rolloutId} arrived damaged`, { reason: "IMAGE_DAMAGED" });
+    }
+    return data;
+  }
+
+  async #addImages({ rolloutId, calls, samples }: TrajectoryMessage, signal?: AbortSignal): Promise<void> {
+    const files = new Map<string, Uint8Array>(); // each image once
+    for (const media of [...calls, ...samples].flatMap((holder) => holder.media)) {
+      const key = Buffer.from(media.sha256).toString("hex");
+      media.data = files.get(key) ?? (await this.image(rolloutId, media.sha256, signal));
+      files.set(key, media.data);
+    }
+  }
+
+  async #addTensors({ rolloutId, calls, samples }: TrajectoryMessage, signal?: AbortSignal): Promise<void> {
+    const rows = async (tensor: TokenTensor, holder: Holder) => {
+      const { name, start } = tensor;
+      const request = { rolloutId, name, start, holder };
+      const pieces = await this.service.collect((call) => this.client.getTensor(request, call), signal);
+      tensor.data = Buffer.concat(pieces.map((piece) => piece.tensor?.data ?? new Uint8Array()));
+      if (!isOf(tensor.data, tensor.sha256)) {
+        throw new DataLoss(`A tensor of ${rolloutId} arrived damaged`, { reason: "TENSOR_DAMAGED" });
+      }
+    };
+    for (const { callId, completion } of calls) {
+      for (const tensor of completion?.tensors ?? []) {
+        await rows(tensor, { case: "callId", value: callId });
+      }
+    }
+    for (const { sampleId, tensors } of samples) {
+      for (const tensor of tensors) {
+        await rows(tensor, { case: "sampleId", value: sampleId });
+      }
+    }
   }
 
   /** An ended rollout with its trajectory, undefined where the gate was never opened. */
@@ -253,6 +322,10 @@ export async function longPoll<A>(
       await patience.pause(error, signal);
     }
   }
+}
+
+function isOf(data: Uint8Array, sha256: Uint8Array): boolean {
+  return createHash("sha256").update(data).digest().equals(sha256);
 }
 
 /** An id for a creating request, used once. */

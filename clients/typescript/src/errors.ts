@@ -74,6 +74,24 @@ export class DataLoss extends PenstockError {}
 export class Internal extends PenstockError {}
 /** The client itself is set up wrongly: an address, a token, a file. */
 export class ConfigurationError extends PenstockError {}
+/** Some of several engines did not do what all were asked. Repeat it: those that have done it do nothing. */
+export class EnginesFailed extends PenstockError {
+  /** Each one's error, by the engine's name. */
+  readonly failures: Readonly<Record<string, PenstockError>>;
+  /** The policy version of the base weights that each engine has now; undefined = it does not answer. */
+  readonly inForce: Readonly<Record<string, number | undefined>>;
+
+  constructor(failures: Readonly<Record<string, PenstockError>>, inForce: Readonly<Record<string, number | undefined>>) {
+    const failed = Object.entries(failures).map(([name, { reason, message }]) => `${name}: ${reason}: ${message}`);
+    const have = Object.entries(inForce).map(([name, has]) => `${name} ${has ?? "?"}`);
+    super(
+      `${failed.length} of ${have.length} engines failed (${failed.join("; ")}). Policy versions in force: ${have.join(", ")}`,
+      { reason: "ENGINES_FAILED" },
+    );
+    this.failures = failures;
+    this.inForce = inForce;
+  }
+}
 /** A session at the gate ended and could not be taken up again. */
 export class SessionLost extends PenstockError {}
 

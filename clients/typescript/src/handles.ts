@@ -10,7 +10,9 @@ import {
   type Annotation,
   annotationTo,
   eventFrom,
+  type Grade,
   type Group,
+  gradeFrom,
   groupFrom,
   type Rollout,
   type RolloutEvent,
@@ -19,6 +21,7 @@ import {
   type Trajectory,
 } from "./results.js";
 import type { InterceptSession, Selector } from "./sessions.js";
+import { type Verifier, verifierOf } from "./tasks.js";
 import { duration } from "./wire.js";
 
 export interface Abortable {
@@ -49,8 +52,14 @@ const CANCEL_MS = 120_000;
 const PAUSE_MS = 60_000;
 const BRANCH_MS = 120_000;
 const ANNOTATE_MS = 300_000;
+const REGRADE_MS = 3_600_000;
 
-/** One rollout: `events`, `result`, `trajectory`, `calls`, `branch`, `annotate`, `pause`, `resume`, `cancel`, `delete`. */
+export interface RegradeOptions extends Abortable {
+  /** Of the grade: 1 to 64 letters, digits, "-", "_" and ".", not "first". Absent = from the verifier's SHA-256. */
+  readonly name?: string;
+}
+
+/** One rollout: `events`, `result`, `trajectory`, `image`, `calls`, `branch`, `regrade`, `annotate`, `pause`, `resume`, `cancel`, `delete`. */
 export class RolloutHandle {
   readonly #driver: Driver;
   /** As it was last reported. */
@@ -107,6 +116,35 @@ export class RolloutHandle {
   /** What the ended rollout made. Rejects with FailedPrecondition: ROLLOUT_RUNNING; TRAJECTORY_ABSENT: the gate was never opened. */
   async trajectory(options: TrajectoryOptions = {}): Promise<Trajectory> {
     return this.#driver.trajectory(this.rolloutId, options);
+  }
+
+  /**
+   * The file of one image of the ended rollout's prompts (`Media.sha256` of a call of `trajectory.message`). Rejects with NotFound
+   * MEDIA_UNKNOWN; FailedPrecondition ROLLOUT_RUNNING, TRAJECTORY_ABSENT; DataLoss IMAGE_DAMAGED.
+   */
+  async image(sha256: Uint8Array, { signal }: Abortable = {}): Promise<Uint8Array> {
+    return this.#driver.image(this.rolloutId, sha256, signal);
+  }
+
+  /**
+   * Runs a verifier on the ended rollout's end state, in a sandbox of its own, and records a further grade; the first one stays as it
+   * is. Fulfilled once the grade is on disk. A repeat with the same verifier and name gives the grade that is there.
+   *
+   * Rejects with AlreadyExists GRADE_EXISTS: the name is that of another verifier's grade; FailedPrecondition ROLLOUT_RUNNING,
+   * END_STATE_GONE, SPEC_FORGOTTEN, REGRADE_FAILED; ResourceExhausted GRADE_LIMIT, REGRADE_LIMIT; Unavailable REGRADE_INTERRUPTED:
+   * nothing was graded, and a repeat may succeed.
+   *
+   * @param verifier absent = the rollout's own.
+   */
+  async regrade(verifier?: Verifier, { name = "", signal }: RegradeOptions = {}): Promise<Grade> {
+    const { service, client } = this.#driver;
+    const request = { rolloutId: this.rolloutId, verifier: verifier && verifierOf(verifier), name };
+    const answer = await service.call((options) => client.regradeRollout(request, options), {
+      signal,
+      timeoutMs: REGRADE_MS,
+      repeatable: true,
+    });
+    return gradeFrom(present(answer.grade));
   }
 
   /** The model calls of this rollout, until it has ended. Calls wait at the gate, so none is missed. */

@@ -23,8 +23,17 @@ export { type ConnectOptions, DEFAULT_PORTS, type ServiceName, type Tls } from "
 export * from "./errors.js";
 export type { LeaseOptions } from "./gate/pulls.js";
 export { type HostTool, type HostToolCall, type ToolContent, ToolContents, ToolFailed } from "./gate/tools.js";
-export type { Abortable, BranchOptions, CallsOptions, GroupHandle, RolloutHandle, ServedCalls } from "./handles.js";
-export type { GenerateOptions, Inference, Prompt } from "./inference.js";
+export type {
+  Abortable,
+  BranchOptions,
+  CallsOptions,
+  GroupHandle,
+  RegradeOptions,
+  RolloutHandle,
+  ServedCalls,
+} from "./handles.js";
+export type { Score, ScoreOptions, ToScore } from "./inference/scores.js";
+export type { GenerateOptions, Inference, Prompt, Scored } from "./inference.js";
 export type * from "./results.js";
 export type { Service, UnaryOptions } from "./rpc.js";
 export { VERSION } from "./runtime.js";

@@ -7,6 +7,7 @@ import {
   type RolloutEvent as EventMessage,
   FailureCauseSchema,
   type Failure as FailureMessage,
+  type Grade as GradeMessage,
   type Group as GroupMessage,
   type Outcome as OutcomeMessage,
   PartySchema,
@@ -69,6 +70,19 @@ export interface Rollout {
   readonly message: RolloutMessage;
 }
 
+/** What a verifier gave an ended rollout. */
+export interface Grade {
+  /** Unique in its rollout; "first" is the one with which it ended. */
+  readonly name: string;
+  /** When the verifier ended. */
+  readonly time: Date | undefined;
+  /** Absent = the verifier gave none; `failure` says why. */
+  readonly reward: Reward | undefined;
+  readonly failure: Failure | undefined;
+  /** As it travelled: how it was graded, with the verifier's output. */
+  readonly message: GradeMessage;
+}
+
 /** A group as the driver reported it. */
 export interface Group {
   readonly groupId: string;
@@ -106,6 +120,8 @@ export interface TurnSpan {
   readonly untrainedReason: string;
   /** The turn's own, by the verifier; absent = it has none, which is not zero. */
   readonly reward: number | undefined;
+  /** The policy that sampled them, of which their versions are; empty = the rollout has one. */
+  readonly policyId: string;
 }
 
 /** What a trainer eats: one token sequence, root to leaf of a branch. The arrays are of one length. */
@@ -123,7 +139,7 @@ export interface Sample {
   readonly turns: readonly TurnSpan[];
   /** Tokens before the first sampled one. */
   readonly promptCount: number;
-  /** Share of its rollout's loss; the weights of a rollout add up to 1. */
+  /** Share of its rollout's loss; the weights of a rollout's samples of one policy add up to 1. */
   readonly weight: number;
   readonly branchClass: string;
   /** The last turn was cut by a limit. */
@@ -132,6 +148,11 @@ export interface Sample {
   readonly top: TopLogprobs | undefined;
   /** The verifier's for each token, 0 where it gave none; absent = it gave none for any. Where the mask is 1, each is there once. */
   readonly tokenRewards: Float32Array | undefined;
+  /**
+   * The only policy whose tokens are trained here; empty = the rollout has one. A branch has a sample for each of its trained
+   * policies, with the same tokens.
+   */
+  readonly policyId: string;
 }
 
 /**
@@ -187,6 +208,11 @@ function failureFrom(message: FailureMessage): Failure {
   };
 }
 
+export function gradeFrom(message: GradeMessage): Grade {
+  const { name, reward, failure } = message;
+  return { name, time: time(message.time), reward, failure: failure && failureFrom(failure), message };
+}
+
 export function rolloutFrom(message: RolloutMessage): Rollout {
   return {
     rolloutId: message.rolloutId,
@@ -230,12 +256,13 @@ function sampleFrom(message: SampleMessage): Sample {
       start,
       end,
     })),
-    turns: message.turns.map(({ callId, start, end, untrainedReason, reward }) => ({
+    turns: message.turns.map(({ callId, start, end, untrainedReason, reward, policyId }) => ({
       callId,
       start,
       end,
       untrainedReason,
       reward,
+      policyId,
     })),
     promptCount: message.promptCount,
     weight: message.weight,
@@ -243,6 +270,7 @@ function sampleFrom(message: SampleMessage): Sample {
     truncated: message.truncated,
     top: topOf(message),
     tokenRewards: message.tokenRewards.length > 0 ? logprobs(message.tokenRewards) : undefined,
+    policyId: message.policyId,
   };
 }
 

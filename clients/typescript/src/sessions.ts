@@ -45,6 +45,8 @@ export interface Selector {
   readonly groupId?: string;
   readonly rolloutIds?: readonly string[];
   readonly labels?: Readonly<Record<string, string>>;
+  /** Of such rollouts, calls for these policies only, at most 64; absent or none = for any. */
+  readonly policyIds?: readonly string[];
 }
 
 export interface SessionOptions extends Selector {
@@ -52,8 +54,10 @@ export interface SessionOptions extends Selector {
   readonly credits?: number;
   /** Most bytes of the same. Default 32 MiB. */
   readonly creditBytes?: number;
-  /** The newest weights that the trainer has. */
+  /** The newest weights that the trainer has: of the only trained policy of each rollout. */
   readonly policyVersion?: number;
+  /** The same by policy, where rollouts have several. */
+  readonly policies?: Readonly<Record<string, number>>;
   /** Who this is, for people. Default: this machine's name. */
   readonly identity?: string;
   /** Whether calls carry messages and tools beside tokens. */
@@ -124,6 +128,7 @@ export class InterceptSession {
   readonly #left = new AbortController();
   #window: Window;
   #policyVersion: number | undefined;
+  readonly #policies: Map<string, number>;
   #pause: Pause | undefined;
   #sharers: readonly GateStream[] = [];
   #changes = 0;
@@ -144,6 +149,7 @@ export class InterceptSession {
     this.#siblings = siblings;
     this.#window = { calls: credits, bytes: creditBytes === undefined ? undefined : BigInt(creditBytes) };
     this.#policyVersion = options.policyVersion;
+    this.#policies = new Map(Object.entries(options.policies ?? {}));
   }
 
   /**
@@ -215,12 +221,20 @@ export class InterceptSession {
     this.#inbox.finish();
   }
 
-  /** Tells all gates which weights are the newest: staleness bounds are judged against it. */
-  announce(policyVersion: number): void {
+  /**
+   * Tells all gates which weights of a policy are the newest: staleness bounds are judged against it.
+   *
+   * @param policyId absent = the only trained policy of each rollout.
+   */
+  announce(policyVersion: number, policyId = ""): void {
     BigInt(policyVersion); // throws RangeError
-    this.#policyVersion = policyVersion;
+    if (policyId) {
+      this.#policies.set(policyId, policyVersion);
+    } else {
+      this.#policyVersion = policyVersion;
+    }
     for (const { stream } of this.#places.values()) {
-      stream.announce(policyVersion);
+      stream.announce(policyVersion, policyId);
     }
   }
 
@@ -271,7 +285,8 @@ export class InterceptSession {
   async offerTools(tools: readonly HostTool[], options: Abortable & { readonly selector?: Selector } = {}): Promise<void> {
     this.#throwIfOver();
     const { signal } = options;
-    const selector = selectorOf(options.selector ?? this.#options);
+    // Tools are of rollouts, whichever policy calls them.
+    const selector = selectorOf(options.selector ?? { ...this.#options, policyIds: [] });
     const undo = this.#offers.offer(tools, selector); // first: a gate that comes meanwhile has to get them
     try {
       await this.#everywhere(
@@ -447,6 +462,7 @@ export class InterceptSession {
       window: this.#window,
       identity,
       policyVersion: this.#policyVersion,
+      policies: this.#policies,
       messages,
       bodies,
       reconnectTimeoutMs: waits ? Number.POSITIVE_INFINITY : reconnectTimeoutMs,
@@ -596,8 +612,8 @@ export class InterceptSession {
   }
 }
 
-function selectorOf({ runId, groupId, rolloutIds = [], labels }: Selector) {
-  return { runId, groupId, rolloutIds: [...rolloutIds], labels: { ...labels } };
+function selectorOf({ runId, groupId, rolloutIds = [], labels, policyIds = [] }: Selector) {
+  return { runId, groupId, rolloutIds: [...rolloutIds], labels: { ...labels }, policyIds: [...policyIds] };
 }
 
 /** The gates' side of a connection: the sessions that are open, and calls without one. */

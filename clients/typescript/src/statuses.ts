@@ -48,6 +48,11 @@ const CLASSES: ReadonlyMap<Code, ErrorClass> = new Map<Code, ErrorClass>([
   [Code.Unknown, Internal],
 ]);
 
+/** The error of a status that travels in a message: of one item, where the call has others. */
+export function ofCode(code: number, message: string, facts: ErrorFacts): PenstockError {
+  return new (CLASSES.get(code) ?? Internal)(message, facts);
+}
+
 /**
  * The error that a failed call stands for.
  *

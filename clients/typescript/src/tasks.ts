@@ -242,7 +242,8 @@ export function taskOf(task: Task): MessageInitShape<typeof TaskSchema> {
   };
 }
 
-function verifierOf(verifier: Verifier): MessageInitShape<typeof VerifierSchema> {
+/** A verifier as it travels. */
+export function verifierOf(verifier: Verifier): MessageInitShape<typeof VerifierSchema> {
   const { range, componentRanges = {} } = verifier;
   return {
     files: filesOf(verifier.files),

@@ -1,4 +1,4 @@
-"""Two drivers, two gates and two sandbox services for the cases of many services; the network to most can fail."""
+"""Two of each service for the cases of many services; the network to most can fail."""
 
 from __future__ import annotations
 
@@ -12,29 +12,41 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 import aiohttp
+import numpy as np
 from tests.conformance.clients.proxies import Proxy
 from tests.integration.driver.stack import TOKEN, Process
+from tests.support.policy import FILES
 from tests.support.services.stack import disjoint_uids
 from tests.support.waiting import eventually_async
 
 from penstock.client import Endpoints, GateRolloutHandle, Penstock, connect
 from penstock.client.transport.endpoints import ServiceName
+from penstock.ops.v1 import operations_service_pb2 as pb
+from penstock.ops.v1 import operations_service_pb2_grpc as pb_grpc
 
 DRIVERS: Final = ("d0", "d1")
 GATES: Final = ("g0", "g1")
 NODES: Final = ("n0", "n1")
-_SERVICES: Final[Mapping[str, ServiceName]] = {"d": "driver", "g": "interception", "n": "sandbox"}
+ENGINES: Final = ("e0", "e1")
+_SERVICES: Final[Mapping[str, ServiceName]] = {"d": "driver", "g": "interception", "n": "sandbox", "e": "inference"}
 _FIRST_UIDS: Final = 2_400_000
+
+
+@dataclass(frozen=True)
+class _Listed:
+    """An engine as a gate lists it."""
+
+    name: str
+    state: str
 
 
 @dataclass
 class Fleet:
-    """The services by name. Drivers learn of drivers and gates from files, as from a launcher."""
+    """The services by name. Drivers learn of drivers and gates from files, as from a launcher; gates have a list of
+    engines.
+    """
 
     folder: Path
-    inference: str
-    """Address of the inference service, which is another stack's."""
-    inference_token: str
     processes: dict[str, Process] = field(default_factory=dict)
     proxies: dict[str, Proxy] = field(default_factory=dict)
     opened: dict[str, GateRolloutHandle] = field(default_factory=dict)
@@ -47,9 +59,9 @@ class Fleet:
     _stack: AsyncExitStack = field(default_factory=AsyncExitStack)
 
     @classmethod
-    async def start(cls, folder: Path, inference: str, inference_token: str) -> Self:
+    async def start(cls, folder: Path) -> Self:
         """Starts all; `stop` ends them."""
-        fleet = cls(folder, inference, inference_token)
+        fleet = cls(folder)
         try:
             await fleet._start()
         except BaseException:
@@ -66,8 +78,17 @@ class Fleet:
             await asyncio.to_thread(process.stop)
 
     async def _start(self) -> None:
+        model = self.folder / "fleet-model"
+        FILES.write(model)
+        for name in ENGINES:
+            script = self.folder / f"{name}.json"
+            script.write_text(json.dumps({"strict": False, "turns": [{"reply": name, "repeat": True}]}))
+            options = json.dumps({"script": str(script)})
+            await self._run(name, model_dir=str(model), engine="scripted", engine_options=options)
+            await self._through_a_proxy(name)
+        engines = ",".join(f"{name}={self.proxies[name].address}" for name in ENGINES)
         for name in GATES:
-            await self._run(name, inference_address=self.inference, inference_token=self.inference_token)
+            await self._run(name, inference_members=f"static:{engines}", inference_token=TOKEN)
         ingresses = json.dumps([self.processes[name].endpoints["ingress"] for name in GATES])
         for at, name in enumerate(NODES):
             peers = json.dumps({other: self.processes[other].address for other in NODES[:at]})
@@ -85,7 +106,7 @@ class Fleet:
                 drain_s="0",
             )
         for name in (*DRIVERS, *GATES):
-            self.proxies[name] = await self._stack.enter_async_context(Proxy(self.processes[name].address))
+            await self._through_a_proxy(name)
         self._list("drivers.json", DRIVERS)
         await self.list_gates(GATES)
 
@@ -97,15 +118,18 @@ class Fleet:
         self.processes[name] = process
         return process
 
+    async def _through_a_proxy(self, name: str) -> None:
+        self.proxies[name] = await self._stack.enter_async_context(Proxy(self.processes[name].address))
+
     def addresses(self, driver: str) -> dict[str, str]:
         """What a client of one driver is given. The gate is one that it might have to do without; the sandbox service
-        knows the address of the other one.
+        knows the address of the other one; the gates know the other engine.
         """
         return {
             "driver": self.proxies[driver].address,
             "interception": self.proxies["g0"].address,
             "sandbox": self.processes["n1"].address,
-            "inference": self.inference,
+            "inference": self.proxies["e0"].address,
         }
 
     # What the runner does.
@@ -118,12 +142,26 @@ class Fleet:
             await self._are(driver, "driver", dict.fromkeys(DRIVERS, "up"))
 
     async def state(self, name: str, state: str) -> None:
-        """Waits until the first driver says this of a service."""
+        """Waits until the first driver says this of a service; of an engine, until both gates do."""
 
         async def said() -> bool:
-            return (name, state) in [(item.name, item.state) for item in await self._members("d0", _SERVICES[name[0]])]
+            askers = GATES if name in ENGINES else ("d0",)
+            listed = [await self._members(asked, _SERVICES[name[0]]) for asked in askers]
+            return all((name, state) in [(item.name, item.state) for item in items] for items in listed)
 
         await eventually_async(said, f"{name} is {state}")
+
+    async def push(self, engine: str, version: int) -> None:
+        """Puts a policy version in force at one engine alone, as another trainer would."""
+        await (await self._at(engine)).inference.update_weights(version, {"w": np.zeros(2, np.float32)})
+
+    async def in_force(self) -> dict[str, int]:
+        """The policy version of each engine."""
+        return {name: (await (await self._at(name)).inference.info()).policy_version for name in ENGINES}
+
+    async def paused(self) -> dict[str, bool]:
+        """Whether each engine is paused."""
+        return {name: (await (await self._at(name)).inference.info()).paused for name in ENGINES}
 
     async def kill(self, name: str) -> None:
         """kill -9."""
@@ -166,6 +204,12 @@ class Fleet:
             await (await self._at(name)).operations.undrain("driver")
         self._draining.clear()
         await self.list_gates(GATES)
+        newest = max((await self.in_force()).values())
+        for name, version in (await self.in_force()).items():
+            await (await self._at(name)).inference.resume()
+            if version < newest:
+                await self.push(name, newest)
+            await self.state(name, "up")
 
     async def open(self, gate: str, run_id: str) -> None:
         """A rollout at a gate alone, whose agent is the runner."""
@@ -235,8 +279,15 @@ class Fleet:
 
         await eventually_async(known, f"{driver} knows {dict(wanted)}")
 
-    async def _members(self, driver: str, kind: ServiceName) -> Sequence[Any]:
-        return await (await self._at(driver)).operations.members(kind)
+    async def _members(self, asked: str, kind: ServiceName) -> Sequence[Any]:
+        """What a driver lists, or a gate: that has the list of engines."""
+        ps = await self._at(asked)
+        if asked not in GATES:
+            return await ps.operations.members(kind)
+        of = ps._services["interception"]
+        stub = pb_grpc.OperationsServiceStub(of.channel)
+        answer = await of.call(stub.GetServerInfo, pb.GetServerInfoRequest(), repeatable=True)
+        return [_Listed(item.name, pb.MemberState.Name(item.state)[13:].lower()) for item in answer.members]
 
     async def _at(self, name: str) -> Penstock:
         """A client of one service, which no network of the cases disturbs."""
@@ -246,7 +297,7 @@ class Fleet:
                 driver=address if kind == "driver" else "",
                 interception=address if kind == "interception" else "",
                 sandbox="",
-                inference="",
+                inference=address if kind == "inference" else "",
                 token=TOKEN,
                 discover=False,
             )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 import grpc
 import grpc.aio
@@ -14,10 +15,18 @@ from google.protobuf import any_pb2, duration_pb2
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 
+from penstock.chat.v1 import chat_pb2, completion_pb2
 from penstock.driver.v1 import rollout_pb2, rollout_service_pb2
 from penstock.ops.v1 import operations_service_pb2
+from penstock.trajectory.v1 import trajectory_pb2
 
 Context = grpc.aio.ServicerContext[Any, Any]
+
+IMAGE: Final = "an image, büt none".encode()
+OF_CALL: Final = bytes(range(6))
+OF_SAMPLE: Final = bytes(range(6, 12))
+"""Rows of the tensors of the odd driver's trajectories."""
+_STREAMS: Final = frozenset({"WatchRollout", "GetTrajectory", "GetMedia", "GetTensor"})
 
 
 class OddDriver:
@@ -113,6 +122,44 @@ class OddDriver:
             info = error_details_pb2.ErrorInfo(reason="HOME_ELSEWHERE", domain="penstock", metadata=found)
             await fail(context, grpc.StatusCode.FAILED_PRECONDITION, "Another driver has this.", info)
 
+    async def get_trajectory(
+        self, request: rollout_service_pb2.GetTrajectoryRequest, context: Context
+    ) -> AsyncIterator[rollout_service_pb2.GetTrajectoryResponse]:
+        """In two fragments: a call and a sample, each with an image and a tensor."""
+        del context
+        image = chat_pb2.Media(sha256=hashlib.sha256(IMAGE).digest(), media_type="image/png")
+        call = trajectory_pb2.Call(call_id="c", media=[image])
+        call.completion.tensors.append(_tensor(OF_CALL))
+        sample = trajectory_pb2.Sample(sample_id="s", media=[image], tensors=[_tensor(OF_SAMPLE)])
+        for part in ({"calls": [call]}, {"samples": [sample]}):
+            whole = trajectory_pb2.Trajectory(rollout_id=request.rollout_id, **part)
+            yield rollout_service_pb2.GetTrajectoryResponse(trajectory=whole)
+
+    async def get_media(
+        self, request: rollout_service_pb2.GetMediaRequest, context: Context
+    ) -> AsyncIterator[rollout_service_pb2.GetMediaResponse]:
+        """In two pieces. Of a rollout that is named `damaged` the last one is another."""
+        if request.sha256 != hashlib.sha256(IMAGE).digest():
+            unknown = error_details_pb2.ErrorInfo(reason="MEDIA_UNKNOWN", domain="penstock")
+            await fail(context, grpc.StatusCode.NOT_FOUND, "There is no such image.", unknown)
+        self.attempts[f"image of {request.rollout_id}"] += 1
+        for chunk in (IMAGE[:3], b"?" if request.rollout_id == "damaged" else IMAGE[3:]):
+            yield rollout_service_pb2.GetMediaResponse(chunk=chunk)
+
+    async def get_tensor(
+        self, request: rollout_service_pb2.GetTensorRequest, context: Context
+    ) -> AsyncIterator[rollout_service_pb2.GetTensorResponse]:
+        """A row a message. Of a rollout that is named `damaged` the last one is another."""
+        del context
+        assert (request.name, request.start) == ("routed_experts", 0)
+        data = OF_CALL if request.call_id else OF_SAMPLE
+        for at in range(0, len(data), 2):
+            row = b"??" if at and request.rollout_id == "damaged" else data[at : at + 2]
+            tensor = _tensor(row, start=at // 2)
+            tensor.ClearField("sha256")
+            tensor.data = row
+            yield rollout_service_pb2.GetTensorResponse(tensor=tensor)
+
     async def create_rollout(
         self, request: rollout_service_pb2.CreateRolloutRequest, context: Context
     ) -> rollout_service_pb2.CreateRolloutResponse:
@@ -125,16 +172,30 @@ class OddDriver:
         )
 
 
+def _tensor(data: bytes, start: int = 0) -> completion_pb2.TokenTensor:
+    """Its description: two experts a token."""
+    return completion_pb2.TokenTensor(
+        name="routed_experts",
+        dtype="uint8",
+        start=start,
+        shape=[len(data) // 2, 1, 2],
+        sha256=hashlib.sha256(data).digest(),
+    )
+
+
 def _handlers(driver: OddDriver) -> grpc.GenericRpcHandler:
     methods: dict[str, tuple[Any, Any]] = {
         "GetRollout": (driver.get_rollout, rollout_service_pb2.GetRolloutRequest),
         "WatchRollout": (driver.watch_rollout, rollout_service_pb2.WatchRolloutRequest),
         "CreateRollout": (driver.create_rollout, rollout_service_pb2.CreateRolloutRequest),
+        "GetTrajectory": (driver.get_trajectory, rollout_service_pb2.GetTrajectoryRequest),
+        "GetMedia": (driver.get_media, rollout_service_pb2.GetMediaRequest),
+        "GetTensor": (driver.get_tensor, rollout_service_pb2.GetTensorRequest),
     }
     handlers: dict[str, Any] = {
-        name: (
-            grpc.unary_stream_rpc_method_handler if name.startswith("Watch") else grpc.unary_unary_rpc_method_handler
-        )(method, request.FromString, lambda answer: answer.SerializeToString())
+        name: (grpc.unary_stream_rpc_method_handler if name in _STREAMS else grpc.unary_unary_rpc_method_handler)(
+            method, request.FromString, lambda answer: answer.SerializeToString()
+        )
         for name, (method, request) in methods.items()
     }
     return grpc.method_handlers_generic_handler("penstock.driver.v1.RolloutService", handlers)

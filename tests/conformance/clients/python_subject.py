@@ -25,6 +25,7 @@ from penstock.client import (
     Annotation,
     Assays,
     Budgets,
+    CallRule,
     Command,
     Completion,
     GroupHandle,
@@ -36,6 +37,7 @@ from penstock.client import (
     PolicyConstraint,
     RewardFrom,
     RolloutHandle,
+    RolloutModel,
     RolloutResult,
     Sample,
     SeedFile,
@@ -44,6 +46,7 @@ from penstock.client import (
     Verifier,
     connect,
 )
+from penstock.client.errors import EnginesFailed
 from penstock.client.transport.endpoints import resolve
 
 Json = dict[str, Any]
@@ -63,7 +66,16 @@ def observed_error(error: PenstockError) -> Json:
         "metadata": dict(error.metadata),
         "violations": [{"field": item.field, "description": item.description} for item in error.violations],
         "retry_after_s": error.retry_after,
+        **_of_engines(error),
     }
+
+
+def _of_engines(error: PenstockError) -> Json:
+    """What is told of an error of some of several engines."""
+    if not isinstance(error, EnginesFailed):
+        return {}
+    failures = {name: one.reason for name, one in error.failures.items()}
+    return {"failures": failures, "in_force": dict(error.in_force)}
 
 
 def observed_result(result: RolloutResult) -> Json:
@@ -91,6 +103,8 @@ def observed_result(result: RolloutResult) -> Json:
                 "top": observed_top(sample),
                 "turn_rewards": [turn.reward for turn in sample.turns],
                 "token_rewards": None if sample.token_rewards is None else sample.token_rewards.tobytes().hex(),
+                "policy_id": sample.policy_id,
+                "turn_policies": [turn.policy_id for turn in sample.turns],
             }
             for sample in (() if trajectory is None else trajectory.samples)
         ],
@@ -128,6 +142,8 @@ def observed_call(call: ModelCall) -> Json:
         "prompt_count": call.prompt_count,
         "max_tokens": call.sampling.max_tokens,
         "lease_attempt": call.lease_attempt,
+        "policy_id": call.policy_id,
+        "min_policy_version": call.min_policy_version,
         "messages": [{"role": str(item.role), "text": item.text} for item in call.messages],
     }
 
@@ -141,7 +157,11 @@ def task_of(spec: Json) -> Task:
         setup=[Command(shell=line) for line in spec.get("setup", ())],
         verifier=None
         if verify is None
-        else Verifier(commands=[Command(shell=line) for line in verify], reward=RewardFrom(spec["reward"])),
+        else Verifier(
+            commands=[Command(shell=line) for line in verify],
+            reward=RewardFrom(spec["reward"]),
+            fresh_fork=spec.get("fresh_fork"),
+        ),
     )
 
 
@@ -153,7 +173,17 @@ def _options(spec: Json) -> Json:
         given["limits"] = Limits(agent=spec["agent_timeout_s"])
     if "min_policy_version" in spec:
         given["policy"] = PolicyConstraint(min_version=spec["min_policy_version"])
+    if "max_staleness" in spec:
+        given["policy"] = PolicyConstraint(max_staleness=spec["max_staleness"])
+    if "models" in spec:
+        given["models"] = [_model(**item) for item in spec["models"]]
     return given
+
+
+def _model(policy_id: str, from_index: int | None = None, until_index: int | None = None) -> RolloutModel:
+    is_rest = from_index is None and until_index is None
+    calls = None if is_rest else CallRule(from_index=from_index, until_index=until_index)
+    return RolloutModel(policy_id=policy_id, calls=calls)
 
 
 def _assay(given: Json) -> Json:
@@ -276,6 +306,30 @@ class Subject:
         handle = await self._group(given)
         return {"results": [observed_result(item) for item in await handle.results()]}
 
+    async def trajectory(self, given: Json) -> Json:
+        options = {name: given.get(f"with_{name}", False) for name in ("tensors", "images")}
+        whole = await (await self._rollout(given)).trajectory(**options)
+        completions = [call.completion for call in whole.calls if call.completion is not None]
+        held = [*(one.tensors for one in completions), *(sample.tensors for sample in whole.samples)]
+        images = [image for call in whole.calls for image in call.images]
+        return {
+            "tensors": [np.ascontiguousarray(one.rows).tobytes().hex() for tensors in held for one in tensors],
+            "images": [image.data.hex() for image in images],
+        }
+
+    async def image(self, given: Json) -> Json:
+        return {"data": (await (await self._rollout(given)).image(bytes.fromhex(given["sha256"]))).hex()}
+
+    async def regrade(self, given: Json) -> Json:
+        handle = await self._rollout(given)
+        verifier = Verifier(commands=[Command(shell=line) for line in given["verify"]]) if "verify" in given else None
+        grade = await handle.regrade(verifier, name=given.get("name", ""))
+        return {
+            "name": grade.name,
+            "reward": None if grade.reward is None else grade.reward.value,
+            "failure": None if grade.failure is None else grade.failure.reason,
+        }
+
     async def cancel(self, given: Json) -> None:
         handle = await self._group(given) if "group_id" in given else await self._rollout(given)
         await handle.cancel(given.get("reason", ""))
@@ -321,7 +375,8 @@ class Subject:
         self._iterators[given["session"]] = handle.calls(credits=given["credits"])
 
     async def intercept(self, given: Json) -> Json:
-        names = ("run_id", "group_id", "rollout_ids", "labels", "credits", "policy_version", "messages")
+        names = ["run_id", "group_id", "rollout_ids", "labels", "credits", "policy_version", "messages"]
+        names += ["policy_ids", "policies"]
         options = {name: given[name] for name in names if name in given}
         session = self._clients[given["client"]].intercept(**options)
         await self._stack.enter_async_context(session)
@@ -376,7 +431,7 @@ class Subject:
         return {"reason": call.end_reason}
 
     async def announce(self, given: Json) -> None:
-        self._sessions[given["session"]].announce(given["policy_version"])
+        self._sessions[given["session"]].announce(given["policy_version"], given.get("policy_id", ""))
 
     async def set_credits(self, given: Json) -> None:
         self._sessions[given["session"]].set_credits(given["calls"])
@@ -415,6 +470,9 @@ _COMMANDS: Final[Mapping[str, Callable[[Subject, Json], Awaitable[Json | None]]]
     "events": Subject.events,
     "result": Subject.result,
     "results": Subject.results,
+    "trajectory": Subject.trajectory,
+    "image": Subject.image,
+    "regrade": Subject.regrade,
     "cancel": Subject.cancel,
     "delete": Subject.delete,
     "branch": Subject.branch,

@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from tests.conformance.clients.python_sandboxes import COMMANDS as SANDBOXES
 
-from penstock.client import HostTool, HostToolCall, LeasedCall, Penstock, Selector, ToolFailed
+from penstock.client import (
+    HostTool,
+    HostToolCall,
+    LeasedCall,
+    Penstock,
+    PenstockError,
+    Score,
+    Selector,
+    ToolFailed,
+    ToScore,
+)
 
 if TYPE_CHECKING:
     from tests.conformance.clients.python_subject import Subject
@@ -94,7 +104,7 @@ async def update_weights(subject: Subject, given: Json) -> Json:
     update = await _ps(subject, given).inference.update_weights(
         given["after"] + 1, _tensors(given), partial=given.get("partial", False)
     )
-    return {"policy_version": update.policy_version}
+    return {"policy_version": update.policy_version, "away": list(update.away)}
 
 
 async def update_weights_from(subject: Subject, given: Json) -> Json:
@@ -135,11 +145,46 @@ async def unload_adapter(subject: Subject, given: Json) -> None:
 
 
 async def pause_engine(subject: Subject, given: Json) -> Json:
-    """And resume it."""
+    return {"in_flight": await _ps(subject, given).inference.pause(given["mode"])}
+
+
+async def resume_engine(subject: Subject, given: Json) -> None:
+    await _ps(subject, given).inference.resume()
+
+
+# Scores.
+
+
+def _observed_score(score: Score) -> Json:
+    top = score.top_token_ids
+    return {
+        "logprobs": score.logprobs.tobytes().hex(),
+        "top_count": None if top is None else top.shape[1],
+        "top_token_ids": None if top is None else top.ravel().tolist(),
+    }
+
+
+def _to_score(given: Json) -> list[ToScore]:
+    return [ToScore(**item) for item in given["sequences"]]
+
+
+async def score(subject: Subject, given: Json) -> Json:
+    """The first sequence alone."""
+    one = _to_score(given)[0]
+    options: Json = {"temperature": one.temperature, "exact_version": one.exact_version}
     engine = _ps(subject, given).inference
-    in_flight = await engine.pause(given["mode"])
-    await engine.resume()
-    return {"in_flight": in_flight}
+    return _observed_score(await engine.score_top(one.token_ids, one.start, one.top_logprobs, **options))
+
+
+async def score_batch(subject: Subject, given: Json) -> Json:
+    return {"scores": [*map(_observed_score, await _ps(subject, given).inference.score_batch(_to_score(given)))]}
+
+
+async def score_each(subject: Subject, given: Json) -> Json:
+    found: dict[int, Json] = {}
+    async for index, one in _ps(subject, given).inference.score_each(_to_score(given)):
+        found[index] = {"failure": one.reason} if isinstance(one, PenstockError) else _observed_score(one)
+    return {"scores": [found[index] for index in sorted(found)]}
 
 
 # Host tools.
@@ -194,7 +239,9 @@ async def let_tool(subject: Subject, given: Json) -> None:
 
 async def lease_calls(subject: Subject, given: Json) -> Json:
     calls = await _ps(subject, given).gate.lease_calls(
-        Selector(run_id=given["run_id"]), max_calls=given.get("max_calls", 1), wait=given.get("wait_s", 20)
+        Selector(run_id=given["run_id"], policy_ids=given.get("policy_ids", ())),
+        max_calls=given.get("max_calls", 1),
+        wait=given.get("wait_s", 20),
     )
     subject.kept("calls").update({call.call_id: call for call in calls})
     return {"calls": [subject.observed_call(call) for call in calls]}
@@ -268,8 +315,8 @@ COMMANDS: Final[Mapping[str, Callable[[Subject, Json], Awaitable[Json | None]]]]
                                 terminal_open, terminal_run, terminal_answer, terminal_get,
         terminal_close, agent_list, agent_get, agent_register, agent_delete, agent_check, policy_version,
         update_weights, update_weights_from, init_transfer, transfer, load_adapter, load_adapter_from, adapter_list,
-        unload_adapter, pause_engine, offer_tools, tool_called, let_tool, lease_calls, extend_leases, watch_rollouts,
-        export, server_info, log_metrics, metrics, delete_metrics,
+        unload_adapter, pause_engine, resume_engine, score, score_batch, score_each, offer_tools, tool_called, let_tool,
+        lease_calls, extend_leases, watch_rollouts, export, server_info, log_metrics, metrics, delete_metrics,
     )
     },
 }  # fmt: skip

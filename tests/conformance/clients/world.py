@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tests.conformance.clients.cases import Case, differences
-from tests.conformance.clients.fleet import DRIVERS, Fleet
+from tests.conformance.clients.fleet import DRIVERS, ENGINES, Fleet
 from tests.conformance.clients.odd_services import OddDriver
 from tests.conformance.clients.proxies import Proxy
 from tests.conformance.clients.python_subject import observed_result, task_of
@@ -73,8 +73,7 @@ class World:
     async def fleet(self) -> Fleet:
         """The services of which there are several, which are started with the first case of them."""
         if self._fleet is None:
-            engine = self.running.stack.address("inference")
-            self._fleet = await Fleet.start(self.folder, engine, self.stack.trainer_token)
+            self._fleet = await Fleet.start(self.folder)
         self.used_fleet = True
         return self._fleet
 
@@ -308,6 +307,8 @@ class Execution:
                 recorded = await self.world.running.ps.gate.call(given["call_id"])
                 assert recorded.prompt_token_ids.size, "the gate has no prompt"
                 return list(differences(recorded.prompt_token_ids.tobytes().hex(), given["prompt"], "prompt"))
+            case "policies":
+                return list(_policies(given))
             case "same-results":
                 return await self._same_results(given["group_id"], given["results"])
             case _:
@@ -353,6 +354,13 @@ class Execution:
                 await eventually_async(reached, f"{given['at']} has {given['states']}")
             case "held":
                 await fleet.holds(given["at"])
+            case "push":
+                await fleet.push(given["service"], given["after"] + given.get("by", 1))
+            case "in-force":
+                wanted = dict.fromkeys(given.get("of", ENGINES), given["policy_version"])
+                return list(differences(wanted, await fleet.in_force(), "policy versions"))
+            case "paused":
+                return list(differences(given["engines"], await fleet.paused(), "paused"))
             case "tools-at":
                 await fleet.offers(given["at"], given["run_id"], given["names"])
             case _:
@@ -423,6 +431,20 @@ class Execution:
             versions = {at: item[0] for item in sample["versions"] for at in range(item[1], item[2])}
             wanted = [sent.get("policy_version")] * (end - start)
             yield from differences(wanted, [versions.get(at) for at in range(start, end)], f"versions of {call_id}")
+
+
+def _policies(given: Mapping[str, Any]) -> Iterator[str]:
+    """How samples are not one for each policy, each of which trains its own turns and no others."""
+    trained = {
+        sample["policy_id"]: [at for at, turn in enumerate(sample["turns"]) if not turn[3]]
+        for sample in given["samples"]
+    }
+    yield from differences(given["policies"], trained, "trained turns")
+    yield from differences(len(given["policies"]), len(given["samples"]), "samples")
+    for sample in given["samples"]:
+        yield from differences(given["turns"], sample["turn_policies"], "policies of turns")
+        untrained = {turn[3] for turn in sample["turns"] if turn[3]}
+        yield from differences(["OTHER_POLICY"], sorted(untrained), "reasons")
 
 
 def _rank(name: str, driver: str) -> str:

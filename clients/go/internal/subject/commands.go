@@ -161,10 +161,13 @@ func (s *subject) intercept(ctx context.Context, ps *penstock.Client, c *command
 	if c.PolicyVersion != nil {
 		opts = append(opts, penstock.WithPolicyVersion(*c.PolicyVersion))
 	}
+	if c.Policies != nil {
+		opts = append(opts, penstock.WithPolicies(c.Policies))
+	}
 	if c.Messages {
 		opts = append(opts, penstock.WithMessages())
 	}
-	session, err := ps.Intercept(ctx, penstock.Selector{RunID: c.RunID, GroupID: c.GroupID}, opts...)
+	session, err := ps.Intercept(ctx, penstock.Selector{RunID: c.RunID, GroupID: c.GroupID, PolicyIDs: c.PolicyIDs}, opts...)
 	if err != nil {
 		return nil, err
 	}
@@ -280,7 +283,7 @@ func answerCall(ctx context.Context, call *penstock.Call, c *command) (object, e
 func steer(ctx context.Context, session *penstock.Session, c *command) (object, error) {
 	switch c.Do {
 	case "announce":
-		session.Announce(*c.PolicyVersion)
+		session.AnnouncePolicy(c.PolicyID, *c.PolicyVersion)
 		return nil, nil
 	case "set_credits":
 		return nil, session.SetCredits(c.Calls)
@@ -347,6 +350,25 @@ func (s *subject) ofRollout(ctx context.Context, rollout *penstock.Rollout, c *c
 			}
 		}
 		return observedResult(result), nil
+	case "trajectory":
+		return trajectoryOf(ctx, rollout, c)
+	case "image":
+		data, err := rollout.Image(ctx, unhex(c.Sha256))
+		return object{"data": hex.EncodeToString(data)}, err
+	case "regrade":
+		var verifier *driverv1.Verifier
+		if c.Verify != nil {
+			verifier = (&spec{Verify: c.Verify}).message().GetTask().GetVerifier()
+		}
+		grade, err := rollout.Regrade(ctx, verifier, c.Name)
+		told := object{"name": grade.GetName(), "reward": nil, "failure": nil}
+		if grade.GetReward() != nil {
+			told["reward"] = grade.GetReward().GetValue()
+		}
+		if grade.GetFailure() != nil {
+			told["failure"] = grade.GetFailure().GetReason()
+		}
+		return told, err
 	case "serve":
 		s.serve(c.Session, rollout.Calls(s.whole, penstock.WithCredits(c.Credits)))
 		return nil, nil
@@ -377,6 +399,35 @@ func (s *subject) ofRollout(ctx context.Context, rollout *penstock.Rollout, c *c
 	default:
 		return nil, fmt.Errorf("there is no command %q for a rollout", c.Do)
 	}
+}
+
+// trajectoryOf is what a trajectory describes and does not carry.
+func trajectoryOf(ctx context.Context, rollout *penstock.Rollout, c *command) (object, error) {
+	whole, err := rollout.Trajectory(ctx, false)
+	if err == nil && c.Tensors {
+		err = rollout.AddTensors(ctx, whole)
+	}
+	if err == nil && c.Images {
+		err = rollout.AddImages(ctx, whole)
+	}
+	if err != nil {
+		return nil, err
+	}
+	tensors, images := []string{}, []string{}
+	for _, one := range whole.GetCalls() {
+		for _, tensor := range one.GetCompletion().GetTensors() {
+			tensors = append(tensors, hex.EncodeToString(tensor.GetData()))
+		}
+		for _, media := range one.GetMedia() {
+			images = append(images, hex.EncodeToString(media.GetData()))
+		}
+	}
+	for _, sample := range whole.GetSamples() {
+		for _, tensor := range sample.GetTensors() {
+			tensors = append(tensors, hex.EncodeToString(tensor.GetData()))
+		}
+	}
+	return object{"tensors": tensors, "images": images}, nil
 }
 
 // annotationsOf are those of a command.

@@ -58,10 +58,13 @@ type command struct {
 	After     int64  `json:"after"`
 	UntilAway bool   `json:"until_away"`
 
-	Credits       int    `json:"credits"`
-	Calls         int    `json:"calls"`
-	PolicyVersion *int64 `json:"policy_version"`
-	Messages      bool   `json:"messages"`
+	Credits       int              `json:"credits"`
+	Calls         int              `json:"calls"`
+	PolicyVersion *int64           `json:"policy_version"`
+	PolicyID      string           `json:"policy_id"`
+	PolicyIDs     []string         `json:"policy_ids"`
+	Policies      map[string]int64 `json:"policies"`
+	Messages      bool             `json:"messages"`
 
 	Call         any          `json:"call"`
 	Answer       string       `json:"answer"`
@@ -70,6 +73,11 @@ type command struct {
 	Replay       string       `json:"replay"`
 	Annotations  []annotation `json:"annotations"`
 	MaxDurationS float64      `json:"max_duration_s"`
+	Images       bool         `json:"with_images"`
+	Tensors      bool         `json:"with_tensors"`
+	Sha256       string       `json:"sha256"`
+	Verify       []string     `json:"verify"`
+	Name         string       `json:"name"`
 
 	CallID       string `json:"call_id"`
 	TokenIDs     string `json:"token_ids"`
@@ -235,6 +243,13 @@ func observedError(err error) object {
 	}
 	if failure.RetryAfter > 0 {
 		told["retry_after_s"] = failure.RetryAfter.Seconds()
+	}
+	if all := (*penstock.EnginesFailed)(nil); errors.As(err, &all) {
+		failures := map[string]string{}
+		for name, one := range all.Failures {
+			failures[name] = one.Reason
+		}
+		told["failures"], told["in_force"] = failures, all.InForce
 	}
 	return told
 }

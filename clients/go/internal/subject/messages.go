@@ -27,6 +27,7 @@ type spec struct {
 	Setup            []string          `json:"setup"`
 	Verify           []string          `json:"verify"`
 	Reward           string            `json:"reward"`
+	FreshFork        *bool             `json:"fresh_fork"`
 	RunID            *string           `json:"run_id"`
 	Labels           map[string]string `json:"labels"`
 	Options          map[string]any    `json:"options"`
@@ -34,6 +35,12 @@ type spec struct {
 	MaxCalls         *int32            `json:"max_calls"`
 	AgentTimeoutS    *float64          `json:"agent_timeout_s"`
 	MinPolicyVersion *int64            `json:"min_policy_version"`
+	MaxStaleness     *int64            `json:"max_staleness"`
+	Models           []struct {
+		PolicyID   string `json:"policy_id"`
+		FromIndex  *int32 `json:"from_index"`
+		UntilIndex *int32 `json:"until_index"`
+	} `json:"models"`
 }
 
 func (s *spec) message() *driverv1.RolloutSpec {
@@ -42,7 +49,7 @@ func (s *spec) message() *driverv1.RolloutSpec {
 		task.Files = append(task.Files, &sandboxv1.SeedFile{Path: path, Content: []byte(s.Files[path])})
 	}
 	if s.Verify != nil {
-		task.Verifier = &driverv1.Verifier{Commands: commands(s.Verify)}
+		task.Verifier = &driverv1.Verifier{Commands: commands(s.Verify), FreshFork: s.FreshFork}
 		if s.Reward == "file" {
 			task.Verifier.Reward = &driverv1.Verifier_RewardFile{RewardFile: &driverv1.RewardFile{}}
 		} else {
@@ -69,6 +76,16 @@ func (s *spec) message() *driverv1.RolloutSpec {
 	}
 	if s.MinPolicyVersion != nil {
 		whole.Policy = &interceptionv1.PolicyVersionConstraint{MinVersion: s.MinPolicyVersion}
+	}
+	if s.MaxStaleness != nil {
+		whole.Policy = &interceptionv1.PolicyVersionConstraint{MaxStaleness: s.MaxStaleness}
+	}
+	for _, item := range s.Models {
+		model := &interceptionv1.RolloutModel{PolicyId: item.PolicyID}
+		if item.FromIndex != nil || item.UntilIndex != nil {
+			model.Calls = &interceptionv1.CallRule{FromIndex: item.FromIndex, UntilIndex: item.UntilIndex}
+		}
+		whole.Models = append(whole.Models, model)
 	}
 	return whole
 }
@@ -108,6 +125,7 @@ func observedCall(call *penstock.Call) object {
 		"prompt":       hex.EncodeToString(penstock.EncodeTokenIDs(call.PromptTokenIDs())),
 		"prompt_count": call.Message.GetPromptCount(), "max_tokens": call.Sampling().MaxTokens,
 		"lease_attempt": call.Message.GetLeaseAttempt(), "messages": messages,
+		"policy_id": call.PolicyID(), "min_policy_version": call.Message.MinPolicyVersion,
 	}
 }
 
@@ -166,12 +184,13 @@ func observedSample(sample penstock.Sample) object {
 	for _, item := range sample.Message.GetTurns() {
 		turns = append(turns, []any{item.GetCallId(), item.GetStart(), item.GetEnd(), item.GetUntrainedReason()})
 	}
-	rewards := []*float64{}
+	rewards, policies := []*float64{}, []string{}
 	for _, item := range sample.Message.GetTurns() {
-		rewards = append(rewards, item.Reward)
+		rewards, policies = append(rewards, item.Reward), append(policies, item.GetPolicyId())
 	}
 	told := object{
 		"turn_rewards": rewards, "token_rewards": nil,
+		"policy_id": sample.Message.GetPolicyId(), "turn_policies": policies,
 		"input_ids": hex.EncodeToString(penstock.EncodeTokenIDs(sample.InputIDs)),
 		"loss_mask": hex.EncodeToString(mask), "logprobs": nil, "versions": versions, "turns": turns,
 		"prompt_count": sample.Message.GetPromptCount(), "weight": sample.Message.GetWeight(),

@@ -27,6 +27,7 @@ type more struct {
 	Descr     any            `json:"descriptor"`
 	Files     map[string]string
 	FromStep  int64 `json:"from_step"`
+	Sequences []toScore
 	Labels    map[string]string
 	Last      bool
 	LeaseS    float64 `json:"lease_s"`
@@ -87,7 +88,7 @@ func (s *subject) surface(ctx context.Context, ps *penstock.Client, c *command) 
 		return nil, err, true
 	}
 	for _, known := range []func(context.Context, *penstock.Client, *command, *more) (object, error, bool){
-		s.sandboxCommand, s.terminalCommand, s.weightCommand, s.toolCommand, s.pullCommand, s.metricCommand,
+		s.sandboxCommand, s.terminalCommand, s.weightCommand, s.scoreCommand, s.toolCommand, s.pullCommand, s.metricCommand,
 	} {
 		if answer, err, is := known(ctx, ps, c, m); is {
 			return answer, err, true
@@ -195,7 +196,9 @@ func (s *subject) weightCommand(ctx context.Context, ps *penstock.Client, c *com
 		if m.Partial {
 			opts = append(opts, penstock.WithPartialWeights())
 		}
-		return version(engine.UpdateWeights(ctx, m.After+1, m.tensors(), opts...))
+		update, err := engine.UpdateWeights(ctx, m.After+1, m.tensors(), opts...)
+		away := append([]string{}, update.Away...)
+		return object{"policy_version": update.GetPolicyVersion(), "away": away}, err, true
 	case "update_weights_from":
 		return version(engine.UpdateWeightsFrom(ctx, m.After+1, m.Path))
 	case "init_transfer":
@@ -235,10 +238,71 @@ func (s *subject) weightCommand(ctx context.Context, ps *penstock.Client, c *com
 	case "pause_engine":
 		mode := value(inferencev1.PauseMode_value, "PAUSE_MODE_", m.Mode.(string))
 		count, err := engine.Pause(ctx, inferencev1.PauseMode(mode))
-		if err == nil {
-			err = engine.Resume(ctx)
-		}
 		return object{"in_flight": count}, err, true
+	case "resume_engine":
+		return nil, engine.Resume(ctx), true
+	default:
+		return nil, nil, false
+	}
+}
+
+// toScore is a sequence of a command.
+type toScore struct {
+	TokenIDs     []int32  `json:"token_ids"`
+	Start        int      `json:"start"`
+	TopLogprobs  int      `json:"top_logprobs"`
+	Temperature  *float64 `json:"temperature"`
+	ExactVersion *int64   `json:"exact_version"`
+}
+
+func (t toScore) sequence() penstock.ToScore {
+	return penstock.ToScore{
+		TokenIDs: t.TokenIDs, Start: t.Start, TopLogprobs: t.TopLogprobs, Temperature: t.Temperature, ExactVersion: t.ExactVersion,
+	}
+}
+
+func observedScore(score *penstock.Score) object {
+	told := object{
+		"logprobs": hex.EncodeToString(penstock.EncodeLogprobs(score.Logprobs)), "top_count": nil, "top_token_ids": nil,
+	}
+	if score.Top != nil {
+		told["top_count"], told["top_token_ids"] = score.Top.Count, score.Top.IDs
+	}
+	return told
+}
+
+func (s *subject) scoreCommand(ctx context.Context, ps *penstock.Client, c *command, m *more) (object, error, bool) {
+	var sequences []penstock.ToScore
+	for _, item := range m.Sequences {
+		sequences = append(sequences, item.sequence())
+	}
+	switch c.Do {
+	case "score":
+		score, err := ps.Inference.Score(ctx, sequences[0])
+		if err != nil {
+			return nil, err, true
+		}
+		return observedScore(score), nil, true
+	case "score_batch":
+		scores, err := ps.Inference.ScoreBatch(ctx, sequences)
+		found := []object{}
+		for _, score := range scores {
+			found = append(found, observedScore(score))
+		}
+		return object{"scores": found}, err, true
+	case "score_each":
+		found := make([]object, len(sequences))
+		for one, err := range ps.Inference.ScoreEach(ctx, sequences) {
+			switch {
+			case err != nil:
+				return nil, err, true
+			case one.Failure != nil:
+				found[one.Index] = object{"failure": one.Failure.Reason}
+			default:
+				found[one.Index] = observedScore(one.Score)
+			}
+		}
+		return object{"scores": found}, nil, true
 	default:
 		return nil, nil, false
 	}
@@ -339,7 +403,7 @@ func (s *subject) pullCommand(ctx context.Context, ps *penstock.Client, c *comma
 	case "lease_calls":
 		wait := time.Duration(m.WaitS * float64(time.Second))
 		options := penstock.LeaseOptions{MaxCalls: m.MaxCalls, Wait: wait}
-		calls, err := ps.LeaseCalls(ctx, penstock.Selector{RunID: c.RunID}, options)
+		calls, err := ps.LeaseCalls(ctx, penstock.Selector{RunID: c.RunID, PolicyIDs: c.PolicyIDs}, options)
 		found := []object{}
 		for _, call := range calls {
 			keep(s, s.calls, call.ID(), call)

@@ -41,6 +41,7 @@ interface Selector {
   readonly groupId?: string;
   readonly rolloutIds?: readonly string[];
   readonly labels?: Readonly<Record<string, string>>;
+  readonly policyIds?: readonly string[];
 }
 
 type LeaseRequest = MessageInitShape<typeof LeaseCallsRequestSchema>;
@@ -53,10 +54,10 @@ const LEASED_AT = new WeakMap<ModelCall, Service>();
  * no longer: what they have leased meanwhile is taken too, or put back where it is too much.
  */
 export async function leaseCalls(gates: readonly Service[], options: LeaseOptions & Selector): Promise<ModelCall[]> {
-  const { runId, groupId, rolloutIds = [], labels, maxCalls = 1, waitMs, policyVersion, signal } = options;
+  const { runId, groupId, rolloutIds = [], labels, policyIds = [], maxCalls = 1, waitMs, policyVersion, signal } = options;
   const request = {
     requestId: randomBytes(16).toString("hex"),
-    selector: { runId, groupId, rolloutIds: [...rolloutIds], labels: { ...labels } },
+    selector: { runId, groupId, rolloutIds: [...rolloutIds], labels: { ...labels }, policyIds: [...policyIds] },
     identity: options.identity || hostname(),
     maxCalls,
     wait: duration(waitMs ?? WAIT_MS),

@@ -52,6 +52,8 @@ export interface StreamOptions {
   readonly window: Window;
   readonly identity: string | undefined;
   readonly policyVersion: number | undefined;
+  /** The newest version by policy; copied. */
+  readonly policies: ReadonlyMap<string, number>;
   readonly messages: boolean;
   readonly bodies: boolean;
   /** For how long the gate is waited for, at first and when the stream broke. */
@@ -91,6 +93,7 @@ export class GateStream {
   readonly #ended = new AbortController();
   #window: Window;
   #policyVersion: number | undefined;
+  readonly #policies: Map<string, number>;
   #outbox: Frame[] = [];
   #hasUnregistered = false;
   #goAway: PenstockError | undefined;
@@ -120,6 +123,7 @@ export class GateStream {
     this.#prompts = new Prompts(service, this.#client);
     this.#window = options.window;
     this.#policyVersion = options.policyVersion;
+    this.#policies = new Map(options.policies);
   }
 
   /** Begins to connect. */
@@ -144,10 +148,14 @@ export class GateStream {
     }
   }
 
-  /** Tells the gate which weights are the newest. */
-  announce(policyVersion: number): void {
-    this.#policyVersion = policyVersion;
-    this.#send({ case: "policy", value: { policyVersion: BigInt(policyVersion) } });
+  /** Tells the gate which weights of a policy are the newest; empty = of the only trained one of each rollout. */
+  announce(policyVersion: number, policyId: string): void {
+    if (policyId) {
+      this.#policies.set(policyId, policyVersion);
+    } else {
+      this.#policyVersion = policyVersion;
+    }
+    this.#send({ case: "policy", value: { policyVersion: BigInt(policyVersion), policyId } });
   }
 
   /** Offers tools to the agents of rollouts that are created from now on. */
@@ -286,6 +294,7 @@ export class GateStream {
         credits: { ...this.#window, calls: Math.max(1, this.#window.calls) },
         identity: identity || hostname(),
         policyVersion: this.#policyVersion === undefined ? undefined : BigInt(this.#policyVersion),
+        policies: [...this.#policies].map(([policyId, version]) => ({ policyId, policyVersion: BigInt(version) })),
         view: { messages, body: bodies, suffixOnly: true },
         maxMessageBytes: BigInt(MAX_MESSAGE_BYTES),
         ...(this.sessionId && { resumeSessionId: this.sessionId, held: { callIds: this.#leases.callIds } }),

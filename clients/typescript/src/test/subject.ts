@@ -10,15 +10,18 @@ import {
   Assays,
   Completion,
   connect,
+  EnginesFailed,
   type GroupHandle,
   type InterceptSession,
   type ModelCall,
   type Penstock,
   PenstockError,
   type RolloutHandle,
+  type RolloutModel,
   type RolloutOptions,
   type RolloutResult,
   type Task,
+  type Verifier,
 } from "../index.js";
 import { forget, type Kept, SURFACE } from "./surface.js";
 
@@ -71,6 +74,10 @@ function observedError(error: unknown): object {
     metadata: error.metadata,
     violations: error.violations,
     retry_after_s: error.retryAfterMs === undefined ? null : error.retryAfterMs / 1000,
+    ...(error instanceof EnginesFailed && {
+      failures: Object.fromEntries(Object.entries(error.failures).map(([name, { reason }]) => [name, reason])),
+      in_force: error.inForce,
+    }),
   };
 }
 
@@ -97,6 +104,8 @@ function observedResult({ rollout, outcome, trajectory }: RolloutResult): object
         : null,
       turn_rewards: sample.turns.map((turn) => turn.reward ?? null),
       token_rewards: sample.tokenRewards ? hex(sample.tokenRewards) : null,
+      policy_id: sample.policyId,
+      turn_policies: sample.turns.map((turn) => turn.policyId),
     })),
     annotations: (trajectory?.annotations ?? []).map(({ name, author, callId, value, tokenValues, details }) => ({
       name,
@@ -118,6 +127,8 @@ function observedCall(call: ModelCall): object {
     prompt_count: call.promptCount,
     max_tokens: call.sampling?.maxTokens ?? null,
     lease_attempt: call.leaseAttempt,
+    policy_id: call.policyId,
+    min_policy_version: call.minPolicyVersion ?? null,
     messages: call.messages.map((message) => ({
       role: ["", "system", "developer", "user", "assistant", "tool"][message.role],
       text: message.parts.map(({ part }) => (part.case === "text" ? part.value.text : "")).join(""),
@@ -131,7 +142,9 @@ function taskOf(spec: Given): Task {
     instruction: spec.instruction,
     files: spec.files ?? {},
     setup: spec.setup ?? [],
-    ...(spec.verify && { verifier: { commands: spec.verify, reward: spec.reward } }),
+    ...(spec.verify && {
+      verifier: { commands: spec.verify, reward: spec.reward, ...(spec.fresh_fork && { freshFork: true }) },
+    }),
   };
 }
 
@@ -146,7 +159,15 @@ function optionsOf(spec: Given, signal: AbortSignal, assay?: string): RolloutOpt
     ...(spec.max_calls && { budgets: { maxCalls: spec.max_calls } }),
     ...(spec.agent_timeout_s && { limits: { agentMs: spec.agent_timeout_s * 1000 } }),
     ...(spec.min_policy_version && { policy: { minVersion: spec.min_policy_version } }),
+    ...(spec.max_staleness && { policy: { maxStaleness: spec.max_staleness } }),
+    ...(spec.models && { models: spec.models.map(modelOf) }),
   };
+}
+
+function modelOf({ policy_id, from_index, until_index }: Given): RolloutModel {
+  const isLast = from_index === undefined;
+  const calls = { ...(until_index !== undefined && { untilIndex: until_index }), fromIndex: from_index };
+  return { policyId: policy_id, ...(!isLast && { calls }) };
 }
 
 async function rolloutOf(given: Given, signal: AbortSignal): Promise<RolloutHandle> {
@@ -225,6 +246,26 @@ const COMMANDS: Readonly<Record<string, Command>> = {
     const results = await (await groupOf(given, signal)).results({ signal });
     return { results: results.map(observedResult) };
   },
+  trajectory: async (given, signal) => {
+    const { with_tensors: tensors = false, with_images: images = false } = given;
+    const { message } = await (await rolloutOf(given, signal)).trajectory({ tensors, images, signal });
+    const held = message.calls.map(({ completion }) => completion?.tensors ?? []);
+    const all = [...held.flat(), ...message.samples.flatMap((sample) => sample.tensors)];
+    return {
+      tensors: all.map(({ data }) => hex(data)),
+      images: message.calls.flatMap(({ media }) => media).map(({ data }) => hex(data)),
+    };
+  },
+  image: async (given, signal) => {
+    const handle = await rolloutOf(given, signal);
+    return { data: hex(await handle.image(Buffer.from(given.sha256, "hex"), { signal })) };
+  },
+  regrade: async (given, signal) => {
+    const { verify, name } = given;
+    const verifier: Verifier | undefined = verify && { commands: verify };
+    const grade = await (await rolloutOf(given, signal)).regrade(verifier, { ...(name && { name }), signal });
+    return { name: grade.name, reward: grade.reward?.value ?? null, failure: grade.failure?.reason ?? null };
+  },
   cancel: async (given, signal) => (await handleOf(given, signal)).cancel(given.reason ?? "", { signal }),
   delete: async (given, signal) => (await handleOf(given, signal)).delete({ signal }),
   branch: async (given, signal) => {
@@ -256,13 +297,15 @@ const COMMANDS: Readonly<Record<string, Command>> = {
   serve: async (given, signal) => {
     iterators.set(given.session, (await handleOf(given, signal)).calls({ credits: given.credits }));
   },
-  intercept: async ({ client, session, run_id, credits, policy_version, messages }, signal) => {
+  intercept: async ({ client, session, run_id, credits, policy_version, policy_ids, policies, messages }, signal) => {
     const opened = await named(clients, client).intercept({
       runId: run_id,
       credits,
       signal,
       onToolError: () => {}, // what breaks in a case's tool is no complaint
       ...(policy_version !== undefined && { policyVersion: policy_version }),
+      ...(policy_ids !== undefined && { policyIds: policy_ids }),
+      ...(policies !== undefined && { policies }),
       ...(messages !== undefined && { messages }),
     });
     sessions.set(session, opened);
@@ -309,7 +352,7 @@ const COMMANDS: Readonly<Record<string, Command>> = {
     }
     return { reason: call.endReason };
   },
-  announce: async ({ session, policy_version }) => named(sessions, session).announce(policy_version),
+  announce: async ({ session, policy_version, policy_id }) => named(sessions, session).announce(policy_version, policy_id),
   set_credits: async ({ session, calls: credits }) => named(sessions, session).setCredits(credits),
   pause: async ({ session }, signal) => ({
     open_calls: await unlessAborted(named(sessions, session).pause("conformance"), signal),

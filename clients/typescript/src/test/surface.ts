@@ -10,10 +10,12 @@ import {
   type Penstock,
   type ProcessHandle,
   type SandboxHandle,
+  type Score,
   type Task,
   type Tensors,
   type TerminalHandle,
   ToolFailed,
+  type ToScore,
 } from "../index.js";
 import { type Exit, ExitReasonSchema, OutputStream } from "../gen/penstock/sandbox/v1/process_service_pb.js";
 import { FileKindSchema } from "../gen/penstock/sandbox/v1/file_service_pb.js";
@@ -72,6 +74,24 @@ function tensorsOf(given: Given): Tensors {
       return [name, { shape, data: new Float32Array(count).fill(fill) }];
     }),
   );
+}
+
+function toScore({ token_ids, start, top_logprobs, temperature, exact_version }: Given): ToScore {
+  return {
+    tokenIds: token_ids,
+    start,
+    ...(top_logprobs && { topLogprobs: top_logprobs }),
+    ...(temperature && { temperature }),
+    ...(exact_version && { exactVersion: exact_version }),
+  };
+}
+
+function observedScore({ logprobs, top }: Score): object {
+  return {
+    logprobs: hex(new Uint8Array(logprobs.buffer, logprobs.byteOffset, logprobs.byteLength)),
+    top_count: top?.count ?? null,
+    top_token_ids: top === undefined ? null : [...top.tokenIds],
+  };
 }
 
 /** What a tool does when it is called is in its `does`. */
@@ -242,8 +262,8 @@ const OTHERS: Readonly<Record<string, Command>> = {
   policy_version: async (ps, _, signal) => ({ policy_version: await ps.inference.policyVersion({ signal }) }),
   update_weights: async (ps, { after, tensors, partial }, signal) => {
     const options = { partial: partial ?? false, signal };
-    const { policyVersion } = await ps.inference.updateWeights(after + 1, tensorsOf(tensors), options);
-    return { policy_version: policyVersion };
+    const { policyVersion, away } = await ps.inference.updateWeights(after + 1, tensorsOf(tensors), options);
+    return { policy_version: policyVersion, away };
   },
   update_weights_from: async (ps, { after, path }, signal) => {
     const { policyVersion } = await ps.inference.updateWeightsFrom(after + 1, path, { signal });
@@ -275,10 +295,22 @@ const OTHERS: Readonly<Record<string, Command>> = {
     return { names: adapters.map(({ name }) => name) };
   },
   unload_adapter: async (ps, { name }, signal) => ps.inference.unloadAdapter(name, { signal }),
-  pause_engine: async (ps, { mode }, signal) => {
-    const inFlight = await ps.inference.pause({ mode, signal });
-    await ps.inference.resume({ signal });
-    return { in_flight: inFlight };
+  pause_engine: async (ps, { mode }, signal) => ({ in_flight: await ps.inference.pause({ mode, signal }) }),
+  resume_engine: async (ps, _, signal) => ps.inference.resume({ signal }),
+  score: async (ps, { sequences }, signal) => {
+    const { tokenIds, start = 1, topLogprobs = 0, ...options } = toScore(sequences[0]);
+    return observedScore(await ps.inference.scoreTop(tokenIds, start, topLogprobs, { ...options, signal }));
+  },
+  score_batch: async (ps, { sequences }, signal) => {
+    const scores = await ps.inference.scoreBatch(sequences.map(toScore), { signal });
+    return { scores: scores.map(observedScore) };
+  },
+  score_each: async (ps, { sequences }, signal) => {
+    const found: object[] = [];
+    for await (const { index, score, failure } of ps.inference.scoreEach(sequences.map(toScore), { signal })) {
+      found[index] = score === undefined ? { failure: failure.reason } : observedScore(score);
+    }
+    return { scores: found };
   },
   offer_tools: async (_, { session, tools: given }, signal, { sessions }) => {
     const offered = given.map(({ name, does, parameters }: Given): HostTool => {
@@ -308,8 +340,12 @@ const OTHERS: Readonly<Record<string, Command>> = {
     const options = { ...(names && { names }), ...(from_step && { fromStep: from_step }), signal };
     return { count: await ps.runs.deleteMetrics(run_id, options) };
   },
-  lease_calls: async (ps, { run_id, max_calls, wait_s }, signal, { calls, observedCall }) => {
-    const options = { ...(max_calls && { maxCalls: max_calls }), ...(wait_s && { waitMs: wait_s * 1000 }) };
+  lease_calls: async (ps, { run_id, policy_ids, max_calls, wait_s }, signal, { calls, observedCall }) => {
+    const options = {
+      ...(policy_ids && { policyIds: policy_ids }),
+      ...(max_calls && { maxCalls: max_calls }),
+      ...(wait_s && { waitMs: wait_s * 1000 }),
+    };
     const leased = await ps.leaseCalls({ runId: run_id, signal, ...options });
     for (const call of leased) {
       calls.set(call.callId, call);

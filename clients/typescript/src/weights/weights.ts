@@ -3,8 +3,9 @@
 import { randomBytes } from "node:crypto";
 import type { MessageInitShape } from "@bufbuild/protobuf";
 import type { CallOptions, Client } from "@connectrpc/connect";
+import type { Cluster } from "../cluster.js";
 import { present } from "../driver.js";
-import { InvalidArgument, Unavailable } from "../errors.js";
+import { Aborted, InvalidArgument, Unavailable } from "../errors.js";
 import {
   type Adapter,
   type InferenceService,
@@ -17,9 +18,12 @@ import {
 import type { Abortable } from "../handles.js";
 import { Backoff, type Service } from "../rpc.js";
 import { duration, milliseconds, number } from "../wire.js";
+import { type Done, type Engine, Engines } from "./engines.js";
 import { type TensorFile, type Tensors, tensorFile } from "./safetensors.js";
 
 const WEIGHTS_MS = 600_000;
+/** How long a push to one of several engines waits for another one that runs there: others may hand weights on to it. */
+const OTHERS_MS = 60_000;
 
 /** What becomes of generations in flight: they are aborted, finished first, or kept (the default). */
 export type PauseMode = "abort" | "wait" | "keep";
@@ -33,22 +37,27 @@ export interface UpdateOptions extends WeightOptions {
   readonly partial?: boolean;
 }
 
-/** What an update did; absent = not known. */
+/** What an update did; absent = not known. Of several engines, each step lasted as long as at the slowest one. */
 export interface WeightUpdate {
   readonly policyVersion: number;
   readonly transferMs: number | undefined;
   readonly pauseMs: number | undefined;
   readonly loadMs: number | undefined;
+  /** Names of engines that do not answer and got nothing. They get calls again when they have these weights. */
+  readonly away: readonly string[];
 }
 
 /** The part of `ps.inference` that moves weights. */
 export class Weights {
   protected readonly service: Service;
   protected readonly client: Client<typeof InferenceService>;
+  readonly #engines: Engines;
 
-  constructor(service: Service, client: Client<typeof InferenceService>) {
+  /** @param cluster has the other engines, where the gates have a list. */
+  constructor(service: Service, client: Client<typeof InferenceService>, cluster: Cluster) {
     this.service = service;
     this.client = client;
+    this.#engines = new Engines(cluster);
   }
 
   /** The version of the base weights that are in force. */
@@ -59,10 +68,12 @@ export class Weights {
 
   /**
    * Replaces the weights by those of a version greater than the one in force, atomically: an update that fails leaves the old
-   * ones. Generations in flight go on under the new weights. Sent once more where the service went away meanwhile.
+   * ones. Generations in flight go on under the new weights. Sent once more where the service went away meanwhile. Where the gates
+   * have a list of engines, all get it.
    *
    * Rejects with FailedPrecondition POLICY_VERSION_NOT_NEWER, TENSOR_UNKNOWN, TENSOR_MISSING, TENSOR_SHAPE; Aborted
-   * UPDATE_IN_PROGRESS; InvalidArgument NO_TENSORS, TENSOR_DTYPE, TENSOR_SIZE: nothing was sent.
+   * UPDATE_IN_PROGRESS; InvalidArgument NO_TENSORS, TENSOR_DTYPE, TENSOR_SIZE: nothing was sent; EnginesFailed: some of several
+   * engines failed, also for BASE_VERSION_DIFFERS: the engine's other tensors are not those that a partial update was made for.
    */
   async updateWeights(version: number, tensors: Tensors, options: UpdateOptions = {}): Promise<WeightUpdate> {
     const file = tensorFile(tensors);
@@ -83,19 +94,22 @@ export class Weights {
   /**
    * Sets up transfers in which the trainer moves weights itself; once, before the first `startTransfer`.
    *
-   * Rejects with Unsupported CAPABILITY_MISSING; InvalidArgument TRANSFER_REFUSED, NOT_JSON.
+   * Rejects with Unsupported CAPABILITY_MISSING; InvalidArgument TRANSFER_REFUSED, NOT_JSON; ConfigurationError ENGINE_LIST: the
+   * gates have a list of engines, so connect to each by its address, with `discover: false`.
    *
    * @param backend one of those that `info()` names, as "nccl"; `options` are the backend's, written as JSON.
    */
   async initTransfer(backend: string, options: unknown = {}, { signal }: Abortable = {}): Promise<void> {
     const request = { backend, optionsJson: asJson(options, "options") };
-    await this.service.call((call) => this.client.initTransfer(request, call), { signal, timeoutMs: WEIGHTS_MS });
+    const { service, client } = await this.#engines.only(signal);
+    await service.call((call) => client.initTransfer(request, call), { signal, timeoutMs: WEIGHTS_MS });
   }
 
   /**
    * Pauses the engine for the weights of a version, which the trainer moves itself.
    *
-   * Rejects with Aborted UPDATE_IN_PROGRESS; FailedPrecondition POLICY_VERSION_NOT_NEWER; Unsupported CAPABILITY_MISSING.
+   * Rejects with Aborted UPDATE_IN_PROGRESS; FailedPrecondition POLICY_VERSION_NOT_NEWER; Unsupported CAPABILITY_MISSING;
+   * ConfigurationError ENGINE_LIST, as `initTransfer`.
    *
    * @param options `idleTimeoutMs`: after so long without tensors the engine abandons it. Default 5 min.
    */
@@ -110,19 +124,20 @@ export class Weights {
       mode: number(PauseModeSchema, mode),
       idleTimeout: duration(idleTimeoutMs),
     };
-    const answer = await this.service.call((call) => this.client.startTransfer(request, call), {
+    const { service, client } = await this.#engines.only(signal);
+    const answer = await service.call((call) => client.startTransfer(request, call), {
       signal,
       timeoutMs: WEIGHTS_MS,
       repeatable: true,
     });
-    return new WeightTransfer(this.service, this.client, answer.transferId);
+    return new WeightTransfer(service, client, answer.transferId);
   }
 
   /**
    * Loads a LoRA adapter, or a newer version of one, beside the base weights, atomically.
    *
    * Rejects with Unsupported CAPABILITY_MISSING; FailedPrecondition POLICY_VERSION_NOT_NEWER; InvalidArgument ADAPTER_INVALID,
-   * NOT_JSON; ResourceExhausted ADAPTER_LIMIT.
+   * NOT_JSON; ResourceExhausted ADAPTER_LIMIT; EnginesFailed: some of several engines failed.
    *
    * @param tensors those of PEFT's `adapter_model.safetensors`.
    * @param config the content of its `adapter_config.json`: `r`, `lora_alpha`, `target_modules`.
@@ -157,7 +172,10 @@ export class Weights {
   /** Unloads an adapter; its completions in flight go on. Does nothing where it is not loaded. */
   async unloadAdapter(name: string, { signal }: Abortable = {}): Promise<void> {
     const options = { signal, timeoutMs: WEIGHTS_MS, repeatable: true };
-    await this.service.call((call) => this.client.unloadAdapter({ name }, call), options);
+    await this.#engines.atAll(
+      ({ service, client }) => service.call((call) => client.unloadAdapter({ name }, call), options),
+      signal,
+    );
   }
 
   /** The loaded adapters, sorted by name. Rejects with Unsupported CAPABILITY_MISSING. */
@@ -173,12 +191,17 @@ export class Weights {
   async pause({ mode = "keep", signal }: WeightOptions = {}): Promise<number> {
     const request = { mode: number(PauseModeSchema, mode) };
     const options = { signal, timeoutMs: WEIGHTS_MS, repeatable: true };
-    return (await this.service.call((call) => this.client.pause(request, call), options)).inFlightCount;
+    const { answers } = await this.#engines.atAll(
+      ({ service, client }) => service.call((call) => client.pause(request, call), options),
+      signal,
+    );
+    return answers.reduce((sum, { inFlightCount }) => sum + inFlightCount, 0);
   }
 
   /** Lets the engine generate again. */
   async resume({ signal }: Abortable = {}): Promise<void> {
-    await this.service.call((call) => this.client.resume({}, call), { signal, repeatable: true });
+    const options = { signal, repeatable: true };
+    await this.#engines.atAll(({ service, client }) => service.call((call) => client.resume({}, call), options), signal);
   }
 
   async #update(begin: Beginning, file: TensorFile | undefined, signal?: AbortSignal): Promise<WeightUpdate> {
@@ -189,7 +212,15 @@ export class Weights {
       }
       yield { frame: { case: "commit", value: { sha256: file?.sha256 ?? new Uint8Array() } } };
     }
-    return updateFrom(await this.#push((call) => this.client.updateWeights(frames(), call), signal));
+    const once = async ({ service, client }: Engine) =>
+      updateFrom(await pushed(service, (call) => client.updateWeights(frames(), call), signal));
+    const push = (engine: Engine) => (engine.name ? afterOthers(engine.service, () => once(engine), signal) : once(engine));
+    const isPartial = begin.format === WeightFormat.SAFETENSORS_PARTIAL;
+    return together(
+      isPartial
+        ? await this.#engines.pushPartial(Number(begin.policyVersion), push, signal)
+        : await this.#engines.atAll(push, signal),
+    );
   }
 
   async #load(begin: AdapterBeginning, file: TensorFile | undefined, signal?: AbortSignal): Promise<Adapter> {
@@ -200,22 +231,56 @@ export class Weights {
       }
       yield { frame: { case: "commit", value: { sha256: file?.sha256 ?? new Uint8Array() } } };
     }
-    return present((await this.#push((call) => this.client.loadAdapter(frames(), call), signal)).adapter);
+    const { answers } = await this.#engines.atAll(
+      ({ service, client }) => pushed(service, (call) => client.loadAdapter(frames(), call), signal),
+      signal,
+    );
+    return present(answers[0]?.adapter);
   }
+}
 
-  /** Sends a client stream; once more where the service went away, which changes nothing that was done already. */
-  async #push<A>(method: (options: CallOptions) => Promise<A>, signal?: AbortSignal): Promise<A> {
-    const options = { signal, timeoutMs: WEIGHTS_MS };
+/** Sends a client stream; once more where the service went away, which changes nothing that was done already. */
+async function pushed<A>(service: Service, method: (options: CallOptions) => Promise<A>, signal?: AbortSignal): Promise<A> {
+  const options = { signal, timeoutMs: WEIGHTS_MS };
+  try {
+    return await service.call(method, options);
+  } catch (error) {
+    if (!(error instanceof Unavailable)) {
+      throw error;
+    }
+    await service.pause(new Backoff().next(error), signal);
+    return service.call(method, options);
+  }
+}
+
+/** What a push gives, repeated while another one runs at the engine. */
+async function afterOthers<A>(service: Service, push: () => Promise<A>, signal?: AbortSignal): Promise<A> {
+  const backoff = new Backoff();
+  for (const until = performance.now() + OTHERS_MS; ; ) {
     try {
-      return await this.service.call(method, options);
+      return await push();
     } catch (error) {
-      if (!(error instanceof Unavailable)) {
+      if (!(error instanceof Aborted) || error.reason !== "UPDATE_IN_PROGRESS" || performance.now() >= until) {
         throw error;
       }
-      await this.service.pause(new Backoff().next(error), signal);
-      return this.service.call(method, options);
+      await service.pause(backoff.next(error), signal);
     }
   }
+}
+
+/** The result of a push to all engines. */
+function together({ answers, away }: Done<WeightUpdate>): WeightUpdate {
+  const slowest = (times: readonly (number | undefined)[]) => {
+    const known = times.filter((time) => time !== undefined);
+    return known.length === 0 ? undefined : Math.max(...known);
+  };
+  return {
+    policyVersion: Math.min(...answers.map(({ policyVersion }) => policyVersion)),
+    transferMs: slowest(answers.map(({ transferMs }) => transferMs)),
+    pauseMs: slowest(answers.map(({ pauseMs }) => pauseMs)),
+    loadMs: slowest(answers.map(({ loadMs }) => loadMs)),
+    away,
+  };
 }
 
 type Frame<S extends typeof UpdateWeightsRequestSchema | typeof LoadAdapterRequestSchema> = NonNullable<
@@ -289,6 +354,7 @@ function updateFrom(answer: { policyVersion: bigint; phases?: UpdatePhases | und
     transferMs: milliseconds(phases?.transfer),
     pauseMs: milliseconds(phases?.pause),
     loadMs: milliseconds(phases?.load),
+    away: [],
   };
 }
 
