@@ -8,6 +8,7 @@ export const routes: readonly Route[] = [
   { pattern: "/runs/:id", title: ({ id }) => `Run ${id ?? ""}`, load: () => import("./run/one") },
   { pattern: "/tasks", title: () => "Tasks", load: async () => ({ default: (await import("./tasks/page")).Tasks }) },
   { pattern: "/tasks/:id", title: ({ id }) => `Task ${id ?? ""}`, load: async () => ({ default: (await import("./tasks/page")).Task }) },
+  { pattern: "/tasks/:id/versions", title: ({ id }) => `Versions of task ${id ?? ""}`, load: () => import("./tasks/versionspage") },
   { pattern: "/agents", title: () => "Agents", load: async () => ({ default: (await import("./tasks/page")).Agents }) },
   { pattern: "/agents/:id", title: ({ id }) => `Agent ${id ?? ""}`, load: async () => ({ default: (await import("./tasks/page")).Agent }) },
   { pattern: "/new", title: () => "New rollout", load: () => import("./start/page") },

@@ -1,5 +1,5 @@
 /**
- * Where two rollouts of a group part: the first token of the main conversation that differs.
+ * Where two rollouts of a task part: the first token of the main conversation that differs.
  *
  * Each token of a record is carried once (a call's prompt is a part of its parent's tokens and then its own), so walking the
  * calls in order compares every token once. Invariant (tested): everything before the place is equal in both, and at it the

@@ -2,7 +2,7 @@
 
 import { Code } from "@connectrpc/connect";
 import { computed, type ReadonlySignal, signal } from "@preact/signals";
-import { type Group, Phase, type RolloutSummary } from "@gen/penstock/driver/v1/rollout_pb";
+import type { Group, RolloutSummary } from "@gen/penstock/driver/v1/rollout_pb";
 import { RolloutService } from "@gen/penstock/driver/v1/rollout_service_pb";
 import { explain, isCancelled, type Trouble } from "../lib/errors";
 import { type Following, follow } from "../lib/follow";
@@ -72,16 +72,15 @@ export interface Reading {
   readonly isReading: boolean;
 }
 
-/** The calls of a sibling as they stand: of one that has ended all, of one that runs what there is now. */
-export async function readCapture(rollout: RolloutSummary, abort: AbortSignal): Promise<Reading | undefined> {
+/** The calls of a rollout as they stand: of one that has ended all, of one that runs what there is now. */
+export async function readCapture(rolloutId: string, isEnded: boolean, abort: AbortSignal): Promise<Reading | undefined> {
   try {
-    const isEnded = rollout.phase === Phase.ENDED;
-    const capture = await (isEnded ? trajectory(rollout.rolloutId, abort) : captureSoFar(rollout.rolloutId, NO_CAPTURE, abort));
+    const capture = await (isEnded ? trajectory(rolloutId, abort) : captureSoFar(rolloutId, NO_CAPTURE, abort));
     return { capture, trouble: undefined, isReading: false };
   } catch (error) {
     if (isCancelled(error)) return undefined;
     const trouble = explain(error, "read its calls");
-    const isAbsent = trouble.reason === "TRAJECTORY_ABSENT" || (trouble.code === Code.NotFound && rollout.phase !== Phase.ENDED);
+    const isAbsent = trouble.reason === "TRAJECTORY_ABSENT" || (trouble.code === Code.NotFound && !isEnded);
     return { capture: NO_CAPTURE, trouble: isAbsent ? undefined : trouble, isReading: false };
   }
 }

@@ -1,27 +1,22 @@
 /** A group's page: its siblings beside each other, what set their rewards apart, and where two of them part. */
 
 import { timestampMs } from "@bufbuild/protobuf/wkt";
-import { useComputed, useSignal } from "@preact/signals";
-import { useEffect, useMemo, useRef } from "preact/hooks";
+import { useEffect, useMemo } from "preact/hooks";
 import { Phase, type RolloutSummary } from "@gen/penstock/driver/v1/rollout_pb";
 import { href, type Params, setQuery } from "../lib/router";
 import { type Key, useKeys } from "../lib/keys";
 import { askToCancel, CancelSheet } from "../ui/cancel";
 import { CopyId } from "../ui/copyid";
 import { groupName } from "../ui/name";
-import { FollowingNotice, TroubleNotice } from "../ui/notice";
-import { type Capture, NO_CAPTURE, vocabulary as readVocabulary } from "../rollout/records";
+import { FollowingNotice } from "../ui/notice";
 import { oneLine } from "../rollout/safe";
-import { Inspector, Legend } from "../rollout/tokenview";
-import { conversationTree, type Turn } from "../rollout/tree";
-import { TurnView } from "../rollout/turn";
-import type { Vocabulary } from "../rollout/vocabulary";
+import { Inspector } from "../rollout/tokenview";
 import { counted, durationWords, figure } from "../rollout/words";
 import "../rollout/rollout.css";
 import "./compare.css";
-import { type Divergence, divergence, divergenceWords } from "./divergence";
 import { End } from "./end";
-import { followGroup, type GroupModel, readCapture, type Reading } from "./model";
+import { followGroup, type GroupModel } from "./model";
+import { type Compared, SideBySide } from "./sidebyside";
 import { RewardStrip } from "./strip";
 import { advantage, bestAndWorst, groupTone, rewardOf, spread, type Spread } from "./spread";
 
@@ -51,6 +46,7 @@ function Known({ model, query }: { model: GroupModel; query: URLSearchParams }) 
   const rewards = rollouts.flatMap((rollout) => rewardOf(rollout) ?? []);
   const figures = spread(rewards);
   const chosen = pair(query, rollouts);
+  const [left, right] = (chosen ?? []).map((id) => find(rollouts, id));
   const ended = rollouts.filter((rollout) => rollout.phase === Phase.ENDED).length;
   const keys = useMemo<readonly Key[]>(() => [{ key: "c", does: "cancel the group", run: () => cancel(model) }], [model]);
   useKeys(keys);
@@ -92,7 +88,7 @@ function Known({ model, query }: { model: GroupModel; query: URLSearchParams }) 
         </section>
       </div>
       <SiblingTable rollouts={rollouts} figures={figures} chosen={chosen} />
-      {chosen && <Comparison key={chosen.join(" ")} left={find(rollouts, chosen[0])} right={find(rollouts, chosen[1])} />}
+      {left && right && <SideBySide key={`${left.rolloutId} ${right.rolloutId}`} left={comparedOf(left)} right={comparedOf(right)} label="Two siblings side by side" />}
       <Inspector />
       <CancelSheet />
     </div>
@@ -201,125 +197,17 @@ function SiblingRow({ rollout, figures, chosen }: { rollout: RolloutSummary; fig
   );
 }
 
-const NOT_READ: Reading = { capture: NO_CAPTURE, trouble: undefined, isReading: true };
-
-function useReading(rollout: RolloutSummary | undefined): Reading {
-  const reading = useSignal<Reading>(NOT_READ);
-  const calls = rollout?.calls?.calls ?? 0;
-  useEffect(() => {
-    if (!rollout) return;
-    const abort = new AbortController();
-    void readCapture(rollout, abort.signal).then((found) => {
-      if (found) reading.value = found;
-    });
-    return () => abort.abort();
-  }, [rollout?.rolloutId, rollout?.phase === Phase.ENDED, calls]);
-  return reading.value;
-}
-
-function Comparison({ left, right }: { left: RolloutSummary | undefined; right: RolloutSummary | undefined }) {
-  const a = useReading(left);
-  const b = useReading(right);
-  const words = useVocabulary(a.capture, b.capture);
-  const vocabulary = useComputed(() => words.value);
-  const mainA = useMemo(() => mainTurns(a.capture), [a.capture]);
-  const mainB = useMemo(() => mainTurns(b.capture), [b.capture]);
-  const parting = useMemo(
-    () => (a.isReading || b.isReading ? undefined : divergence(mainA.map((turn) => turn.call), mainB.map((turn) => turn.call))),
-    [mainA, mainB, a.isReading, b.isReading],
-  );
-  const root = useRef<HTMLElement>(null);
-  if (!left || !right) return null;
-  const count = Math.max(mainA.length, mainB.length);
-  return (
-    <section class="comparison card" ref={root} aria-label="Two siblings side by side">
-      <div class="comparison-head">
-        <Side rollout={left} reading={a} />
-        <Side rollout={right} reading={b} />
-      </div>
-      <div class="comparison-tools">
-        <Parting parting={parting} isReading={a.isReading || b.isReading} hasCalls={mainA.length > 0 && mainB.length > 0} onGo={() => toTurn(root.current, parting)} />
-        <Legend />
-      </div>
-      {Array.from({ length: count }, (_, turn) => (
-        <div key={turn} class={parting?.turn === turn ? "pair pair-parting" : "pair"} data-turn={turn}>
-          <Half name={`Rollout ${left.index}`} turn={mainA[turn]} vocabulary={vocabulary} parting={parting} number={turn} isEqual={parting !== undefined && turn < parting.turn} />
-          <Half name={`Rollout ${right.index}`} turn={mainB[turn]} vocabulary={vocabulary} parting={parting} number={turn} isEqual={parting !== undefined && turn < parting.turn} />
-        </div>
-      ))}
-    </section>
-  );
-}
-
-function Side({ rollout, reading }: { rollout: RolloutSummary; reading: Reading }) {
+/** A sibling as it is put beside another. */
+function comparedOf(rollout: RolloutSummary): Compared {
   const reward = rewardOf(rollout);
   const isEnded = rollout.phase === Phase.ENDED;
-  return (
-    <div class="side">
-      <a href={href("/rollouts", rollout.rolloutId)}>Rollout {rollout.index}</a> <End rollout={rollout} />
-      <span class="side-reward num">{reward === undefined ? (isEnded ? "not graded" : "not yet") : figure(reward)}</span>
-      {reading.trouble && <TroubleNotice trouble={reading.trouble} />}
-      {!reading.isReading && !reading.trouble && reading.capture.calls.length === 0 && <p class="muted">{isEnded ? "It has no captured calls." : "It has not asked the model yet."}</p>}
-    </div>
-  );
+  return {
+    ...{ id: rollout.rolloutId, name: `Rollout ${rollout.index}`, isEnded, calls: rollout.calls?.calls ?? 0 },
+    facts: (
+      <>
+        <End rollout={rollout} />
+        <span class="side-reward num">{reward === undefined ? (isEnded ? "not graded" : "not yet") : figure(reward)}</span>
+      </>
+    ),
+  };
 }
-
-function Parting({ parting, isReading, hasCalls, onGo }: { parting: Divergence | undefined; isReading: boolean; hasCalls: boolean; onGo: () => void }) {
-  if (isReading) return <p class="muted">Reading both…</p>;
-  if (!hasCalls) return <p class="muted">There is nothing to compare token by token.</p>;
-  if (!parting) return <p>Token by token they are equal, as far as tokens were captured.</p>;
-  return (
-    <p>
-      {divergenceWords(parting)}{" "}
-      <button type="button" class="button" onClick={onGo}>
-        Go there
-      </button>
-    </p>
-  );
-}
-
-function Half({ name, turn, vocabulary, parting, number, isEqual }: { name: string; turn: Turn | undefined; vocabulary: Parameters<typeof TurnView>[0]["vocabulary"]; parting: Divergence | undefined; number: number; isEqual: boolean }) {
-  if (!turn)
-    return (
-      <div class="half half-none muted">
-        <p>
-          <span class="half-name">{name}: </span>no such call
-        </p>
-      </div>
-    );
-  const marked = parting?.turn === number && parting.where === "completion" ? parting.token : undefined;
-  return (
-    <div class="half">
-      <p class="half-name">{name}</p>
-      {isEqual && <p class="chip">the same in both</p>}
-      <TurnView turn={turn} vocabulary={vocabulary} marked={marked} />
-    </div>
-  );
-}
-
-/** The turns of the main conversation. */
-function mainTurns(capture: Capture): readonly Turn[] {
-  return conversationTree(capture.calls, capture.branches, capture.samples)[0]?.turns ?? [];
-}
-
-function useVocabulary(...captures: readonly Capture[]) {
-  const words = useSignal<Vocabulary | undefined>(undefined);
-  const digest = captures.find((capture) => capture.tokenizerSha256.length > 0)?.tokenizerSha256;
-  useEffect(() => {
-    if (!digest) return;
-    readVocabulary(digest).then(
-      (found) => {
-        words.value = found;
-      },
-      () => {
-        words.value = undefined; // messages are shown in place of tokens
-      },
-    );
-  }, [digest?.join(",")]);
-  return words;
-}
-
-function toTurn(root: HTMLElement | null, parting: Divergence | undefined): void {
-  root?.querySelector(`[data-turn="${parting?.turn}"]`)?.scrollIntoView({ block: "start" });
-}
-

@@ -26,7 +26,8 @@ function sum(values: readonly number[]): number {
   return total + lost;
 }
 
-const mean = (values: readonly number[]): number => sum(values) / values.length;
+/** The mean of at least one. */
+export const mean = (values: readonly number[]): number => sum(values) / values.length;
 const clamped = (share: number): number => Math.min(Math.max(share, 0), 1);
 
 /** Wilson's interval of a share, 0 to 1, of more than 0 observations (not necessarily a whole number). */

@@ -65,13 +65,16 @@ describe("the rows of all drivers", () => {
     stop();
   });
 
-  test("are those of a run, if it is asked for one, and their number is bounded", async () => {
+  test.each([
+    { run: "run-7", filter: ["run-7", undefined] },
+    { task: "fix", filter: [undefined, "fix"] },
+  ])("are those of $run$task, if it is asked for them, and their number is bounded", async ({ filter: wanted, ...of }) => {
     listed = [];
     const { Feed } = await import("./feed");
-    const feed = new Feed(1, "run-7");
+    const feed = new Feed(1, of);
     const stop = feed.watch();
     await until(feed.complete, (isComplete) => isComplete);
-    expect(asked.map(({ endedLimit, filter }) => [endedLimit, filter?.runId])).toEqual([[1, "run-7"]]);
+    expect(asked.map(({ endedLimit, filter }) => [endedLimit, filter?.runId, filter?.taskId])).toEqual([[1, ...wanted]]);
     expect(feed.isFull.peek()).toBe(false);
     stop();
   });

@@ -7,6 +7,7 @@ import { follow, type Following } from "../lib/follow";
 import { driverNames, remember } from "../lib/members";
 import { seesAll } from "../lib/scope";
 import { client } from "../lib/transport";
+import { oneLine } from "../rollout/safe";
 import { Board, listed, type Row } from "./board";
 
 /** Of those that have ended, this many of each driver are shown. */
@@ -68,11 +69,11 @@ export class Feed {
 
   /**
    * @param endedLimit of those that have ended, so many of each driver: the newest.
-   * @param run only those of this run; empty = all.
+   * @param of only those of this run, or of this task; without either, all.
    */
   constructor(
     private readonly endedLimit: number,
-    private readonly run = "",
+    private readonly of: { readonly run?: string; readonly task?: string } = {},
   ) {}
 
   /** How the streams are, each with the name of its driver. */
@@ -138,15 +139,16 @@ export class Feed {
   }
 
   private start(name: string, source: Source): Following {
-    const { endedLimit, run } = this;
-    const what = run ? `watch the rollouts of run ${run}` : "watch the rollouts";
+    const { endedLimit } = this;
+    const { run, task } = this.of;
+    const what = ["watch the rollouts", run && `of run ${run}`, task && `of task ${oneLine(task, 80)}`].filter(Boolean).join(" ");
     return follow(
       name ? `${what} of driver ${name}` : what,
       async function* (signal) {
         const allNamespaces = await seesAll("driver");
         const request = create(WatchRolloutsRequestSchema, {
           endedLimit,
-          filter: { allNamespaces, ...(run ? { runId: run } : {}) },
+          filter: { allNamespaces, ...(run ? { runId: run } : {}), ...(task ? { taskId: task } : {}) },
           ...(endedLimit > ENDED_SHOWN ? { interval: { seconds: LARGE_INTERVAL_S } } : {}),
         });
         source.board.begin();

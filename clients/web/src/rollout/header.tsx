@@ -4,6 +4,9 @@ import { timestampDate, timestampMs } from "@bufbuild/protobuf/wkt";
 import type { ComponentChildren } from "preact";
 import { type Failure, FailureCause, Phase, type Rollout } from "@gen/penstock/driver/v1/rollout_pb";
 import { href } from "../lib/router";
+import { DEFAULT_NAMESPACE } from "../overview/board";
+import { refOf } from "../run/model";
+import { versionsPlace } from "../tasks/versions";
 import { askToCancel } from "../ui/cancel";
 import { CopyId } from "../ui/copyid";
 import { rolloutName } from "../ui/name";
@@ -41,6 +44,7 @@ export function Header({ rollout, capture, siblings }: Props) {
         <CopyId id={rollout.rolloutId} />
         {rollout.attempts > 1 && <span class="chip warn">attempt {rollout.attempts}</span>}
         <span class="grow" />
+        {rollout.spec?.task?.taskId && capture.calls.some((call) => versionsOf(call).length > 0) && <OtherVersions rollout={rollout} />}
         {groupId !== undefined && <Siblings rollout={rollout} groupId={groupId} siblings={siblings} />}
         {isRunning && (
           <button type="button" class="button danger" onClick={() => askToCancel("rollout", rollout.rolloutId)}>
@@ -66,6 +70,15 @@ export function Header({ rollout, capture, siblings }: Props) {
 
 function nameOf({ rolloutId, spec, groupId, index }: Rollout): string {
   return rolloutName({ id: rolloutId, task: spec?.task?.taskId ?? "", agent: spec?.agent?.name ?? "", group: groupId ?? "", index });
+}
+
+function OtherVersions({ rollout: { rolloutId, spec, namespace } }: { rollout: Rollout }) {
+  const run = spec?.runId ? refOf({ run: spec.runId, namespace: namespace || DEFAULT_NAMESPACE }) : "";
+  return (
+    <a class="button" href={versionsPlace(spec?.task?.taskId ?? "", { run, agent: spec?.agent?.name ?? "", left: rolloutId })}>
+      Compare versions
+    </a>
+  );
 }
 
 function Siblings({ rollout, groupId, siblings }: { rollout: Rollout; groupId: string; siblings: readonly string[] }) {

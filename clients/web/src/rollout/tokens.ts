@@ -27,10 +27,24 @@ export interface Span {
   readonly special: readonly boolean[];
   /** Why it is not trained; empty = it is; undefined = not known yet. */
   readonly untrained: string | undefined;
+  /** What another rollout has in its place; undefined = it is looked at alone. */
+  readonly counterpart?: Counterpart | undefined;
 }
 
-/** What colours say. */
-export type Colouring = "logprob" | "version" | "none";
+/** The tokens of a call of another rollout, beside those of a span. */
+export interface Counterpart {
+  /** Where the span itself stands. */
+  readonly side: "left" | "right";
+  /** For each token of the span the index of the same one there; -1 = it is not there. */
+  readonly at: Int32Array;
+  /** Those of the other's tokens; undefined = the source gave none. */
+  readonly logprobs: Float32Array | undefined;
+  /** Tokens of the span before this index follow the same tokens in both. */
+  readonly sameUntil: number;
+}
+
+/** What colours say; "change" is for spans with a counterpart. */
+export type Colouring = "change" | "logprob" | "version" | "none";
 
 /** Tokens [start, end) in one look. */
 export interface Run {
@@ -126,6 +140,7 @@ export function runs(of: Span, colouring: Colouring, from: number, to: number): 
 
 function look(of: Span, colouring: Colouring, looks: ReadonlyMap<bigint, number>, at: number): string {
   const kind = of.special[at] === true ? "special " : "";
+  if (colouring === "change") return `${kind}${(of.counterpart?.at[at] ?? -1) < 0 ? "changed" : "same"}`;
   if (colouring === "logprob") {
     const logprob = of.logprobs?.[at];
     return logprob === undefined ? `${kind}unknown` : `${kind}p${stepOf(logprob)}`;
@@ -195,4 +210,38 @@ export function figures(logprobs: Float32Array | undefined): { mean: number; lea
   }
   const mean = sum / logprobs.length;
   return { mean, least, perplexity: Math.exp(-mean) };
+}
+
+/** A token that both rollouts sampled: its logprobs on the left and on the right, and whether it follows the same tokens in both. */
+export interface Agreement {
+  readonly left: number;
+  readonly right: number;
+  readonly isSameContext: boolean;
+}
+
+/** What two rollouts say of a token; undefined = one of them does not have it, or has no logprob of it. */
+export function agreement({ counterpart, logprobs }: Span, index: number): Agreement | undefined {
+  const at = counterpart?.at[index] ?? -1;
+  const [own, other] = [logprobs?.[index], counterpart?.logprobs?.[at]];
+  if (!counterpart || own === undefined || other === undefined) return undefined;
+  const isSameContext = index < counterpart.sameUntil;
+  return counterpart.side === "left" ? { left: own, right: other, isSameContext } : { left: other, right: own, isSameContext };
+}
+
+/**
+ * How many tokens of a span its counterpart has too, and by how much the logprobs changed, right minus left: the mean in nats over those
+ * that follow the same tokens in both. Undefined = it has no counterpart.
+ */
+export function changeFigures(of: Span): { same: number; compared: number; mean: number } | undefined {
+  if (!of.counterpart) return undefined;
+  let [same, compared, sum] = [0, 0, 0];
+  of.counterpart.at.forEach((at, index) => {
+    if (at < 0) return;
+    same += 1;
+    const both = agreement(of, index);
+    if (!both?.isSameContext) return;
+    compared += 1;
+    sum += both.right - both.left;
+  });
+  return { same, compared, mean: compared ? sum / compared : 0 };
 }

@@ -11,6 +11,7 @@ import type { TargetedKeyboardEvent, TargetedPointerEvent } from "preact";
 import { useInView } from "./near";
 import { background, css, STEPS, stepLabel } from "./scale";
 import {
+  agreement,
   type Chunk,
   type Colouring,
   chunks,
@@ -27,6 +28,8 @@ import "./tokens.css";
 
 /** What the colours say; one choice for all pages. */
 export const colouring = signal<Colouring>("logprob");
+/** What they say where two rollouts stand side by side. */
+const pairColouring = signal<Colouring>("change");
 
 interface Current {
   readonly owner: symbol;
@@ -62,7 +65,8 @@ interface Props {
 
 /** Tokens [from, to) of a span. */
 export function TokenView({ span, from, to, title, marked }: Props) {
-  const made = useMemo(() => chunks(span, colouring.value, from, to), [span, colouring.value, from, to]);
+  const by = span.counterpart ? pairColouring.value : colouring.value;
+  const made = useMemo(() => chunks(span, by, from, to), [span, by, from, to]);
   const root = useRef<HTMLDivElement>(null);
   const owner = useMemo(() => Symbol(title), [title]);
   const runsByStart = useMemo(() => new Map(made.flatMap((chunk) => chunk.runs.map((run) => [run.start, run] as const))), [made]);
@@ -250,6 +254,7 @@ export function Inspector() {
       <Fact name="id" value={String(span.ids[index])} />
       <Fact name="logprob" value={logprob === undefined ? "none" : figure(logprob)} />
       {logprob !== undefined && <Fact name="p" value={`${figure(Math.exp(logprob) * 100)} %`} />}
+      <Change span={span} index={index} />
       <Fact name="policy version" value={version === undefined ? "unknown" : String(version)} />
       <Fact name="training" value={span.untrained === undefined ? "not known yet" : untrainedWords(span.untrained) || "trained"} />
       <Fact name={title} value={`token ${index} of ${span.ids.length}`} />
@@ -260,6 +265,25 @@ export function Inspector() {
   );
 }
 
+/** What the other rollout has at a token. */
+function Change({ span, index }: { span: Span; index: number }) {
+  const { counterpart } = span;
+  if (!counterpart) return null;
+  const other = counterpart.side === "left" ? "right" : "left";
+  if ((counterpart.at[index] ?? -1) < 0) return <Fact name={`on the ${other}`} value="not sampled" />;
+  const both = agreement(span, index);
+  if (!both) return <Fact name={`on the ${other}`} value="the same, without logprob" />;
+  return (
+    <>
+      <Fact name={`logprob on the ${other}`} value={figure(counterpart.side === "left" ? both.right : both.left)} />
+      <Fact name="right − left" value={`${signed(both.right - both.left)} nats${both.isSameContext ? "" : ", after other tokens"}`} />
+    </>
+  );
+}
+
+/** A difference, with its sign. */
+export const signed = (value: number): string => `${value > 0 ? "+" : ""}${figure(value)}`;
+
 function Fact({ name, value }: { name: string; value: string }) {
   return (
     <span class="inspector-fact">
@@ -268,26 +292,35 @@ function Fact({ name, value }: { name: string; value: string }) {
   );
 }
 
-const COLOURINGS: readonly (readonly [Colouring, string])[] = [
+const ALONE: readonly (readonly [Colouring, string])[] = [
   ["logprob", "Probability"],
   ["version", "Policy version"],
   ["none", "None"],
 ];
 
-/** What colours mean, and the choice of them. */
-export function Legend() {
+const PAIR = [["change", "Change"], ...ALONE] as const;
+
+/** What colours mean, and the choice of them: of one rollout, or of two side by side. */
+export function Legend({ isPair = false }: { isPair?: boolean }) {
+  const chosen = isPair ? pairColouring : colouring;
   return (
     <div class="legend">
       <fieldset class="segmented">
         <legend class="visually-hidden">Tokens are coloured by</legend>
-        {COLOURINGS.map(([value, name]) => (
-          <label key={value} class={colouring.value === value ? "chosen" : ""}>
-            <input type="radio" name="colouring" checked={colouring.value === value} onChange={() => (colouring.value = value)} />
+        {(isPair ? PAIR : ALONE).map(([value, name]) => (
+          <label key={value} class={chosen.value === value ? "chosen" : ""}>
+            <input type="radio" name="colouring" checked={chosen.value === value} onChange={() => (chosen.value = value)} />
             {name}
           </label>
         ))}
       </fieldset>
-      {colouring.value === "logprob" && (
+      {chosen.value === "change" && (
+        <span class="legend-scale">
+          <span class="legend-step same" /> <span class="muted">in both</span>
+          <span class="legend-step changed" /> <span class="muted">in one alone</span>
+        </span>
+      )}
+      {chosen.value === "logprob" && (
         <span class="legend-scale" role="img" aria-label="From certain, without colour, to unlikely, dark and underlined">
           <span class="muted">certain</span>
           {Array.from({ length: STEPS }, (_, step) => (

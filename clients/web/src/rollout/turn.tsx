@@ -14,8 +14,8 @@ import { useNear } from "./near";
 import { saidInCall } from "./records";
 import { oneLine } from "./safe";
 import type { Segment } from "./segments";
-import { figures, type Span } from "./tokens";
-import { TokenView } from "./tokenview";
+import { changeFigures, type Counterpart, figures, type Span } from "./tokens";
+import { signed, TokenView } from "./tokenview";
 import type { Turn } from "./tree";
 import type { Vocabulary } from "./vocabulary";
 import { answererWord, callStateWord, classSentence, classWord, counted, durationWords, figure, finishWord, untrainedWords } from "./words";
@@ -25,9 +25,11 @@ interface Props {
   readonly vocabulary: ReadonlySignal<Vocabulary | undefined>;
   /** A token of the completion that is pointed out. */
   readonly marked?: number | undefined;
+  /** What another rollout sampled in its place; must be the same function as long as that is the same. */
+  readonly counterpart?: (() => Counterpart) | undefined;
 }
 
-export function TurnView({ turn, vocabulary, marked }: Props) {
+export function TurnView({ turn, vocabulary, marked, counterpart }: Props) {
   const root = useRef<HTMLElement>(null);
   const isNear = useNear(root);
   const { call } = turn;
@@ -39,7 +41,7 @@ export function TurnView({ turn, vocabulary, marked }: Props) {
       {isNear ? (
         <>
           <NewMessages call={call} />
-          <Answer turn={turn} vocabulary={vocabulary} title={title} marked={marked} />
+          <Answer turn={turn} vocabulary={vocabulary} title={title} marked={marked} counterpart={counterpart} />
         </>
       ) : (
         <div class="turn-later" />
@@ -213,11 +215,23 @@ function PartView({ part, role }: { part: SaidPart; role: string }) {
   }
 }
 
-function Answer({ turn, vocabulary, title, marked }: { turn: Turn; vocabulary: ReadonlySignal<Vocabulary | undefined>; title: string; marked: number | undefined }) {
+interface AnswerProps {
+  readonly turn: Turn;
+  readonly vocabulary: ReadonlySignal<Vocabulary | undefined>;
+  readonly title: string;
+  readonly marked: number | undefined;
+  readonly counterpart: (() => Counterpart) | undefined;
+}
+
+function Answer({ turn, vocabulary, title, marked, counterpart }: AnswerProps) {
   const { call, untrained } = turn;
   const words = vocabulary.value;
   const parts = useMemo(() => partsOf(call), [call]);
-  const span = useMemo(() => spanOf(call, words, untrained), [call, words, untrained]);
+  const other = useMemo(() => counterpart?.(), [counterpart]);
+  const span = useMemo(() => {
+    const own = spanOf(call, words, untrained);
+    return own && other ? { ...own, counterpart: other } : own;
+  }, [call, words, untrained, other]);
   const made = useMemo(() => (span && words ? segmentsOf(span, parts) : []), [span, words, parts]);
   const [most, setMost] = useState(FIRST_PARTS);
   if (!call.completion) return null;
@@ -228,7 +242,7 @@ function Answer({ turn, vocabulary, title, marked }: { turn: Turn; vocabulary: R
   return (
     <section class="said said-model">
       <h4>
-        model <SpanFigures span={span} />
+        model <SpanFigures span={span} /> <ChangeFigures span={span} />
       </h4>
       {isSpelled ? (
         made.slice(0, shown).map((segment) => (
@@ -240,8 +254,8 @@ function Answer({ turn, vocabulary, title, marked }: { turn: Turn; vocabulary: R
             <PartView key={index} part={part} role="model" />
           ))}
           {span && (
-            <Fold class="token-ids" summary={counted(span.ids.length, "token id")}>
-              {() => <TokenView span={span} from={0} to={span.ids.length} title={title} />}
+            <Fold class="token-ids" isOpen={marked !== undefined} summary={counted(span.ids.length, "token id")}>
+              {() => <TokenView span={span} from={0} to={span.ids.length} title={title} marked={marked} />}
             </Fold>
           )}
         </>
@@ -257,6 +271,22 @@ function SpanFigures({ span }: { span: Span | undefined }) {
   return (
     <span class="muted num" title="mean logprob of its tokens, and perplexity">
       {figure(found.mean)} nats a token, perplexity {figure(found.perplexity)}
+    </span>
+  );
+}
+
+function ChangeFigures({ span }: { span: Span | undefined }) {
+  const found = span && changeFigures(span);
+  if (!span || !found) return null;
+  const title = "of the tokens before which both have the same tokens: how much more likely they became, from left to right";
+  return (
+    <span class="muted num change-figures">
+      {found.same.toLocaleString("en")} of {counted(span.ids.length, "token")} in both
+      {found.compared > 0 && (
+        <span title={title}>
+          ; right − left {signed(found.mean)} nats a token over {found.compared.toLocaleString("en")}
+        </span>
+      )}
     </span>
   );
 }

@@ -64,7 +64,7 @@ export default function RunPage({ params, query }: { params: Params; query: URLS
 }
 
 function Shown({ refs, query }: { refs: readonly string[]; query: URLSearchParams }) {
-  const feeds = useMemo(() => refs.map((ref) => new Feed(MOST_ENDED, parseRef(ref).id)), []);
+  const feeds = useMemo(() => refs.map((ref) => new Feed(MOST_ENDED, { run: parseRef(ref).id })), []);
   useEffect(() => {
     const stops = feeds.map((feed) => feed.watch());
     return () => {
@@ -108,7 +108,7 @@ function Shown({ refs, query }: { refs: readonly string[]; query: URLSearchParam
       {second ? (
         <DataTable label="Tasks of both runs" columns={TASK_COLUMNS} rows={comparedTasks(first, second)} keyOf={({ task }) => task} query={query} prefix="task-" empty="No task yet." />
       ) : (
-        <SliceTable by="task" slices={slicesOf(first.rows, "task")} query={query} search={`?${new URLSearchParams({ q: filterOf(first.ref) }).toString()}`} empty="No task yet." />
+        <SliceTable by="task" slices={slicesOf(first.rows, "task")} query={query} search={`?${new URLSearchParams({ q: filterOf(first.ref) }).toString()}`} run={first.ref} empty="No task yet." />
       )}
     </>
   );

@@ -11,6 +11,7 @@ import { Figure, intervalWords, percent } from "../ui/figure";
 import { ViewsButton } from "../ui/views";
 import { type By, sliceOf, slicesOf, type Standing } from "./model";
 import { SliceTable, StandingChip } from "./table";
+import { versionsPlace } from "./versions";
 import "./tasks.css";
 
 interface Props {
@@ -87,6 +88,11 @@ function One({ by, id, query }: { by: By; id: string; query: URLSearchParams }) 
         {by === "task" && <StandingChip standing={slice.standing} />}
         <CopyId id={id} />
         <span class="grow" />
+        {by === "task" && (
+          <a class="button" href={versionsPlace(id)}>
+            By policy version
+          </a>
+        )}
         <a class="button" href={`${href("/")}?${new URLSearchParams({ q: `${text.value} ${condition}`.trim() }).toString()}`}>
           Its rollouts
         </a>

@@ -6,6 +6,7 @@ import { Ago } from "../run/columns";
 import { type Column, DataTable } from "../ui/datatable";
 import { Mean, percent } from "../ui/figure";
 import type { By, Slice, Standing } from "./model";
+import { versionsPlace } from "./versions";
 
 const TONES: Readonly<Record<Standing, string>> = { "always 0": "bad", "always 1": "good", mixed: "busy", one: "", none: "" };
 const WORDS: Readonly<Record<Standing, string>> = { "always 0": "always 0", "always 1": "always 1", mixed: "mixed", one: "one rollout", none: "not graded" };
@@ -15,7 +16,10 @@ export function StandingChip({ standing }: { standing: Standing }) {
   return <span class={`chip ${TONES[standing]}`}>{WORDS[standing]}</span>;
 }
 
-const columnsOf = (by: By, search: string): readonly Column<Slice>[] => [
+/** How many policy versions its rollouts began with. */
+const versionCount = ({ rows }: Slice): number => new Set(rows.flatMap(({ versions }) => versions?.[0] ?? [])).size;
+
+const columnsOf = (by: By, search: string, run: string | undefined): readonly Column<Slice>[] => [
   {
     ...{ key: by, name: by === "task" ? "Task" : "Agent", sortBy: (slice) => slice.key },
     cell: (slice) => (
@@ -38,6 +42,23 @@ const columnsOf = (by: By, search: string): readonly Column<Slice>[] => [
   { ...{ key: "calls", name: "Median calls", isNumber: true, isWide: true, sortBy: (slice) => slice.calls }, cell: (slice) => (slice.calls === null ? "–" : compact(slice.calls)) },
   { ...{ key: "tokens", name: "Median tokens", title: "Sampled ones", isNumber: true, isWide: true, sortBy: (slice) => slice.tokens }, cell: (slice) => (slice.tokens === null ? "–" : compact(slice.tokens)) },
   { ...{ key: "others", name: by === "task" ? "Agents" : "Tasks", isNumber: true, isWide: true, sortBy: (slice) => slice.others }, cell: (slice) => compact(slice.others) },
+  ...(by === "task"
+    ? [
+        {
+          ...{ key: "versions", name: "Versions", title: "Policy versions that its rollouts began with, to be compared", isNumber: true, isWide: true, sortBy: versionCount },
+          cell: (slice: Slice) => {
+            const count = versionCount(slice);
+            return count > 1 ? (
+              <a href={versionsPlace(slice.key, run === undefined ? {} : { run })} aria-label={`Compare ${count} versions of ${slice.key}`}>
+                {compact(count)}
+              </a>
+            ) : (
+              compact(count)
+            );
+          },
+        },
+      ]
+    : []),
   { ...{ key: "last", name: "Last activity", isNumber: true, isWide: true, sortBy: (slice) => slice.last }, cell: (slice) => <Ago at={slice.last} /> },
 ];
 
@@ -48,8 +69,10 @@ interface Props {
   readonly empty: string;
   /** What links to a task or agent take along: "?q=...", or nothing. */
   readonly search?: string;
+  /** The run that they are of, for links to a task's versions; undefined = of any. */
+  readonly run?: string;
 }
 
-export function SliceTable({ by, slices, query, empty, search = "" }: Props) {
-  return <DataTable label={by === "task" ? "Tasks" : "Agents"} columns={columnsOf(by, search)} rows={slices} keyOf={(slice) => slice.key} query={query} empty={empty} />;
+export function SliceTable({ by, slices, query, empty, search = "", run }: Props) {
+  return <DataTable label={by === "task" ? "Tasks" : "Agents"} columns={columnsOf(by, search, run)} rows={slices} keyOf={(slice) => slice.key} query={query} empty={empty} />;
 }
