@@ -31,7 +31,7 @@ from benchmarks import (
     tokens,
 )
 from benchmarks.gate import by_turns, prompts
-from benchmarks.replaying import branches, credit, distilled, regrades, replays, turns
+from benchmarks.replaying import branches, credit, distilled, prefix_trees, regrades, replays, turns
 from benchmarks.scale import busy, fairness
 
 BENCHMARKS: Final[Mapping[str, Callable[[Path], Coroutine[None, None, list[report.Section]]]]] = {
@@ -44,6 +44,7 @@ BENCHMARKS: Final[Mapping[str, Callable[[Path], Coroutine[None, None, list[repor
     "replayed-agents": replayed_agents.measure,
     "branches": branches.measure,
     "credit": credit.measure,
+    "prefix-tree": prefix_trees.measure,
     "turns": turns.measure,
     "pacing": pacing.measure,
     "distill": distilled.measure,

@@ -275,6 +275,7 @@ async def names(stand: Stand, page: str) -> AsyncIterator[dict[str, Any]]:
                 found |= {"results": results, "tokenizer": tokenizer, "Sample": made, "tensors_of": dict}
                 found |= dict.fromkeys(("TrainingSample", "Experience"), dict)
                 found["group"] = SimpleNamespace(results=_given(results))
+                found["forward"] = lambda ids, positions, visible: np.zeros((len(ids), int(ids.max()) + 1))
             case "docs/guides/sandboxes.md":
                 found["sandbox"] = await stack.enter_async_context(await stand.ps.sandboxes.create())
             case "docs/guides/terminal.md":

@@ -115,14 +115,27 @@ def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     return x * cos + jnp.concatenate([-second, first], axis=-1) * sin
 
 
-def hidden_states(params: Params, config: ModelConfig, ids: jax.Array) -> jax.Array:
-    """The decoder without its output layer: int32 ids [n, t] to float32 [n, t, hidden]."""
+def hidden_states(
+    params: Params,
+    config: ModelConfig,
+    ids: jax.Array,
+    positions: jax.Array | None = None,
+    visible: jax.Array | None = None,
+) -> jax.Array:
+    """The decoder without its output layer: int32 ids [n, t] to float32 [n, t, hidden].
+
+    `positions` [t], each below t, and `visible`, bool [t, t] by query and key, hold for all rows; None = a row is one
+    sequence.
+    """
     n, t = ids.shape
     inverse = config.rope_theta ** (-np.arange(0, config.head_dim, 2) / config.head_dim)
     angles = np.outer(np.arange(t), inverse)
     cos = jnp.asarray(np.tile(np.cos(angles), 2), jnp.float32)
     sin = jnp.asarray(np.tile(np.sin(angles), 2), jnp.float32)
-    visible = np.tril(np.ones((t, t), bool))
+    if positions is not None:
+        cos, sin = cos[positions], sin[positions]
+    if visible is None:
+        visible = jnp.asarray(np.tril(np.ones((t, t), bool)))
     x = params["model.embed_tokens.weight"][ids]
     for layer in range(config.layers):
         weights = {k.split(".", 3)[3]: v for k, v in params.items() if k.startswith(f"model.layers.{layer}.")}
