@@ -61,7 +61,7 @@ def exists(name: str) -> bool:
     """Whether a name leads somewhere: a Python name, a command, an RPC, or a field of a message."""
     if name.startswith("penstock "):
         return is_command(name.split()[1:])
-    if name.startswith("penstock."):
+    if name.startswith(("penstock.", "penstock_")):
         return is_attribute(name.split("."))
     if "/" in name:
         service, _, method = name.partition("/")
