@@ -55,6 +55,4 @@ def test_directories_of_a_services_unit_tests_have_the_names_of_its_packages(ser
 
 def is_mirrored(root: Path, package: str, inner: str) -> bool:
     """Whether tests of this package have directories for those in it: all of a service's own, or some of another's."""
-    return package == "." or any(
-        folder.is_dir() and folder.name != "__pycache__" for folder in (root / package).iterdir()
-    )
+    return package == "." or any(file.parent.parent == root / package for file in root.rglob("test_*.py"))
