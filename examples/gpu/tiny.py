@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from examples.gpu import repositories
 
-from penstock_inference.table_models import CallingModel
+from penstock_inference.testing.table_models import CallingModel
 
 COMMAND: Final = "sed -i 's/ - / + /' src/*.py"
 FAULT: Final = frozenset({"Add"})

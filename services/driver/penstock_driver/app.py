@@ -85,7 +85,7 @@ from penstock_driver.terminals.manager import OpenLimits, TerminalManager
 from penstock_driver.terminals.records import TerminalRecords
 from penstock_driver.trajectories.annotating import Annotator
 from penstock_driver.trajectories.exports.destination import Destination, described
-from penstock_driver.trajectories.exports.exporter import BatchLimits, Exporter, Failing
+from penstock_driver.trajectories.exports.exporter import BatchLimits, Exporter, Failing, Sources
 
 MIGRATIONS: Final = (
     *(registry.MIGRATION, records.MIGRATION, records.MIGRATION_ATTEMPTS, terminal_records.MIGRATION),
@@ -345,10 +345,7 @@ async def _exporter(
         await queue.writable(destination.url)
     return Exporter(
         queue,
-        driver_records,
-        event_log,
-        captures,
-        judged,
+        Sources(driver_records, event_log, captures, judged),
         destination,
         driver=name,
         spool=settings.state_dir / "exports",

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from pydantic import SecretStr
 
@@ -21,6 +21,9 @@ from penstock_driver.settings import DriverSettings
 from penstock_driver.store.seal import Seal
 from penstock_driver.terminals.manager import OpenLimits, TerminalManager
 from penstock_driver.terminals.records import TerminalRecords
+
+CATALOG: Final = Path(__file__).parent / "agents/catalog"
+"""The agents that the driver brings, and their programs."""
 
 
 @dataclass(frozen=True, slots=True)

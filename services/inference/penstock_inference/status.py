@@ -11,9 +11,11 @@ from typing import Final, TypeAlias
 from penstock_chassis.operations import Trouble
 from penstock_chassis.telemetry.metrics import Read, Reader, Values
 from penstock_inference import metrics
-from penstock_inference.engines.base import Engine, EngineStats, GenerateRequest
+from penstock_inference.domain.engine_info import EngineStats
+from penstock_inference.domain.generation import GenerateRequest
+from penstock_inference.domain.logprob_diff import GapReports
+from penstock_inference.engines.base import Engine
 from penstock_inference.engines.optional_features import Adapters
-from penstock_inference.logprob_diff import GapReports
 
 Reading: TypeAlias = Callable[[EngineStats], Values | float]
 

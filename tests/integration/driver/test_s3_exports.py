@@ -22,7 +22,7 @@ from penstock_chassis.journal import Journal
 from penstock_driver.app import MIGRATIONS
 from penstock_driver.store.annotations import Annotations
 from penstock_driver.trajectories.exports.destination import Destination
-from penstock_driver.trajectories.exports.exporter import BatchLimits, Exporter
+from penstock_driver.trajectories.exports.exporter import BatchLimits, Exporter, Sources
 
 ROLLOUTS = 40
 
@@ -50,7 +50,7 @@ async def test_every_rollout_reaches_s3_through_faults_and_an_outage(proxy: Prox
             assert await destination.check("d0", is_known=False) is None
             limits = BatchLimits(rollouts=2, wait_s=0.01)
             exporter = Exporter(
-                world.queue, world.records, world.log, world.gates, Annotations(journal), destination,
+                world.queue, Sources(world.records, world.log, world.gates, Annotations(journal)), destination,
                 driver="d0-1", spool=tmp_path / "spool", limits=limits,
             )  # fmt: skip
             task = asyncio.ensure_future(exporter.run())

@@ -91,7 +91,7 @@ def test_closed_directories_stay_closed_while_measured_and_read() -> None:
 COPIED = """
 import os, subprocess, sys
 from pathlib import Path
-from penstock_sandbox.backends.local import copying
+from penstock_sandbox.backends.host import copying
 
 top, user = Path(sys.argv[1]), 65534
 subprocess.run(["mount", "-t", "tmpfs", "none", top], check=True)

@@ -15,7 +15,7 @@ import pytest
 import pytest_asyncio
 
 from penstock.local.stack import LocalStack
-from penstock_inference.table_models import CallingModel
+from penstock_inference.testing.table_models import CallingModel
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "trl" / "train.py"
 

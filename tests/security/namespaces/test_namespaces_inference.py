@@ -21,6 +21,7 @@ from penstock.values.provisional import is_provisional_method
 from penstock_chassis.auth import NAMESPACE_HEADER, Role, Token
 from penstock_chassis.channel import connect, error_from_rpc
 from penstock_chassis.errors import InvalidArgument
+from penstock_inference.domain.namespaces import parted, scoped
 from penstock_inference.engines.base import (
     EngineInfo,
     EngineOptions,
@@ -32,7 +33,6 @@ from penstock_inference.engines.base import (
 )
 from penstock_inference.engines.numpy.engine import NumpyEngine
 from penstock_inference.engines.optional_features import AdapterInfo, AdapterSource
-from penstock_inference.namespaces import parted, scoped
 from penstock_inference.testing import open_inference, random_config, random_tensors, write_model
 
 pytestmark = pytest.mark.requirement("R107")

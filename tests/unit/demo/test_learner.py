@@ -16,7 +16,7 @@ from penstock_demo import model, tasks
 from penstock_demo.learner import WARM_CHUNK, Learner, Row, advantages, step_advantages
 from penstock_demo.train import entropy
 from penstock_inference.engines.base import Done, EngineOptions, GenerateRequest, Sampling
-from penstock_inference.engines.numpy import NumpyEngine
+from penstock_inference.testing import NumpyEngine
 
 # One length for everything, so that XLA compiles one forward pass and one update.
 LENGTH = 128

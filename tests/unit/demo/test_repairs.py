@@ -14,7 +14,6 @@ import pytest
 from google.protobuf.json_format import MessageToDict
 from numpy.typing import NDArray
 
-import penstock_driver
 from penstock.client import RolloutResult
 from penstock.client.wire.agents import load_spec
 from penstock_codec import Codec, Continuation
@@ -24,6 +23,7 @@ from penstock_demo.repairs import agent, tasks, train
 from penstock_demo.repairs.tasks import STOCK_NAME, STOCK_SCRIPT, TASKS, Repair
 from penstock_demo.rollouts import Collected
 from penstock_demo.tasks import encode
+from penstock_driver.testing import CATALOG
 
 TASK = Repair("price.sh", "net", "total")
 
@@ -46,8 +46,7 @@ def repository(tmp_path: Path) -> Path:
 @pytest.mark.requirement("R144")
 def test_the_agent_is_the_built_in_one_but_for_its_own_configuration() -> None:
     """Nothing is installed, started or read in another way."""
-    catalog = Path(penstock_driver.__file__).parent / "agents" / "catalog"
-    built_in = load_spec(catalog / f"{agent.BUILT_IN}.yaml")
+    built_in = load_spec(CATALOG / f"{agent.BUILT_IN}.yaml")
     made = agent.configured(built_in)
     differs = {name for name, value in MessageToDict(made).items() if MessageToDict(built_in)[name] != value}
     assert differs == {"name", "description", "files"}

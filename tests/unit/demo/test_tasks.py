@@ -13,10 +13,10 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-import penstock_driver
 from penstock_codec import Codec, Continuation
 from penstock_demo import tasks
 from penstock_demo.tasks import BASH, STOCK_FILE, STOCK_WORD, TASKS, CopyTask
+from penstock_driver.testing import CATALOG
 
 TASK = CopyTask("grove", "b.txt")
 
@@ -30,7 +30,7 @@ def codec() -> Codec:
 def shell_agent() -> ModuleType:
     # As a program finds its second file: beside itself.
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(Path(penstock_driver.__file__).parent / "agents" / "catalog")
+        patch.syspath_prepend(CATALOG)
         return importlib.import_module("shell_agent")
 
 

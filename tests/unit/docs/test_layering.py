@@ -69,12 +69,41 @@ def test_no_test_of_one_service_imports_another_services_internals() -> None:
     assert found == set()
 
 
+READS_A_SERVICE = {
+    "tests/unit/analysis/test_chat_rows.py": "the gate's dialects read the bodies that are written as rows",
+    "tests/unit/analysis/test_verify_chain.py": "what the gate captures is what the client verifies",
+    "tests/unit/cli/test_credentials.py": "the services' settings read the files that the command writes",
+    "tests/unit/client/test_agents.py": "the driver reads the specs that the client sends, and keeps all of them",
+    "tests/unit/codec/test_families.py": "a sampled text in each family's form, which the gate's conformance suite has",
+    "tests/unit/deploy/test_pods.py": "the chart's pods against the objects that the backend prints",
+    "tests/unit/docs/test_commands.py": "a page's commands against the settings",
+    "tests/unit/docs/test_errors.py": "a page's tables against the services' own",
+    "tests/unit/values/test_every_pair.py": "declared pairs are known once their modules are loaded",
+}
+"""Unit tests of what is no service that import a service's internals, and why. The list only becomes shorter."""
+
+
+@pytest.mark.requirement("R20")
+def test_unit_tests_of_what_is_no_service_import_what_services_offer_to_tests() -> None:
+    """Or they break with a change that nobody outside of the service can see."""
+    found = set()
+    for path in sorted((ROOT / "tests/unit").rglob("*.py")):
+        if path.relative_to(ROOT).parts[2] in SERVICES:
+            continue
+        for name in imported(ast.parse(path.read_text(encoding="utf-8"))):
+            package, _, module = name.partition(".")
+            offered = f"{module}.".startswith(tuple(f"{each}." for each in OFFERED))
+            if package in {f"penstock_{service}" for service in SERVICES} and not offered:
+                found.add(path.relative_to(ROOT).as_posix())
+    assert found == READS_A_SERVICE.keys()
+
+
 @pytest.mark.requirement("R20")
 @pytest.mark.parametrize("component", SERVICES)
 def test_only_the_files_that_speak_grpc_know_it(component: str) -> None:
     """The domain may keep and forward messages, but knows no servicer, channel or status."""
     for module in modules(component):
-        if not re.search(r"/(clients|rpc|wire)/|/(app|testing)\.py$", module.path):
+        if not re.search(r"/(clients|rpc|testing|wire)/|/(app|testing)\.py$", module.path):
             assert {name for name in imported(module.tree) if WIRE.match(name)} == set(), module.path
 
 
@@ -115,7 +144,7 @@ def test_no_modules_import_each_other_in_circles(component: str) -> None:
 
 MOST_PARAMETERS = 8
 WIDE_CONSTRUCTORS = {
-    "penstock_driver/trajectories/exports/exporter.py Exporter": 12,
+    "penstock_driver/trajectories/exports/exporter.py Exporter": 9,
     "penstock_sandbox/backends/kubernetes/sandbox.py PodSandbox": 9,
     "penstock_sandbox/backends/local/sandbox.py LocalSandbox": 9,
     "penstock_sandbox/guest/system.py Workload": 10,

@@ -15,6 +15,7 @@ from tests.support.waiting import eventually
 from tests.unit.inference.conftest import OpenEngine
 
 from penstock_chassis.errors import Internal
+from penstock_inference.domain.logprob_diff import GapReports
 from penstock_inference.engines.base import (
     Engine,
     EngineOptions,
@@ -26,7 +27,6 @@ from penstock_inference.engines.base import (
 )
 from penstock_inference.engines.numpy.engine import NumpyEngine
 from penstock_inference.engines.numpy.scheduler import Scheduler
-from penstock_inference.logprob_diff import GapReports
 from penstock_inference.replicas.replica_process import ReplicaProcess
 from penstock_inference.status import Health
 from penstock_inference.testing import random_config, random_tensors, write_model

@@ -23,8 +23,9 @@ from penstock_chassis.auth import acting_in
 from penstock_chassis.channel import error_from_rpc, send
 from penstock_chassis.errors import PenstockError
 from penstock_chassis.membership.peers import Peer, Peers, State
-from penstock_inference.engines.base import Engine, UpdateFormat
-from penstock_inference.namespaces import parted
+from penstock_inference.domain.namespaces import parted
+from penstock_inference.domain.weights import UpdateFormat
+from penstock_inference.engines.base import Engine
 from penstock_inference.weights.adapters import AdapterUploads, KeptAdapter
 from penstock_inference.weights.kept import KeptPush, KeptPushes
 from penstock_inference.weights.uploads import CHUNK_BYTES

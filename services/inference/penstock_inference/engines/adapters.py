@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from penstock_chassis.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, Violation
+from penstock_inference.domain.namespaces import parted
 from penstock_inference.engines.optional_features import AdapterInfo, AdapterSource
-from penstock_inference.namespaces import parted
 
 
 @dataclass(slots=True, eq=False)

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from penstock_chassis.errors import FailedPrecondition, PenstockError, ResourceExhausted
-from penstock_inference.engines.base import GenerateRequest
+from penstock_inference.domain.generation import GenerateRequest
 
 
 @dataclass(slots=True, eq=False)

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, deserialize, safe_open
 
 from penstock_chassis.errors import FailedPrecondition, InvalidArgument, Violation
-from penstock_inference.engines.base import UpdateFormat
+from penstock_inference.domain.weights import UpdateFormat
 
 _DTYPES: Mapping[str, type[np.generic]] = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 

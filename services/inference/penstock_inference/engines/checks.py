@@ -9,7 +9,7 @@ import numpy as np
 
 from penstock_chassis.errors import Aborted, FailedPrecondition, Unavailable, Violation
 from penstock_chassis.validation import invalid
-from penstock_inference.engines.base import Sampling, TokenIds
+from penstock_inference.domain.generation import Sampling, TokenIds
 
 T = TypeVar("T")
 

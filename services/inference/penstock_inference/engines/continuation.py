@@ -17,7 +17,7 @@ import numpy as np
 
 from penstock.values.token_tensors import TokenTensor
 from penstock_chassis.errors import Unavailable
-from penstock_inference.engines.base import (
+from penstock_inference.domain.generation import (
     Delta,
     Done,
     FinishReason,

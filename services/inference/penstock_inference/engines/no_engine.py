@@ -15,22 +15,10 @@ from penstock_chassis.errors import FailedPrecondition, Unsupported, Violation
 from penstock_codec.codec import Codec
 from penstock_codec.errors import CodecError
 from penstock_codec.tokenizer_files import TokenizerFiles
-from penstock_inference.engines.base import (
-    IMAGE,
-    Capabilities,
-    EngineInfo,
-    EngineOptions,
-    EngineStats,
-    GenerateEvent,
-    GenerateRequest,
-    LogprobsMode,
-    PauseMode,
-    Scores,
-    Tensors,
-    TokenIds,
-    UpdateFormat,
-    UpdatePhases,
-)
+from penstock_inference.domain.engine_info import Capabilities, EngineInfo, EngineStats
+from penstock_inference.domain.generation import IMAGE, GenerateEvent, GenerateRequest, LogprobsMode, Scores, TokenIds
+from penstock_inference.domain.weights import PauseMode, Tensors, UpdateFormat, UpdatePhases
+from penstock_inference.engines.base import EngineOptions
 from penstock_inference.engines.checks import raise_violations
 
 NAME = "none"

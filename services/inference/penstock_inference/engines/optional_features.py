@@ -12,7 +12,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from penstock_chassis.errors import Unsupported
 from penstock_codec.chat import FinishReason, Message, Tool, Usage
-from penstock_inference.engines.base import PauseMode, Sampling, Timings, UpdatePhases
+from penstock_inference.domain.generation import Sampling, Timings
+from penstock_inference.domain.weights import PauseMode, UpdatePhases
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from safetensors.numpy import save_file
 
 from penstock_chassis.aio.tasks import TaskOwner
 from penstock_chassis.errors import Unavailable, Violation
-from penstock_inference.engines.base import Tensors, UpdateFormat
+from penstock_inference.domain.weights import Tensors, UpdateFormat
 from penstock_inference.engines.checkpoint import Spool, files_of
 from penstock_inference.engines.checks import check_update, open_update, raise_violations
 

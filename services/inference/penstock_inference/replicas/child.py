@@ -20,7 +20,9 @@ import structlog
 
 from penstock_chassis.errors import Internal, PenstockError
 from penstock_chassis.telemetry import logging
-from penstock_inference.engines.base import Engine, EngineStats, PauseMode, UpdatePhases
+from penstock_inference.domain.engine_info import EngineStats
+from penstock_inference.domain.weights import PauseMode, UpdatePhases
+from penstock_inference.engines.base import Engine
 from penstock_inference.engines.checkpoint import parse_safetensors
 from penstock_inference.engines.optional_features import (
     Adapters,

@@ -14,19 +14,9 @@ from pathlib import Path
 
 from penstock_chassis.errors import AlreadyExists, PenstockError, Violation
 from penstock_chassis.membership.routing import MAX_PREFIX_TOKENS, Router, prefix_blocks
-from penstock_inference.engines.base import (
-    EngineInfo,
-    EngineStats,
-    GenerateEvent,
-    GenerateRequest,
-    PauseMode,
-    ReplicaStats,
-    Scores,
-    Tensors,
-    TokenIds,
-    UpdateFormat,
-    UpdatePhases,
-)
+from penstock_inference.domain.engine_info import EngineInfo, EngineStats, ReplicaStats
+from penstock_inference.domain.generation import GenerateEvent, GenerateRequest, Scores, TokenIds
+from penstock_inference.domain.weights import PauseMode, Tensors, UpdateFormat, UpdatePhases
 from penstock_inference.engines.checks import raise_violations
 from penstock_inference.engines.continuation import MAX_DEATHS, unbroken
 from penstock_inference.engines.optional_features import AdapterInfo, AdapterSource

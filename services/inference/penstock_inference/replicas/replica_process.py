@@ -16,7 +16,8 @@ import structlog
 
 from penstock_chassis.aio.tasks import TaskOwner
 from penstock_chassis.errors import FailedPrecondition, Unavailable
-from penstock_inference.engines.base import Done, EngineInfo, EngineStats, GenerateEvent, GenerateRequest
+from penstock_inference.domain.engine_info import EngineInfo, EngineStats
+from penstock_inference.domain.generation import Done, GenerateEvent, GenerateRequest
 from penstock_inference.replicas import wire
 
 RETRY_AFTER_S = 2.0

@@ -15,7 +15,8 @@ from penstock_chassis.aio.retry import Delays
 from penstock_chassis.aio.tasks import TaskOwner
 from penstock_chassis.errors import PenstockError
 from penstock_chassis.membership.routing import Router
-from penstock_inference.engines.base import EngineInfo, EngineStats, PauseMode, UpdateFormat
+from penstock_inference.domain.engine_info import EngineInfo, EngineStats
+from penstock_inference.domain.weights import PauseMode, UpdateFormat
 from penstock_inference.engines.checkpoint import Checkpoint
 from penstock_inference.engines.checks import closed
 from penstock_inference.engines.optional_features import AdapterInfo, AdapterSource

@@ -16,7 +16,7 @@ import structlog
 
 from penstock_chassis.errors import PenstockError
 from penstock_chassis.membership.routing import Router
-from penstock_inference.engines.base import PauseMode, UpdatePhases
+from penstock_inference.domain.weights import PauseMode, UpdatePhases
 from penstock_inference.engines.checkpoint import Spool
 from penstock_inference.engines.weight_updates import FileUpdates
 from penstock_inference.replicas.replica_process import ReplicaProcess, replica_died

@@ -16,7 +16,9 @@ from typing import Any, Literal
 
 from penstock_chassis import errors
 from penstock_chassis.errors import Internal, PenstockError, Violation
-from penstock_inference.engines.base import EngineInfo, EngineOptions, EngineStats, UpdateFormat
+from penstock_inference.domain.engine_info import EngineInfo, EngineStats
+from penstock_inference.domain.weights import UpdateFormat
+from penstock_inference.engines.base import EngineOptions
 
 _LENGTH = struct.Struct("!I")
 _KINDS = {

@@ -13,19 +13,16 @@ from penstock.values import numbers, reader, to_proto, token_tensors, writer
 from penstock_chassis import times
 from penstock_chassis.errors import FailedPrecondition, Violation
 from penstock_chassis.validation import invalid, invalid_field
-from penstock_inference.engines.base import (
+from penstock_inference.domain.engine_info import EngineInfo, EngineStats, ReplicaStats
+from penstock_inference.domain.generation import (
     Delta,
     Done,
-    EngineInfo,
-    EngineStats,
     FinishReason,
     GenerateEvent,
     GenerateRequest,
     Logprobs,
     LogprobsMode,
     Media,
-    PauseMode,
-    ReplicaStats,
     Sampling,
     Scores,
     Started,
@@ -33,10 +30,11 @@ from penstock_inference.engines.base import (
     TopLogprobs,
     VersionSpan,
 )
+from penstock_inference.domain.logprob_diff import Gap
+from penstock_inference.domain.namespaces import scoped
+from penstock_inference.domain.response_format import ResponseFormat
+from penstock_inference.domain.weights import PauseMode
 from penstock_inference.engines.optional_features import ChatAnswer, ChatRequest, missing_capability
-from penstock_inference.engines.response_format import ResponseFormat
-from penstock_inference.logprob_diff import Gap
-from penstock_inference.namespaces import scoped
 from penstock_inference.rpc import messages
 from penstock_inference.weights.model_files import TokenizerDirectory
 

@@ -17,10 +17,13 @@ from penstock_chassis.telemetry.tracing import note_here
 from penstock_chassis.validation import check_request_id, invalid_field
 from penstock_codec.codec import Codec, Prompt
 from penstock_codec.errors import CodecError
-from penstock_inference.engines.base import Done, Engine, EngineInfo, PauseMode
+from penstock_inference.domain.engine_info import EngineInfo
+from penstock_inference.domain.generation import Done
+from penstock_inference.domain.logprob_diff import GapReports
+from penstock_inference.domain.namespaces import Served, scoped
+from penstock_inference.domain.weights import PauseMode
+from penstock_inference.engines.base import Engine
 from penstock_inference.engines.optional_features import Chats, Sleeper, missing_capability
-from penstock_inference.logprob_diff import GapReports
-from penstock_inference.namespaces import Served, scoped
 from penstock_inference.rpc import convert, messages, weight_updates
 from penstock_inference.rpc.media import media_from, media_of
 from penstock_inference.rpc.messages import template_options

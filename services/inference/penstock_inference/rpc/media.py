@@ -14,7 +14,8 @@ from penstock_chassis.validation import invalid
 from penstock_codec import Codec
 from penstock_codec.image_files import measure
 from penstock_codec.images import MAX_BYTES, MAX_IMAGES, MAX_PIXELS, MAX_TOTAL_PIXELS, Placed
-from penstock_inference.engines.base import IMAGE, EngineInfo, Media, TokenIds
+from penstock_inference.domain.engine_info import EngineInfo
+from penstock_inference.domain.generation import IMAGE, Media, TokenIds
 
 MAX_TOTAL_BYTES: Final = 32 << 20
 """The most bytes of all images of a prompt."""

@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator
 from penstock.inference.v1 import inference_service_pb2 as pb
 from penstock.values import writer
 from penstock_chassis.validation import foreign_page_token, invalid_field, page_size
-from penstock_inference.engines.base import PauseMode, UpdateFormat
+from penstock_inference.domain.namespaces import parted
+from penstock_inference.domain.weights import PauseMode, UpdateFormat
 from penstock_inference.engines.optional_features import AdapterInfo
-from penstock_inference.namespaces import parted
 from penstock_inference.rpc import convert
 from penstock_inference.weights.adapters import AdapterBegin, AdapterFrame
 from penstock_inference.weights.manager import UpdateBegin, UpdateFrame, UpdateResult

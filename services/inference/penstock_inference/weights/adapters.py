@@ -19,9 +19,10 @@ from penstock_chassis.auth import DEFAULT_NAMESPACE
 from penstock_chassis.disk import on_disk
 from penstock_chassis.errors import PermissionDenied, Violation
 from penstock_chassis.validation import invalid
-from penstock_inference.engines.base import Engine, PauseMode
+from penstock_inference.domain.namespaces import scoped
+from penstock_inference.domain.weights import PauseMode
+from penstock_inference.engines.base import Engine
 from penstock_inference.engines.optional_features import AdapterInfo, Adapters, AdapterSource, missing_capability
-from penstock_inference.namespaces import scoped
 from penstock_inference.weights.uploads import Commit, Uploads, frame_invalid, under
 
 MAX_NAME_LENGTH = 128

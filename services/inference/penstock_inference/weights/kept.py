@@ -14,7 +14,7 @@ from pathlib import Path
 
 import structlog
 
-from penstock_inference.engines.base import UpdateFormat
+from penstock_inference.domain.weights import UpdateFormat
 
 _log = structlog.get_logger("penstock.inference")
 

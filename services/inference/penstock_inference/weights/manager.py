@@ -17,7 +17,8 @@ from pathlib import Path
 from penstock_chassis.aio.tasks import TaskOwner
 from penstock_chassis.disk import on_disk
 from penstock_chassis.errors import Unsupported
-from penstock_inference.engines.base import Engine, PauseMode, UpdateFormat, UpdatePhases
+from penstock_inference.domain.weights import PauseMode, UpdateFormat, UpdatePhases
+from penstock_inference.engines.base import Engine
 from penstock_inference.engines.checkpoint import parse_safetensors
 from penstock_inference.engines.optional_features import WeightFiles
 from penstock_inference.metrics import UPDATE_SECONDS

@@ -12,7 +12,8 @@ import structlog
 from penstock_chassis.aio.tasks import TaskOwner
 from penstock_chassis.errors import FailedPrecondition, PenstockError
 from penstock_chassis.validation import check_request_id, invalid_field
-from penstock_inference.engines.base import Engine, PauseMode
+from penstock_inference.domain.weights import PauseMode
+from penstock_inference.engines.base import Engine
 from penstock_inference.engines.optional_features import WeightTransfers, missing_capability
 from penstock_inference.metrics import UPDATE_SECONDS
 from penstock_inference.weights.manager import UpdateResult

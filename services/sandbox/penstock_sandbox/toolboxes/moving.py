@@ -13,8 +13,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from penstock_sandbox.backends.host import layers
-from penstock_sandbox.backends.local import copying
+from penstock_sandbox.backends.host import copying, layers
 from penstock_sandbox.domain.free_space import Watermark
 
 

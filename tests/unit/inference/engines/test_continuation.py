@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from penstock.values.token_tensors import TokenTensor
 from penstock_chassis.errors import Unavailable
+from penstock_inference.domain.response_format import ResponseFormat
 from penstock_inference.engines.base import (
     Delta,
     Done,
@@ -25,7 +26,6 @@ from penstock_inference.engines.base import (
     VersionSpan,
 )
 from penstock_inference.engines.continuation import MAX_DEATHS, Continuation, unbroken
-from penstock_inference.engines.response_format import ResponseFormat
 
 PROMPT = np.array([3, 1, 4], np.int32)
 STOP = 0

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock_sandbox.backends.local import copying
+from penstock_sandbox.backends.host import copying
 from penstock_sandbox.toolboxes import moving
 
 

@@ -78,16 +78,23 @@ class Failing:
     message: str
 
 
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """What is kept of rollouts that have ended, by the driver and by the gates."""
+
+    records: Records
+    event_log: EventLog
+    captures: Captures
+    annotations: Annotations
+
+
 class Exporter:
     """Exports what is in the queue. `run` runs beside the driver, `finish` empties the queue at its end."""
 
     def __init__(
         self,
         queue: ExportQueue,
-        records: Records,
-        event_log: EventLog,
-        captures: Captures,
-        annotations: Annotations,
+        sources: Sources,
         destination: Destination,
         *,
         driver: str,
@@ -98,10 +105,10 @@ class Exporter:
         delays: Delays = DELAYS,
     ) -> None:
         self._queue = queue
-        self._records = records
-        self._event_log = event_log
-        self._captures = captures
-        self._annotations = annotations
+        self._records = sources.records
+        self._event_log = sources.event_log
+        self._captures = sources.captures
+        self._annotations = sources.annotations
         self._destination = destination
         self._driver = driver
         self._spool = spool

@@ -23,24 +23,19 @@ from penstock_chassis.errors import (
     Violation,
 )
 from penstock_codec.decoding import Detokenizer
-from penstock_inference.engines.base import (
+from penstock_inference.domain.engine_info import Capabilities, EngineInfo, EngineStats
+from penstock_inference.domain.generation import (
     SAMPLING_FIELDS,
-    Capabilities,
     Done,
-    EngineInfo,
-    EngineOptions,
-    EngineStats,
     GenerateEvent,
     GenerateRequest,
     LogprobsMode,
-    PauseMode,
     Sampling,
     Scores,
-    Tensors,
     TokenIds,
-    UpdateFormat,
-    UpdatePhases,
 )
+from penstock_inference.domain.weights import PauseMode, Tensors, UpdateFormat, UpdatePhases
+from penstock_inference.engines.base import EngineOptions
 from penstock_inference.engines.checks import (
     MAX_SEED,
     MAX_TEMPERATURE,

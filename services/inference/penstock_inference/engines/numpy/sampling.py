@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock_inference.engines.base import Sampling
+from penstock_inference.domain.generation import Sampling
 
 Floats = NDArray[np.float64]
 _NEVER = -np.inf

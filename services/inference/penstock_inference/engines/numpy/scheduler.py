@@ -16,15 +16,8 @@ import numpy as np
 
 from penstock.values.token_tensors import ROUTED_EXPERTS, TokenTensor
 from penstock_chassis.errors import FailedPrecondition, Internal, PenstockError
-from penstock_inference.engines.base import (
-    Done,
-    EngineStats,
-    FinishReason,
-    GenerateRequest,
-    Scores,
-    Started,
-    Timings,
-)
+from penstock_inference.domain.engine_info import EngineStats
+from penstock_inference.domain.generation import Done, FinishReason, GenerateRequest, Scores, Started, Timings
 from penstock_inference.engines.numpy.decoder import Chunk, Decoder, KVCache
 from penstock_inference.engines.numpy.model import Array, ModelConfig, Weights
 from penstock_inference.engines.numpy.sampling import Distribution, Uniforms, apply_penalties, drop_unlikely

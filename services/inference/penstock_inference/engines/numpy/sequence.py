@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from penstock_chassis.errors import PenstockError
-from penstock_inference.engines.base import (
+from penstock_inference.domain.generation import (
     Delta,
     GenerateEvent,
     GenerateRequest,

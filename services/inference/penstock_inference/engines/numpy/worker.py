@@ -16,7 +16,7 @@ from typing import TypeVar
 from threadpoolctl import threadpool_limits
 
 from penstock_chassis.errors import Internal, PenstockError, Unavailable
-from penstock_inference.engines.base import Done, GenerateEvent, Scores
+from penstock_inference.domain.generation import Done, GenerateEvent, Scores
 from penstock_inference.engines.checks import closed
 from penstock_inference.engines.numpy.scheduler import Scheduler
 from penstock_inference.engines.numpy.sequence import Event, Sequence

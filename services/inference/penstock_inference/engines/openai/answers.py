@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from penstock_chassis.errors import FailedPrecondition, Internal
-from penstock_inference.engines.base import Logprobs, TokenIds, TopLogprobs
+from penstock_inference.domain.generation import Logprobs, TokenIds, TopLogprobs
 
 _PREFIX = "token_id:"
 LEAST_LOGPROB = -9999.0

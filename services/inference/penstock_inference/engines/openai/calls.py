@@ -10,7 +10,8 @@ from contextlib import contextmanager, suppress
 import structlog
 
 from penstock_chassis.errors import AlreadyExists, FailedPrecondition, PenstockError
-from penstock_inference.engines.base import EngineStats, FinishReason, GenerateEvent, GenerateRequest, Started
+from penstock_inference.domain.engine_info import EngineStats
+from penstock_inference.domain.generation import FinishReason, GenerateEvent, GenerateRequest, Started
 from penstock_inference.engines.openai.answers import broken
 from penstock_inference.engines.openai.in_flight import Flight
 

@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 from penstock_codec.openai_chat import read_finish_reason, read_message, read_usage, write_messages, write_tool
-from penstock_inference.engines.base import Timings
+from penstock_inference.domain.generation import Timings
 from penstock_inference.engines.openai.answers import broken
 from penstock_inference.engines.openai.wire import Endpoint
 from penstock_inference.engines.optional_features import ChatAnswer, ChatRequest

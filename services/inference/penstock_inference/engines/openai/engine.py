@@ -19,23 +19,18 @@ from penstock_chassis.errors import (
     PenstockError,
     Violation,
 )
-from penstock_inference.engines.admission import Admission
-from penstock_inference.engines.base import (
+from penstock_inference.domain.engine_info import Capabilities, EngineInfo, EngineStats
+from penstock_inference.domain.generation import (
     SAMPLING_FIELDS,
-    Capabilities,
-    EngineInfo,
-    EngineOptions,
-    EngineStats,
     GenerateEvent,
     GenerateRequest,
     LogprobsMode,
-    PauseMode,
     Scores,
-    Tensors,
     TokenIds,
-    UpdateFormat,
-    UpdatePhases,
 )
+from penstock_inference.domain.weights import PauseMode, Tensors, UpdateFormat, UpdatePhases
+from penstock_inference.engines.admission import Admission
+from penstock_inference.engines.base import EngineOptions
 from penstock_inference.engines.checks import check_prompt, check_sampling, check_score, closed, raise_violations
 from penstock_inference.engines.openai.answers import read_scores, read_top_scores
 from penstock_inference.engines.openai.calls import Calls, check_fixed_version

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from penstock_chassis.errors import FailedPrecondition, PenstockError
-from penstock_inference.engines.base import (
+from penstock_inference.domain.generation import (
     Delta,
     Done,
     FinishReason,

@@ -16,7 +16,8 @@ from penstock_chassis.errors import InvalidArgument, Violation
 from penstock_chassis.membership.session_header import checked_name
 from penstock_chassis.settings import refuse_blank
 from penstock_chassis.validation import violations_of
-from penstock_inference.engines.base import EngineOptions, LogprobsMode
+from penstock_inference.domain.generation import LogprobsMode
+from penstock_inference.engines.base import EngineOptions
 from penstock_inference.engines.openai.wire import OPENAI_API, Endpoint
 
 MAX_KEY_BYTES = 16 << 10

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from tokenizers import Tokenizer
 
 from penstock_chassis.errors import FailedPrecondition, InvalidArgument, PenstockError, Unavailable, Violation
-from penstock_inference.engines.base import LogprobsMode
+from penstock_inference.domain.generation import LogprobsMode
 from penstock_inference.engines.openai.answers import read_choice
 from penstock_inference.engines.openai.wire import RETRY_S, STATUS, Endpoint
 

@@ -10,7 +10,7 @@ import structlog
 
 from penstock_chassis.aio.retry import Backoff, Delays
 from penstock_chassis.errors import PenstockError, ResourceExhausted, Unavailable
-from penstock_inference.engines.base import LogprobsMode
+from penstock_inference.domain.generation import LogprobsMode
 from penstock_inference.engines.openai.answers import broken
 from penstock_inference.engines.openai.probe import Level
 from penstock_inference.engines.openai.wire import RETRY_S, Endpoint

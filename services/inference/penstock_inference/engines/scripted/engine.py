@@ -27,29 +27,24 @@ from penstock_chassis.errors import (
 from penstock_codec.codec import Codec
 from penstock_codec.errors import CodecError
 from penstock_codec.tokenizer_files import TokenizerFiles
-from penstock_inference.engines.base import (
+from penstock_inference.domain.engine_info import Capabilities, EngineInfo, EngineStats
+from penstock_inference.domain.generation import (
     IMAGE,
     SAMPLING_FIELDS,
-    Capabilities,
     Delta,
     Done,
-    EngineInfo,
-    EngineOptions,
-    EngineStats,
     FinishReason,
     GenerateEvent,
     GenerateRequest,
     LogprobsMode,
-    PauseMode,
     Scores,
     Started,
-    Tensors,
     Timings,
     TokenIds,
-    UpdateFormat,
-    UpdatePhases,
     VersionSpan,
 )
+from penstock_inference.domain.weights import PauseMode, Tensors, UpdateFormat, UpdatePhases
+from penstock_inference.engines.base import EngineOptions
 from penstock_inference.engines.checks import (
     check_prompt,
     check_sampling,

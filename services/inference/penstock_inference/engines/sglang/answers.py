@@ -14,7 +14,7 @@ import numpy as np
 
 from penstock_chassis.errors import FailedPrecondition, PenstockError, Unavailable, Violation
 from penstock_chassis.validation import invalid
-from penstock_inference.engines.base import Logprobs, TokenIds, TopLogprobs
+from penstock_inference.domain.generation import Logprobs, TokenIds, TopLogprobs
 from penstock_inference.engines.openai.answers import Read, broken, checked_logprobs, not_finite
 from penstock_inference.engines.openai.wire import RETRY_S, shown
 

@@ -17,23 +17,18 @@ from typing import Any
 
 from penstock_chassis.aio.tasks import TaskOwner
 from penstock_chassis.errors import InvalidArgument, PenstockError, Unavailable, Violation
-from penstock_inference.engines.adapters import AdapterTable, LoadedAdapter
-from penstock_inference.engines.base import (
-    Capabilities,
-    EngineInfo,
-    EngineOptions,
-    EngineStats,
+from penstock_inference.domain.engine_info import Capabilities, EngineInfo, EngineStats
+from penstock_inference.domain.generation import (
     GenerateEvent,
     GenerateRequest,
     LogprobsMode,
-    PauseMode,
     Sampling,
     Scores,
-    Tensors,
     TokenIds,
-    UpdateFormat,
-    UpdatePhases,
 )
+from penstock_inference.domain.weights import PauseMode, Tensors, UpdateFormat, UpdatePhases
+from penstock_inference.engines.adapters import AdapterTable, LoadedAdapter
+from penstock_inference.engines.base import EngineOptions
 from penstock_inference.engines.checkpoint import Checkpoint
 from penstock_inference.engines.checks import check_prompt, check_sampling, check_score, closed, raise_violations
 from penstock_inference.engines.openai.calls import Calls, check_fixed_version

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock_chassis.errors import FailedPrecondition, InvalidArgument, Unavailable
-from penstock_inference.engines.base import Delta, FinishReason, VersionSpan
+from penstock_inference.domain.generation import Delta, FinishReason, VersionSpan
 from penstock_inference.engines.openai.answers import broken
 from penstock_inference.engines.openai.in_flight import Flight
 from penstock_inference.engines.openai.wire import RETRY_S

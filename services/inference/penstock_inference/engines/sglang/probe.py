@@ -14,7 +14,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from penstock_chassis.errors import FailedPrecondition, InvalidArgument, PenstockError, Violation
-from penstock_inference.engines.base import LogprobsMode
+from penstock_inference.domain.generation import LogprobsMode
 from penstock_inference.engines.openai.answers import broken
 from penstock_inference.engines.openai.probe import TEXT, Level, in_time
 from penstock_inference.engines.openai.wire import STATUS, Endpoint

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from penstock_chassis.errors import Violation
-from penstock_inference.engines.base import SAMPLING_FIELDS, GenerateRequest, LogprobsMode, Sampling
-from penstock_inference.engines.response_format import FIELD as FORMAT_FIELD
-from penstock_inference.engines.response_format import FormatKind, ResponseFormat
+from penstock_inference.domain.generation import SAMPLING_FIELDS, GenerateRequest, LogprobsMode, Sampling
+from penstock_inference.domain.response_format import FIELD as FORMAT_FIELD
+from penstock_inference.domain.response_format import FormatKind, ResponseFormat
 from penstock_inference.engines.sglang.answers import Asked
 from penstock_inference.engines.sglang.probe import Facts
 

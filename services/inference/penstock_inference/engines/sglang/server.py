@@ -20,9 +20,9 @@ import structlog
 
 from penstock_chassis.aio.tasks import TaskOwner
 from penstock_chassis.errors import FailedPrecondition, Internal, InvalidArgument, PenstockError, Violation
+from penstock_inference.domain.weights import PauseMode
 from penstock_inference.engines.adapters import AdapterTable, LoadedAdapter, adapter_invalid
 from penstock_inference.engines.admission import Admission
-from penstock_inference.engines.base import PauseMode
 from penstock_inference.engines.openai.wire import Endpoint
 from penstock_inference.engines.sglang.answers import foreign
 from penstock_inference.engines.sglang.in_flight import SglangFlight

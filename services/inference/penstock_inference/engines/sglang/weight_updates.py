@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from penstock_chassis.errors import FailedPrecondition
-from penstock_inference.engines.base import PauseMode, UpdateFormat, UpdatePhases
+from penstock_inference.domain.weights import PauseMode, UpdateFormat, UpdatePhases
 from penstock_inference.engines.checkpoint import Checkpoint, Spool
 from penstock_inference.engines.optional_features import missing_capability
 from penstock_inference.engines.sglang.server import Server

@@ -24,9 +24,11 @@ import structlog
 from penstock_chassis.aio.broadcast import Signal
 from penstock_chassis.aio.tasks import TaskOwner
 from penstock_chassis.errors import FailedPrecondition, Internal, PenstockError
+from penstock_inference.domain.generation import FinishReason, GenerateRequest
+from penstock_inference.domain.weights import PauseMode
 from penstock_inference.engines.adapters import AdapterTable, LoadedAdapter
 from penstock_inference.engines.admission import Admission
-from penstock_inference.engines.base import EngineOptions, FinishReason, GenerateRequest, PauseMode
+from penstock_inference.engines.base import EngineOptions
 from penstock_inference.engines.checkpoint import Checkpoint, Spool
 from penstock_inference.engines.vllm.adapters import lora_request
 from penstock_inference.engines.vllm.features import Features

@@ -21,24 +21,19 @@ from penstock.values.token_tensors import ROUTED_EXPERTS
 from penstock_chassis.aio.tasks import TaskOwner
 from penstock_chassis.disk import on_disk
 from penstock_chassis.errors import FailedPrecondition, PenstockError, Violation
-from penstock_inference.engines.adapters import LoadedAdapter, adapter_invalid
-from penstock_inference.engines.base import (
+from penstock_inference.domain.engine_info import Capabilities, EngineInfo, EngineStats
+from penstock_inference.domain.generation import (
     IMAGE,
     SAMPLING_FIELDS,
-    Capabilities,
-    EngineInfo,
-    EngineOptions,
-    EngineStats,
     GenerateEvent,
     GenerateRequest,
     LogprobsMode,
-    PauseMode,
     Scores,
-    Tensors,
     TokenIds,
-    UpdateFormat,
-    UpdatePhases,
 )
+from penstock_inference.domain.weights import PauseMode, Tensors, UpdateFormat, UpdatePhases
+from penstock_inference.engines.adapters import LoadedAdapter, adapter_invalid
+from penstock_inference.engines.base import EngineOptions
 from penstock_inference.engines.checkpoint import Checkpoint, Spool
 from penstock_inference.engines.checks import closed, raise_violations
 from penstock_inference.engines.continuation import unbroken

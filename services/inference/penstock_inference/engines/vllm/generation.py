@@ -21,8 +21,7 @@ from penstock_chassis.errors import (
 )
 from penstock_chassis.validation import invalid
 from penstock_codec.decoding import Detokenizer
-from penstock_inference.engines.adapters import LoadedAdapter
-from penstock_inference.engines.base import (
+from penstock_inference.domain.generation import (
     FinishReason,
     GenerateEvent,
     GenerateRequest,
@@ -33,8 +32,9 @@ from penstock_inference.engines.base import (
     TokenIds,
     TopLogprobs,
 )
+from penstock_inference.domain.response_format import FIELD as FORMAT_FIELD
+from penstock_inference.engines.adapters import LoadedAdapter
 from penstock_inference.engines.checks import check_prompt, check_sampling, check_score, raise_violations
-from penstock_inference.engines.response_format import FIELD as FORMAT_FIELD
 from penstock_inference.engines.stops import StopTexts
 from penstock_inference.engines.vllm.adapters import lora_request
 from penstock_inference.engines.vllm.core import Core

@@ -16,7 +16,7 @@ from PIL import Image
 from penstock_chassis.errors import FailedPrecondition, InvalidArgument, Violation
 from penstock_chassis.validation import invalid
 from penstock_codec.image_files import measure
-from penstock_inference.engines.base import Media, TokenIds
+from penstock_inference.domain.generation import Media, TokenIds
 
 
 def prompt_with_images(ids: TokenIds, media: Sequence[Media]) -> dict[str, Any]:

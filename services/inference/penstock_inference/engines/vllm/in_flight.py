@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from penstock.values.token_tensors import ROUTED_EXPERTS, TokenTensor
 from penstock_chassis.errors import FailedPrecondition, Internal, PenstockError
-from penstock_inference.engines.base import (
+from penstock_inference.domain.generation import (
     Delta,
     Done,
     FinishReason,

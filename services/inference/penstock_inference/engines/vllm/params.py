@@ -7,8 +7,8 @@ from typing import Any
 
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
-from penstock_inference.engines.base import Sampling
-from penstock_inference.engines.response_format import FormatKind, ResponseFormat
+from penstock_inference.domain.generation import Sampling
+from penstock_inference.domain.response_format import FormatKind, ResponseFormat
 
 
 def sampling_params(sampling: Sampling, stops: Iterable[int], *, whole: bool, tensor_start: int = 0) -> Any:

@@ -17,7 +17,7 @@ from penstock_chassis.errors import (
     Unsupported,
     Violation,
 )
-from penstock_inference.engines.base import PauseMode, UpdateFormat, UpdatePhases
+from penstock_inference.domain.weights import PauseMode, UpdateFormat, UpdatePhases
 from penstock_inference.engines.checkpoint import Checkpoint
 from penstock_inference.engines.vllm.core import Core
 from penstock_inference.engines.weight_updates import FileUpdates

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock_chassis.errors import Internal
-from penstock_sandbox.backends.host import layers
-from penstock_sandbox.backends.local import copying
+from penstock_sandbox.backends.host import copying, layers
 from penstock_sandbox.backends.local.disk import usage
 from penstock_sandbox.backends.local.disk.usage import Use
 from penstock_sandbox.backends.local.host_users import UserPool

@@ -34,7 +34,7 @@ from penstock_driver.store.exports import ExportQueue
 from penstock_driver.store.records import Records
 from penstock_driver.trajectories.exports import exporter as module
 from penstock_driver.trajectories.exports.destination import Destination
-from penstock_driver.trajectories.exports.exporter import BatchLimits, Exporter, Failing, run_directory
+from penstock_driver.trajectories.exports.exporter import BatchLimits, Exporter, Failing, Sources, run_directory
 
 NOW = Delays(0.001, 0.01)
 AT_ONCE = BatchLimits(wait_s=0.0)
@@ -159,7 +159,7 @@ class World:
     async def exporter(self, limits: BatchLimits = AT_ONCE) -> Exporter:
         destination = await Destination.opened(directory_urls.checked(f"file://{self.place}", "driver"), self.pool)
         return Exporter(
-            self.queue, self.records, self.log, self.gates, Annotations(self.queue._journal), destination,
+            self.queue, Sources(self.records, self.log, self.gates, Annotations(self.queue._journal)), destination,
             driver="d0-1", spool=self.place.parent / "spool", limits=limits, delays=NOW,
         )  # fmt: skip
 

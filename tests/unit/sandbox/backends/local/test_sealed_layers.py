@@ -16,8 +16,9 @@ from tests.unit.sandbox.scripted_domain import pass_turns
 from tests.unit.sandbox.scripted_helper import ScriptedHelper
 
 from penstock_chassis.errors import FailedPrecondition, InvalidArgument
+from penstock_sandbox.backends.host import copying
 from penstock_sandbox.backends.host.cgroups import Cgroups, Group
-from penstock_sandbox.backends.local import copying, sealed_layers
+from penstock_sandbox.backends.local import sealed_layers
 from penstock_sandbox.backends.local.backend import LocalBackend, LocalOptions
 from penstock_sandbox.backends.local.disk import usage
 from penstock_sandbox.backends.local.disk.quotas import Quotas

@@ -30,6 +30,7 @@ from penstock_chassis.errors import (
     Unsupported,
 )
 from penstock_codec import tiny_tokenizer
+from penstock_inference.domain.response_format import ResponseFormat
 from penstock_inference.engines.base import (
     Delta,
     Done,
@@ -43,7 +44,6 @@ from penstock_inference.engines.base import (
     UpdateFormat,
     VersionSpan,
 )
-from penstock_inference.engines.response_format import ResponseFormat
 from penstock_inference.engines.sglang import open_engine
 from penstock_inference.engines.sglang.answers import Asked, read_chunk
 from penstock_inference.engines.sglang.engine import SglangEngine

@@ -19,6 +19,7 @@ from penstock_chassis.server import Service
 from penstock_chassis.testing import serve
 from penstock_inference.app import build
 from penstock_inference.engines.numpy.decoder import Chunk, Decoder, KVCache
+from penstock_inference.engines.numpy.engine import NumpyEngine as NumpyEngine
 from penstock_inference.engines.numpy.model import ModelConfig, Weights
 from penstock_inference.engines.numpy.sampling import Distribution
 from penstock_inference.engines.scripted.engine import ScriptedEngine as ScriptedEngine

@@ -14,7 +14,7 @@ import pytest
 from tests.support.services.processes import descriptors
 
 from penstock_sandbox.backends.host import layers
-from penstock_sandbox.backends.local.copying import copy
+from penstock_sandbox.backends.host.copying import copy
 from penstock_sandbox.guest.common import files as guest_files
 from penstock_sandbox.guest.common import walk
 

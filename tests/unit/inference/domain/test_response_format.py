@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock_chassis.errors import InvalidArgument
-from penstock_inference.engines.response_format import MAX_CHOICES, MAX_LENGTH, FormatKind, ResponseFormat
+from penstock_inference.domain.response_format import MAX_CHOICES, MAX_LENGTH, FormatKind, ResponseFormat
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(),

@@ -21,8 +21,7 @@ from penstock_sandbox.backends.docker.engine.errors import Refused
 from penstock_sandbox.backends.docker.images import changes
 from penstock_sandbox.backends.docker.images.changes import Listed, plan
 from penstock_sandbox.backends.docker.images.diff_buffer import read_ahead
-from penstock_sandbox.backends.host import layers
-from penstock_sandbox.backends.local import copying
+from penstock_sandbox.backends.host import copying, layers
 from penstock_sandbox.domain import diffs
 from penstock_sandbox.domain.model import Stream
 from penstock_sandbox.processes.output import Collected
