@@ -38,7 +38,7 @@ type Selector struct {
 	Labels     map[string]string
 }
 
-// SessionOption is one thing that a session is told.
+// SessionOption is one setting of a session.
 type SessionOption func(*sessionOptions)
 
 type sessionOptions struct {
@@ -209,7 +209,7 @@ func (s *Session) Calls(ctx context.Context) iter.Seq2[*Call, error] {
 // Finish ends Calls once those that have come are handed out: nothing more is expected.
 func (s *Session) Finish() { s.inbox.finish() }
 
-// Announce tells all gates which weights are the newest: staleness bounds are judged against it.
+// Announce informs all gates which weights are the newest: staleness bounds are judged against it.
 func (s *Session) Announce(policyVersion int64) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -395,7 +395,7 @@ func (s *Session) err() error {
 	return s.failure
 }
 
-// end ends the session: everybody who waits is told.
+// end ends the session: every waiter gets the error.
 func (s *Session) end(failure *Error) {
 	s.mu.Lock()
 	if s.failure == nil {

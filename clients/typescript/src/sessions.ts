@@ -215,7 +215,7 @@ export class InterceptSession {
     this.#inbox.finish();
   }
 
-  /** Tells all gates which weights are the newest: staleness bounds are judged against it. */
+  /** Informs all gates which weights are the newest: staleness bounds are judged against it. */
   announce(policyVersion: number): void {
     BigInt(policyVersion); // throws RangeError
     this.#policyVersion = policyVersion;
@@ -356,7 +356,7 @@ export class InterceptSession {
           }
         }
         lost.abort();
-        await acting.catch(() => {}); // it was given up
+        await acting.catch(() => {}); // it was cancelled
         later(stream);
         return [];
       }),

@@ -59,7 +59,7 @@ export interface StreamOptions {
   readonly onToolError: ((error: unknown, call: HostToolCallMessage | undefined) => void) | undefined;
 }
 
-/** What a stream tells its session. */
+/** What a stream reports to its session. */
 export interface Listener {
   /** `isConnected` or `failure` changed. */
   changed(): void;
@@ -144,7 +144,7 @@ export class GateStream {
     }
   }
 
-  /** Tells the gate which weights are the newest. */
+  /** Informs the gate which weights are the newest. */
   announce(policyVersion: number): void {
     this.#policyVersion = policyVersion;
     this.#send({ case: "policy", value: { policyVersion: BigInt(policyVersion) } });
@@ -188,7 +188,7 @@ export class GateStream {
     this.#end(closed);
   }
 
-  /** Ends the session here without a word to the gate: whoever waits for it gets `error`. */
+  /** Ends the session here without a word to the gate: every waiter gets `error`. */
   async lose(error: PenstockError): Promise<void> {
     this.isAway = true;
     this.#end(error);
@@ -204,7 +204,7 @@ export class GateStream {
     this.#wake.set();
   }
 
-  /** Ends the session here: whoever waits for it gets `error`. */
+  /** Ends the session here: every waiter gets `error`. */
   fail(error: PenstockError): void {
     this.#end(error);
     this.abandon(error);
@@ -308,7 +308,7 @@ export class GateStream {
     this.#listener.changed();
   }
 
-  /** Tells the gate which tools are offered and which are not any more. */
+  /** Sends the gate which tools are offered and which are not any more. */
   async #register(): Promise<void> {
     const { sessionId } = this;
     this.#hasUnregistered = false;
@@ -402,7 +402,7 @@ export class GateStream {
     }
   }
 
-  /** Nothing comes or goes any more: everybody who waits is told. */
+  /** Nothing comes or goes any more: every waiter gets the error. */
   #end(error: PenstockError): void {
     if (this.failure !== undefined) {
       return;

@@ -41,7 +41,7 @@ AskLoad: TypeAlias = Callable[[float], Awaitable[Load | None]]
 
 
 def gate_patience(silence_s: float) -> Mapping[Host, float]:
-    """The patience with a gate, with one on a silent host for `silence_s`."""
+    """The seconds for which a gate is retried, by its host's state; on a silent host `silence_s`."""
     return {Host.SILENT: silence_s, Host.REFUSING: PATIENCE_S, Host.ACCEPTING: PATIENCE_S}
 
 

@@ -121,7 +121,7 @@ class ReplicaSupervisor:
         self.lock = asyncio.Lock()
         """Held while replicas are called one after the other: meanwhile none joins."""
         self.changed: Callable[[], None] = lambda: None
-        """Called when replicas join, leave, or are given up."""
+        """Called when replicas join, leave, or are abandoned."""
         self._order = order
         self._silence_s = silence_s
         self._router = router

@@ -241,7 +241,7 @@ class SharedRecordings:
             if held is not None and held.startswith(claim.token.encode()):
                 await self._call(self._place.remove, claim.name)
         except Refusal as error:
-            _log.warning("a claim was not given up", cause=repr(error.__cause__))
+            _log.warning("a claim was not released", cause=repr(error.__cause__))
 
     async def _call(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         return await self._within(_CALL_S, partial(work, *args, **kwargs))
