@@ -48,7 +48,7 @@ class Policy:
         return Stage(self.version, self.label, UpdateFormat.DELTA, self._of(self.files))
 
     def stage_only(self, files: Sequence[Path], update_format: UpdateFormat) -> Stage:
-        """Only the last update, for a replica that has the previous policy."""
+        """Stages only the last update, for a replica that has the previous policy."""
         return Stage(self.version, self.label, update_format, self._of([p for p in self.files if p in set(files)]))
 
     def _of(self, files: Sequence[Path]) -> tuple[WeightFile, ...]:

@@ -247,7 +247,7 @@ class SharedRecordings:
         return await self._within(_CALL_S, partial(work, *args, **kwargs))
 
     async def _within(self, seconds: float, work: Callable[[], T]) -> T:
-        """Its thread goes on after the time is over."""
+        """Waits for the work for a limited time; its thread goes on after that."""
         try:
             async with asyncio.timeout(seconds):
                 return await asyncio.get_running_loop().run_in_executor(self._pool, work)

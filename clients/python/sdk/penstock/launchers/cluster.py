@@ -181,7 +181,7 @@ class ClusterStack(LocalStack):
 
     @property
     def services(self) -> Sequence[ServiceName]:
-        """Those of this machine, in starting order."""
+        """The services of this machine, in starting order."""
         here: tuple[ServiceName, ...] = ("inference",) if self._model_dir is not None and not self.gpus else ()
         return (*here, "interception", "driver")
 
