@@ -4,7 +4,7 @@
     python -m tools.helm run template ...     Helm 4, in deploy/helm
 
 Both are Helm itself, of its two living versions: AWS's packages for its CDK carry the binaries of the projects, and are
-pinned by hash in `deploy/toolchain.txt`. Who has a Helm of his own needs none of this.
+pinned by hash in `deploy/toolchain.txt`. A person who has Helm needs none of this.
 """
 
 import io

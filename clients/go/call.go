@@ -72,7 +72,7 @@ func (c *Call) Deliver(ctx context.Context, completion *chatv1.Completion) error
 }
 
 // Fail says that the trainer cannot answer. The reason (UPPER_SNAKE) and the message are recorded, the agent sees
-// neither; retriable tells it to try again.
+// neither; retriable asks it to try again.
 func (c *Call) Fail(ctx context.Context, reason, message string, retriable bool) error {
 	failure := &interceptionv1.CallFailure{Reason: reason, Message: message, Retriable: retriable}
 	return c.answer(ctx, &interceptionv1.CallResult{

@@ -61,7 +61,7 @@ type options struct {
 	err       error
 }
 
-// Option is one thing that Connect is told.
+// Option is one setting of Connect.
 type Option func(*options)
 
 // WithHost has all services on their default ports on one machine.
@@ -114,7 +114,7 @@ func WithoutDiscovery() Option {
 
 // Connect makes a client of the services. What no option says is looked for in the environment
 // (PENSTOCK_DRIVER_ADDRESS and its like, PENSTOCK_TOKEN or PENSTOCK_TOKEN_FILE, PENSTOCK_CA_FILE), then in the
-// connection file of `penstock up`, then on loopback. It calls nobody: the first call tells whether somebody is there.
+// connection file of `penstock up`, then on loopback. It calls nobody: the first call shows whether a service is there.
 //
 // Errors: ErrConfiguration, an address, the token or a file is invalid.
 func Connect(opts ...Option) (*Client, error) {

@@ -74,7 +74,7 @@ type cluster struct {
 	given     map[string]*service
 
 	mu      sync.Mutex
-	asking  map[bool]*question // the requests for the list that run, by whether they are patient
+	asking  map[bool]*question // the requests for the list that run, by whether they wait for a driver that is away
 	opened  map[memberKey]*service
 	pools   []*pool
 	listed  []*opsv1.Member
@@ -99,7 +99,8 @@ func newCluster(found *endpoints, dialing []grpc.DialOption, given map[string]*s
 }
 
 // members are all of a kind, at least one: of a kind of which no driver has a list, the service of the connection. The list
-// is no older than `age`. A patient call waits for a driver that is away, ten seconds at most.
+// is no older than `age`. With `patient`, it waits for a driver that is away, ten
+// seconds at most.
 //
 // Errors: ErrUnavailable, no driver can be asked and none ever was; ErrConfiguration, MEMBER_NOT_TRUSTED: the token must not
 // be sent to a member.

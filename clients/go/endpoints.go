@@ -239,7 +239,7 @@ func (c *connection) all() Addresses {
 	return found
 }
 
-// isLive tells whether the file is there and the stack that wrote it still runs: one that was killed leaves it behind.
+// isLive reports whether the file is there and the stack that wrote it still runs: one that was killed leaves it behind.
 // A stack of another machine, with which this one shares the directory, counts as running, since its process is not seen
 // from here, unless it has an address that leads to this machine here.
 func isLive(file string) bool {
@@ -249,7 +249,7 @@ func isLive(file string) bool {
 	}
 	var said connection
 	if err != nil || json.Unmarshal(content, &said) != nil || said.PID == nil {
-		return true // reading it again tells what is wrong, if anything
+		return true // reading it again shows what is wrong, if anything
 	}
 	if here, err := os.Hostname(); err == nil && said.Host != nil && *said.Host != here {
 		found := said.all()

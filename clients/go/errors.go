@@ -126,7 +126,7 @@ func (e *Error) Error() string {
 // Unwrap gives what lies beneath: the status of the call, or the context's error.
 func (e *Error) Unwrap() error { return e.cause }
 
-// Is tells whether the error is of a Kind.
+// Is reports whether the error is of a Kind.
 func (e *Error) Is(target error) bool {
 	kind, ok := target.(Kind)
 	return ok && (kind == e.Kind || kind == ErrRejected && rejections[e.Kind])
@@ -140,7 +140,7 @@ func (e *Error) Advice() string {
 	return advice[e.Kind]
 }
 
-// AnswerAgain tells whether the call that the result was for is still leased, so that another one may be given.
+// AnswerAgain reports whether the call that the result was for is still leased, so that another one may be given.
 func (e *Error) AnswerAgain() bool { return e.Kind == ErrInvalidCompletion || e.Kind == ErrStalePolicy }
 
 var rejections = map[Kind]bool{

@@ -25,7 +25,7 @@ type Group struct {
 	at         *driver
 }
 
-// GroupOption is one thing that a group is told.
+// GroupOption is one setting of a group.
 type GroupOption func(*driverv1.CreateGroupRequest)
 
 // WithGroupID chooses the group's id, of at most 120 characters; its rollouts are ID-INDEX.

@@ -60,8 +60,8 @@ func reasonOf(err error) *errdetails.ErrorInfo {
 	return nil
 }
 
-// mayReceiveToken tells whether the service at one address may say that the token is for another too. It goes to this machine,
-// if it was for this machine, or to a server that the caller's own CA has certified; and to no path.
+// mayReceiveToken reports whether the service at one address may say that the token is for another too. It goes to this
+// machine, if it was for this machine, or to a server that the caller's own CA has certified; and to no path.
 func mayReceiveToken(own, address string, tls *TLS) bool {
 	mayGo := isLocal(own) && isLocal(address)
 	if tls != nil {

@@ -71,7 +71,7 @@ func (b *inbox) leave(own *waiter) {
 	}
 }
 
-// put adds a call, and tells whether it woke one that waits, which is then among the waking. Many loops that wait are not
+// put adds a call, and reports whether it woke one that waits, which is then among the waking. Many loops that wait are not
 // all woken by each call.
 func (b *inbox) put(call *Call, by *leases) bool {
 	b.mu.Lock()

@@ -34,7 +34,7 @@ var rejectionKinds = map[interceptionv1.ResultRejected_Reason]Kind{
 // newest lease; a result stays until the gate accepted or rejected it, and is sent again after every break, which the
 // gate takes as the repeat that it is; what is held is in memory only as long as it is held.
 type leases struct {
-	wake  chan<- struct{} // told whenever there is something to send; holds one token
+	wake  chan<- struct{} // is sent to whenever there is something to send; holds one token
 	inbox *inbox
 
 	mu     sync.Mutex
@@ -89,7 +89,7 @@ func (l *leases) size() int {
 	return len(l.held)
 }
 
-// has tells whether a call is here and not over.
+// has reports whether a call is here and not over.
 func (l *leases) has(id string) bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()

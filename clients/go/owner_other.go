@@ -4,5 +4,5 @@ package penstock
 
 import "io/fs"
 
-// isOursAlone cannot be told by a file's mode on this system.
+// isOursAlone cannot be read from a file's mode on this system.
 func isOursAlone(fs.FileInfo) bool { return true }

@@ -36,8 +36,8 @@ type asked struct {
 	answer *promise
 }
 
-// ask gives what will be the answer, and whether the gate is to be asked. It joins whoever asked the same last: only the
-// newest question says what holds in the end.
+// ask gives what will be the answer, and whether the gate is to be asked. It joins the question that asked the same last: only
+// the newest question says what holds in the end.
 func (p *pauses) ask(pause *interceptionv1.PauseCalls) (*promise, bool) {
 	p.want(pause)
 	p.begun = false

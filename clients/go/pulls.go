@@ -77,7 +77,7 @@ func (c *Client) LeaseCalls(ctx context.Context, selector Selector, options Leas
 			case err == nil && len(calls) > 0, err != nil && !isAway(err) && finding.Err() == nil:
 				found()
 			case err != nil && finding.Err() != nil && ctx.Err() == nil:
-				// The same request again: its answer has what the gate leased to it before it was given up. Where there is none the
+				// The same request again: its answer has what the gate leased to it before it was cancelled. Where there is none the
 				// leases end. It is not repeated: what another gate has leased is held back meanwhile.
 				again := proto.Clone(request).(*interceptionv1.LeaseCallsRequest)
 				again.Wait = durationpb.New(0)

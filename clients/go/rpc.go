@@ -13,7 +13,7 @@ import (
 
 const (
 	attempts = 5
-	// No attempt is begun later than this: whoever asks hears soon that a service is away.
+	// No attempt is begun later than this: the caller learns soon that a service is away.
 	patience = 10 * time.Second
 	// How long a wait or a watch that broke is taken up again without any sign of the service, and how long a call of a service
 	// that answered before is repeated while it cannot be reached: a restart under load takes longer than a few attempts.

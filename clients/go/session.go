@@ -41,7 +41,7 @@ type Selector struct {
 	PolicyIDs []string
 }
 
-// SessionOption is one thing that a session is told.
+// SessionOption is one setting of a session.
 type SessionOption func(*sessionOptions)
 
 type sessionOptions struct {
@@ -218,7 +218,7 @@ func (s *Session) Calls(ctx context.Context) iter.Seq2[*Call, error] {
 // Finish ends Calls once those that have come are handed out: nothing more is expected.
 func (s *Session) Finish() { s.inbox.finish() }
 
-// Announce tells all gates which weights of the only trained policy of each rollout are the newest: staleness bounds are judged
+// Announce informs all gates which weights of the only trained policy of each rollout are the newest: staleness bounds are judged
 // against it.
 func (s *Session) Announce(policyVersion int64) { s.AnnouncePolicy("", policyVersion) }
 
@@ -424,7 +424,7 @@ func (s *Session) err() error {
 	return s.failure
 }
 
-// end ends the session: everybody who waits is told.
+// end ends the session: every waiter gets the error.
 func (s *Session) end(failure *Error) {
 	s.mu.Lock()
 	if s.failure == nil {

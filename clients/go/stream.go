@@ -96,7 +96,7 @@ func (s *stream) window() int {
 	return int(s.credits.Calls)
 }
 
-// waitsWithoutEnd tells whether the gate is waited for without a limit.
+// waitsWithoutEnd reports whether the gate is waited for without a limit.
 func (s *stream) waitsWithoutEnd() bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -133,7 +133,7 @@ func (s *stream) setCredits(credits *interceptionv1.Credits) {
 	}
 }
 
-// ask tells the gate what is wanted of the flow of calls; nil = that they flow.
+// ask sends the gate what is wanted of the flow of calls; nil = that they flow.
 func (s *stream) ask(pause *interceptionv1.PauseCalls) (*promise, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -280,7 +280,7 @@ func (s *stream) run(ctx context.Context) {
 	}
 }
 
-// passes tells whether connecting again may help: the transport broke, or the gate restarts or lost our heartbeats.
+// passes reports whether connecting again may help: the transport broke, or the gate restarts or lost our heartbeats.
 func passes(failure *Error) bool {
 	if broken(failure) {
 		return true
@@ -295,7 +295,7 @@ func passes(failure *Error) bool {
 	}
 }
 
-// end: nothing comes or goes any more, and everybody who waits is told.
+// end: nothing comes or goes any more, and every waiter gets the error.
 func (s *stream) end(failure *Error) {
 	s.mu.Lock()
 	if s.failure != nil {
@@ -328,7 +328,7 @@ func (s *stream) converse(parent context.Context) *Error {
 		return broke(err)
 	}
 	hello := &interceptionv1.InterceptRequest{Frame: &interceptionv1.InterceptRequest_Hello{Hello: s.hello()}}
-	if err := stream.Send(hello); err != nil && !errors.Is(err, io.EOF) { // io.EOF: refused already, and Recv tells why
+	if err := stream.Send(hello); err != nil && !errors.Is(err, io.EOF) { // io.EOF: refused already, and Recv returns why
 		return broke(err)
 	}
 	first, err := stream.Recv()
@@ -472,7 +472,7 @@ func (s *stream) write(
 		}
 		select {
 		case <-s.wake:
-			runtime.Gosched() // whoever woke us may be about to answer: one frame more or one result more in this one
+			runtime.Gosched() // the goroutine that woke us may be about to answer: one frame more or one result more in this one
 		case <-s.closing:
 		case <-silence.C:
 			heartbeat := &interceptionv1.InterceptRequest_Heartbeat{Heartbeat: &interceptionv1.Heartbeat{}}

@@ -1,6 +1,6 @@
 """The trial of the recipe on a machine without a GPU: a model made on the spot, tasks that it can do, short settings.
 
-The model answers with one command or gives up; the command mends each fault of the tasks. So training has something to
+The model answers with one command or with none; the command mends each fault of the tasks. So training has something to
 teach, through the same scripts, the same agents and the same engine.
 """
 

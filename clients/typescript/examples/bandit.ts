@@ -110,7 +110,7 @@ for (let step = 0; step < steps; step++) {
     await call.deliver(completion);
   };
 
-  // As many loops as calls may be under way at once: whoever is free takes the next.
+  // As many loops as calls may be under way at once: the next free loop takes the next call.
   const calls = group.calls({ credits: N, policyVersion: policy.version });
   const answering = Array.from({ length: N }, async () => {
     for await (const call of calls) {

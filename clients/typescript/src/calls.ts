@@ -137,7 +137,7 @@ export class ModelCall {
    * Says that the trainer cannot answer.
    *
    * @param reason stable UPPER_SNAKE, recorded; the agent does not see it.
-   * @param about `message` for people, recorded; `retriable`: whether the agent is told to try again.
+   * @param about `message` for people, recorded; `retriable`: whether the agent is asked to try again.
    */
   async fail(
     reason: string,

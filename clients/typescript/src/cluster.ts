@@ -311,7 +311,7 @@ export class Cluster {
         }
       }
     }
-    // All are away. The list stays, and whoever uses a member that is away gets an error that names it. They are asked again as
+    // All are away. The list stays, and a user of a member that is away gets an error that names it. They are asked again as
     // after an answer: else each call would wait for them.
     this.#askedAt = performance.now();
   }

@@ -11,7 +11,7 @@ import {
 } from "./gen/penstock/chat/v1/completion_pb.js";
 import { bytesOf, logprobs, number, tokenIds } from "./wire.js";
 
-/** How to sample; what is absent is left to whoever samples. */
+/** How to sample; what is absent is left to the engine that samples. */
 export type Sampling = MessageInitShape<typeof SamplingSchema>;
 
 export interface CompletionOptions {

@@ -144,7 +144,7 @@ export class Conversation {
     try {
       interval = await this.#welcomed.promise;
     } catch {
-      return; // refused, which the reader tells
+      return; // refused, which the reader reports
     }
     while (!this.#over) {
       for (let frame = this.#party.next(); frame !== undefined; frame = this.#party.next()) {

@@ -31,7 +31,7 @@ export interface Tls {
   readonly keyFile?: string;
 }
 
-/** What `connect` may be told; at most one of `host`, `addresses` and `connectionFile`. */
+/** The settings of `connect`; at most one of `host`, `addresses` and `connectionFile`. */
 export interface ConnectOptions {
   /** A host that has all services on their default ports. */
   readonly host?: string;
@@ -237,7 +237,7 @@ function isLive(file: string): boolean {
       return !Object.values(found.addresses).some(isLocal);
     }
   } catch (error) {
-    return (error as NodeJS.ErrnoException).code !== "ENOENT"; // reading it again tells the person what is wrong
+    return (error as NodeJS.ErrnoException).code !== "ENOENT"; // reading it again shows what is wrong
   }
   if (typeof said.pid !== "number") {
     return true;

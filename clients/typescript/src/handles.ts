@@ -430,7 +430,7 @@ export class ServedCalls implements AsyncIterableIterator<ModelCall, undefined> 
   /** Leaves: calls that are not answered are queued again. */
   async return(): Promise<IteratorResult<ModelCall, undefined>> {
     this.#left.abort();
-    const session = await this.#session?.catch(() => undefined); // `next` has told why there is none
+    const session = await this.#session?.catch(() => undefined); // `next` has thrown why there is none
     await session?.close();
     return { done: true, value: undefined };
   }

@@ -84,7 +84,7 @@ export class Inference extends Weights {
     throw new Internal("The generation ended without its result", { reason: "STREAM_CUT" });
   }
 
-  /** A conversation's tokens, by the model's template; with the start of the answer unless told otherwise. */
+  /** A conversation's tokens, by the model's template; with the start of the answer unless `generationPrompt` is false. */
   async render(prompt: Prompt, options: Abortable & { readonly generationPrompt?: boolean } = {}): Promise<Int32Array> {
     const request = { prompt, addGenerationPrompt: options.generationPrompt };
     const { signal } = options;

@@ -246,7 +246,7 @@ export class Leases {
     return results.length > 0 ? create(ResultsSchema, { results }) : undefined;
   }
 
-  /** Nothing comes or goes any more: whoever waits is told. */
+  /** Nothing comes or goes any more: every waiter gets the error. */
   end(error: PenstockError): void {
     this.#over = error;
     const held = [...this.#held.values()];

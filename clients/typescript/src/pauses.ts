@@ -129,7 +129,7 @@ export class Pauses {
     }
   }
 
-  /** Joins whoever asked the same last: only the newest question says what holds in the end. */
+  /** Joins the question that asked the same last: only the newest question says what holds in the end. */
   #ask(wish: Wish | undefined): Promise<number> {
     this.#hasBegun = false;
     const newest = this.#asked.at(-1);

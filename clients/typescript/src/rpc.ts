@@ -34,7 +34,7 @@ export const MAX_MESSAGE_BYTES = 64 * 1024 * 1024;
 export const MAX_HOMES = 256;
 
 const ATTEMPTS = 5;
-/** No attempt is begun later than this: whoever asks hears soon that a service is away. */
+/** No attempt is begun later than this: the caller learns soon that a service is away. */
 const PATIENCE_MS = 10_000;
 /**
  * For how long a call of a service that answered before is repeated while it cannot be reached: a restart under load takes longer
@@ -74,7 +74,7 @@ export async function pause(milliseconds: number, signal?: AbortSignal): Promise
 
 /**
  * Whether a call may be tried again when the service is not there (see `Repeats`). "unlessDraining": not when it is there and drains.
- * "briefly": for who asks others too, and has to hear soon that one is away, though it answered before.
+ * "briefly": for a caller that asks others too, and has to learn soon that one is away, though it answered before.
  */
 export type Repeatable = boolean | "unlessDraining" | "briefly";
 

@@ -222,7 +222,7 @@ export class InterceptSession {
   }
 
   /**
-   * Tells all gates which weights of a policy are the newest: staleness bounds are judged against it.
+   * Informs all gates which weights of a policy are the newest: staleness bounds are judged against it.
    *
    * @param policyId absent = the only trained policy of each rollout.
    */
@@ -371,7 +371,7 @@ export class InterceptSession {
           }
         }
         lost.abort();
-        await acting.catch(() => {}); // it was given up
+        await acting.catch(() => {}); // it was cancelled
         later(stream);
         return [];
       }),

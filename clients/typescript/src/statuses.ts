@@ -21,7 +21,7 @@ import {
 } from "./errors.js";
 import { BadRequestSchema, ErrorInfoSchema, RetryInfoSchema } from "./gen/google/rpc/error_details_pb.js";
 
-/** A token as people are told of it; never its text. */
+/** A token as messages name it; never its text. */
 export interface SentToken {
   readonly origin: string;
   advice(): string;

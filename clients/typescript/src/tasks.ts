@@ -139,7 +139,7 @@ export interface RolloutModel {
   readonly delegated?: boolean;
 }
 
-/** What a rollout may be told beside its task. */
+/** A rollout's settings beside its task. */
 export interface RolloutOptions {
   /** Default: interception_gate. */
   readonly mode?: "interception_gate" | "transparent_proxy" | "black_box";

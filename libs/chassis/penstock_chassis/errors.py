@@ -109,7 +109,7 @@ class DeadlineExceeded(PenstockError):
 
 
 class Unsupported(PenstockError):
-    """This server or backend does not support it; nothing was started."""
+    """This server or backend does not support the request; nothing was started."""
 
 
 class DataLoss(PenstockError):

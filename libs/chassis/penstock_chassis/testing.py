@@ -54,7 +54,7 @@ def in_virtual_time(work: Coroutine[Any, Any, T]) -> T:
 
 
 class _VirtualLoop(asyncio.SelectorEventLoop):
-    """Its timers advance its clock."""
+    """An event loop whose timers advance its clock."""
 
     def __init__(self) -> None:
         self.now = 0.0

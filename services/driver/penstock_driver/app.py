@@ -107,7 +107,7 @@ END_STATES: Final = "end-states"
 RECORDINGS: Final = "recordings"
 """Directory in the state directory for agents' work that waits to be graded."""
 _SHORT: Final = 13
-"""Characters of an instance id that tell drivers of one name apart: the letter and 48 bits."""
+"""Characters of an instance id that distinguish drivers of one name: the letter and 48 bits."""
 CONNECTIONS: Final = 8
 """To each sandbox service and gate, which take calls from 4 queues: all of them have one as a rule."""
 SETTLE_S: Final = 10.0

@@ -86,7 +86,7 @@ class InferenceSettings(ServiceSettings):
     pool_ca: Path | None = Field(
         None, description="PEM file with the CA of the other engines; unset = plaintext, on loopback only"
     )
-    update_idle_s: float = Field(60.0, gt=0, le=3600, description="seconds of silence after which a push is given up")
+    update_idle_s: float = Field(60.0, gt=0, le=3600, description="seconds of silence after which a push is cancelled")
 
     weights_namespace: str = Field(
         DEFAULT_NAMESPACE,

@@ -275,7 +275,7 @@ class SandboxSettings(ServiceSettings):
     docker_registries: tuple[str, ...] = Field(
         _PUBLIC_REGISTRIES,
         description="patterns (with * and ?) of registries (host or host:port) from which the daemon may pull images "
-        "that a spec names; it asks them, and whoever they name for a login, from its own network",
+        "that a spec names; it asks them, and the hosts that they name for a login, from its own network",
     )
     docker_reach: Literal["auto", "direct", "sidecar", "inside"] = Field(
         "auto",
@@ -317,7 +317,7 @@ class SandboxSettings(ServiceSettings):
         _PUBLIC_REGISTRIES,
         description="patterns (with * and ?) of registries (host or host:port) from which the backend local may pull "
         "images that a spec names, beside those in image_mirrors, image_credentials and image_plain_http; it asks "
-        "them, and whoever they name for a login, from its own network",
+        "them, and the hosts that they name for a login, from its own network",
     )
     local_image_bytes: int = Field(
         40 * 1024**3,

@@ -169,7 +169,7 @@ async def test_all_tokens_are_revoked_at_once_and_another_may_be_issued(serving:
         with capture_logs() as lines:
             await service.gate.RevokeTokens(revoke)
             await service.gate.RevokeTokens(revoke)
-        assert [line["count"] for line in lines if line.get("audit") == "tokens_revoked"] == [2]
+        assert [line["count"] for line in lines if line.get("audit") == "agent_keys_revoked"] == [2]
         assert [await status(service, rollout, token) for token in (rollout.token, second)] == [401, 401]
     async with serving() as service:
         assert [await status(service, rollout, token) for token in (rollout.token, second)] == [401, 401]

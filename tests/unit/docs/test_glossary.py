@@ -57,7 +57,7 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.requirement("R143")
 @pytest.mark.parametrize("word", banned())
 def test_lint_rejects_a_banned_word(repository: Path, word: str) -> None:
-    """In a page, a docstring, a comment, a message and a proto's comment; not in code, names and SQL."""
+    """In a page, a docstring, comments and messages of all languages; not in code, names, keys, tests and SQL."""
     (repository / "page.md").write_text(f"Here it {word}.\n")
     (repository / "docstring.py").write_text(f'"""It {word}."""\n')
     (repository / "comment.py").write_text(f"x = 1  # it {word}\n")
@@ -65,17 +65,38 @@ def test_lint_rejects_a_banned_word(repository: Path, word: str) -> None:
     (repository / "code.py").write_text(f'"""`{word}` is a name."""\n\nname = "{word.replace(" ", "_")}"\n')
     (repository / "message.py").write_text(f'raise ValueError("it {word}")\n')
     (repository / "sql.py").write_text(f'statement = "SELECT {word} FROM calls"\n')
+    (repository / "capital.md").write_text(f"{word[0].upper()}{word[1:]} it.\n")
+    (repository / "comment.go").write_text(f'const at = "http://host" // it {word}\n')
+    (repository / "comment.ts").write_text(f"/** It\n * {word}. */\nconst x = 1;\n")
+    (repository / "comment.yaml").write_text(f"limit: 1 # it {word}\n")
+    (repository / "message.go").write_text(f'var failure = errors.New("it {word}")\n')
+    (repository / "message.ts").write_text(f"const said = `it {word} ${{count}} times`;\n")
+    (repository / "page.tsx").write_text(f"const page = <p>It {word} nothing</p>;\n")
+    (repository / "value.yml").write_text(f"description: It {word}.\n")
+    name = word.replace(" ", "_")
+    (repository / "code.go").write_text(f'var {name} = "{name}"\n')
+    (repository / "code.tsx").write_text(f"const {name} = `found ${{{name}}} here`; // {name}_\n")
+    (repository / "code.yaml").write_text(f"values:\n  {name}: 1\n")
+    (repository / "code_test.go").write_text(f"// It {word}.\n")
     (repository / "wire.proto").write_text(f"// It {word}.\nmessage Call {{}}\n")
     subprocess.run(["git", "-C", str(repository), "add", "."], check=True)
     found = words.found()
-    assert [line.partition(":")[0] for line in found] == [
+    assert sorted(line.partition(":")[0] for line in found) == [
+        "capital.md",
+        "comment.go",
         "comment.py",
+        "comment.ts",
+        "comment.yaml",
         "docstring.py",
+        "message.go",
         "message.py",
+        "message.ts",
         "page.md",
+        "page.tsx",
+        "value.yml",
         "wire.proto",
     ]
-    assert all(f"'{word}': write " in line for line in found)
+    assert all(f"'{word}': write ".lower() in line.lower() for line in found)
 
 
 @pytest.mark.requirement("R143")

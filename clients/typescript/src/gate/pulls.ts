@@ -91,7 +91,7 @@ export async function leaseCalls(gates: readonly Service[], options: LeaseOption
         }
         return [];
       }
-      // The same request again: its answer has what the gate leased to it before it was given up.
+      // The same request again: its answer has what the gate leased to it before it was cancelled.
       return leasedAt(gate, { ...request, wait: duration(0) }, SETTLE_MS, signal, false).catch(() => []); // else the leases end
     }
   });

@@ -61,7 +61,7 @@ export interface StreamOptions {
   readonly onToolError: ((error: unknown, call: HostToolCallMessage | undefined) => void) | undefined;
 }
 
-/** What a stream tells its session. */
+/** What a stream reports to its session. */
 export interface Listener {
   /** `isConnected` or `failure` changed. */
   changed(): void;
@@ -148,7 +148,7 @@ export class GateStream {
     }
   }
 
-  /** Tells the gate which weights of a policy are the newest; empty = of the only trained one of each rollout. */
+  /** Informs the gate which weights of a policy are the newest; empty = of the only trained one of each rollout. */
   announce(policyVersion: number, policyId: string): void {
     if (policyId) {
       this.#policies.set(policyId, policyVersion);
@@ -196,7 +196,7 @@ export class GateStream {
     this.#end(closed);
   }
 
-  /** Ends the session here without a word to the gate: whoever waits for it gets `error`. */
+  /** Ends the session here without a word to the gate: every waiter gets `error`. */
   async lose(error: PenstockError): Promise<void> {
     this.isAway = true;
     this.#end(error);
@@ -212,7 +212,7 @@ export class GateStream {
     this.#wake.set();
   }
 
-  /** Ends the session here: whoever waits for it gets `error`. */
+  /** Ends the session here: every waiter gets `error`. */
   fail(error: PenstockError): void {
     this.#end(error);
     this.abandon(error);
@@ -317,7 +317,7 @@ export class GateStream {
     this.#listener.changed();
   }
 
-  /** Tells the gate which tools are offered and which are not any more. */
+  /** Sends the gate which tools are offered and which are not any more. */
   async #register(): Promise<void> {
     const { sessionId } = this;
     this.#hasUnregistered = false;
@@ -411,7 +411,7 @@ export class GateStream {
     }
   }
 
-  /** Nothing comes or goes any more: everybody who waits is told. */
+  /** Nothing comes or goes any more: every waiter gets the error. */
   #end(error: PenstockError): void {
     if (this.failure !== undefined) {
       return;

@@ -34,7 +34,7 @@ export function groupTone(rollouts: readonly RolloutSummary[]): "busy" | "warn" 
 
 export const rewardOf = (rollout: RolloutSummary): number | undefined => rollout.reward?.value;
 
-/** The best and the worst by reward; where rewards do not tell, the first two. Undefined with fewer than two siblings. */
+/** The best and the worst by reward; where rewards do not differ, the first two. Undefined with fewer than two siblings. */
 export function bestAndWorst(rollouts: readonly RolloutSummary[]): readonly [string, string] | undefined {
   const graded = rollouts.filter((rollout) => rewardOf(rollout) !== undefined);
   const sorted = [...graded].sort((a, b) => (rewardOf(b) ?? 0) - (rewardOf(a) ?? 0) || a.index - b.index);

@@ -1,6 +1,6 @@
 // A stream that is taken up again for as long as somebody looks.
 //
-// Invariants: one attempt at a time; nothing is delivered after `stop`; a break is told once, in words, and the time between
+// Invariants: one attempt at a time; nothing is delivered after `stop`; a break is shown once, in words, and the time between
 // attempts grows to a cap with jitter; a new token begins anew at once; silence is a break, for every stream. A tab that nobody
 // looks at lets go of its stream after a while: a browser has six connections for all tabs of one address, and the services have
 // better things to do.
@@ -54,7 +54,7 @@ export async function* once<M>(answer: Promise<M>): AsyncGenerator<M> {
  * @param open makes one attempt; it is asked anew after a break and resumes by what it has seen.
  * @param onMessage gets each message, in order.
  * @param again whether a stream that ended well is opened again; false = it is over (a rollout that has ended).
- * @param heardBefore when what is shown already was told; null = nothing is shown yet.
+ * @param heardBefore when what is shown already was received; null = nothing is shown yet.
  */
 export function follow<M>(
   what: string,

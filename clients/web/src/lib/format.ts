@@ -56,7 +56,7 @@ export function bytes(value: number): string {
   return `${rest >= 100 || unit === 0 ? Math.round(rest) : Math.round(rest * 10) / 10} ${units[unit] ?? ""}`;
 }
 
-/** The end of a long id: what tells two apart. */
+/** The end of a long id: what distinguishes two. */
 export function shortId(id: string, most = 14): string {
   return id.length <= most ? id : `${id.slice(0, 6)}…${id.slice(-(most - 7))}`;
 }

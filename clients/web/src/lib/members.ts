@@ -53,7 +53,7 @@ const places = new Map<string, Place>();
  * Remembers which services have a rollout; of a group, which driver.
  *
  * @param home what the rollout says of itself; undefined = not known, and what was known stays.
- * @param driver the name of the one that told it.
+ * @param driver the name of the one that reported it.
  */
 export function remember(id: string, home: Pick<Home, "driver" | "gate"> | undefined, driver: string): void {
   const gate = home?.gate ?? gateOf(id);

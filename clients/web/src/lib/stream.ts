@@ -15,7 +15,7 @@ export interface Streamed<M> {
  *
  * @param what as for `follow`.
  * @param open one attempt; must not depend on what changes while the component is shown.
- * @param onMessage also told each message, for who keeps a history.
+ * @param onMessage called with each message too, for a caller that keeps a history.
  */
 export function useStream<M>(
   what: string,

@@ -1,4 +1,4 @@
-// All rollouts that the page knows, by id: what the stream of rows told last.
+// All rollouts that the page knows, by id: what the stream of rows sent last.
 //
 // Invariants: after a break the rows of the new snapshot replace the old ones, and those that did not come again are dropped when it is
 // complete; of those that have ended no more than the limit are kept, the newest; applying a message costs its own size, not that of the
@@ -44,7 +44,7 @@ export interface Row {
   readonly sampledTokens: number;
   /** The sum of the logprobs of the sampled tokens that came with one, and their number, more than 0; null = none did. */
   readonly logprobs: { readonly sum: number; readonly tokens: number } | null;
-  /** Oldest and newest policy version; null = none was told. */
+  /** Oldest and newest policy version; null = none was reported. */
   readonly versions: readonly [number, number] | null;
 }
 
@@ -119,7 +119,7 @@ export class Board {
   /** @param endedLimit of those that have ended, as many as the stream was asked for. */
   constructor(private readonly endedLimit = Infinity) {}
 
-  /** A stream begins: what it tells until its snapshot is complete is all that there is. */
+  /** A stream begins: what it sends until its snapshot is complete is all that there is. */
   begin(): void {
     this.fresh = new Set();
   }

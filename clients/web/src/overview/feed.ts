@@ -23,7 +23,7 @@ const LARGE_INTERVAL_S = 3n;
 interface Source {
   readonly board: Board;
   following: Following | null;
-  /** Rows outlive the stream that told them, while another page is shown. */
+  /** Rows outlive the stream that sent them, while another page is shown. */
   heardAt: number | null;
 }
 

@@ -99,7 +99,7 @@ function FilterBar({ query }: { query: URLSearchParams }) {
   );
 }
 
-/** Figures over the rows; none while nothing is known, and greyed out while nobody tells how they go on. */
+/** Figures over the rows; none while nothing is known, and greyed out while no driver reports how they go on. */
 function Numbers({ rows: all, isKnown, isStale }: { rows: readonly Row[]; isKnown: boolean; isStale: boolean }) {
   let live = 0;
   let completed = 0;

@@ -121,7 +121,7 @@ const SUMMARY_CHARACTERS = 60;
 /** A command that its heading has not shown already; else nothing. */
 const shownWhole = (command: string): string => (command.length > SUMMARY_CHARACTERS || command.includes("\n") ? command : "");
 
-/** Commands of one phase, as their events tell of them. */
+/** Commands of one phase, as their events report them. */
 export function CommandsPanel({ title, phase, events, none }: { title: string; phase: Phase; events: readonly RolloutEvent[]; none: string }) {
   const commands = events.flatMap(({ event }) => (event.case === "commandFinished" && event.value.phase === phase ? [event.value] : []));
   return (

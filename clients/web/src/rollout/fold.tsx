@@ -1,4 +1,4 @@
-/** Something that is opened by whoever wants it, and made only then. */
+/** Something that a reader may open, and that is made only then. */
 
 import type { ComponentChildren } from "preact";
 import { useState } from "preact/hooks";

@@ -7,7 +7,7 @@ import "./hostile.css";
 interface Props {
   /** Text, or bytes that should be text. */
   readonly text: string | Uint8Array;
-  /** What it is, for who hears the page. */
+  /** What it is, for users of a screen reader. */
   readonly label: string;
   /** Whether it is shown as running text instead of as it stands. */
   readonly prose?: boolean;

@@ -67,7 +67,7 @@ export function followRollout(id: string): RolloutModel {
   const following = follow(
     "follow this rollout",
     async function* (signal) {
-      // Asked first: an unknown rollout is told at once, and the header is there before the events.
+      // Asked first: an unknown rollout is reported at once, and the header is there before the events.
       const driver = await read(signal);
       followCalls();
       if (lastSequence === 0n) void readCapture();
@@ -137,7 +137,7 @@ export function followRollout(id: string): RolloutModel {
       await read(abort.signal);
       followCalls();
     } catch (error) {
-      if (!isCancelled(error)) following.retry(); // the stream tells it in words
+      if (!isCancelled(error)) following.retry(); // the stream reports it in words
     }
     await readCapture();
   }

@@ -16,7 +16,7 @@ export interface PhaseBar {
   readonly end: number | undefined;
 }
 
-/** The phases that events tell of, in order; ENDED is no phase but the end of the last. */
+/** The phases that events report, in order; ENDED is no phase but the end of the last. */
 export function phaseBars(events: readonly RolloutEvent[]): PhaseBar[] {
   const bars: PhaseBar[] = [];
   let attempt = 1;

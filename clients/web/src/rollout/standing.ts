@@ -1,4 +1,4 @@
-/** How far a capture may be trusted, in words: what is not known yet is told from what will never be known. */
+/** How far a capture may be trusted, in words: what is not known yet is kept apart from what will never be known. */
 
 import { CaptureLevel, type Finding, Grade } from "@gen/penstock/trajectory/v1/trajectory_pb";
 import type { Capture } from "./records";

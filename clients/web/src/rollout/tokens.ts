@@ -3,7 +3,7 @@
  *
  * Adjacent tokens of one look are one run, and runs lie in chunks that end at line breaks, so that tens of thousands of
  * tokens are a few thousand elements of which a browser lays out those in view. Invariant (tested): the runs of a span are
- * a partition of its tokens, in order, and which token a character of a run belongs to can be told.
+ * a partition of its tokens, in order, and each character of a run belongs to a known token.
  */
 
 import { stepOf } from "./scale";

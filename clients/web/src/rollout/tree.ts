@@ -1,7 +1,7 @@
 /**
  * A rollout's calls as a tree: branches of turns, each branch hanging from the turn after which it left another.
  *
- * Built of what is there: while a rollout runs its branches are not told yet, and calls without one are put on a branch of
+ * Built of what is there: while a rollout runs its branches are not reported yet, and calls without one are put on a branch of
  * their own class. Invariant (tested): every call is in the tree exactly once, whatever the records say of each other
  * (a branch may name calls that are not there, and calls branches that are not there; rings are cut), and branches are nested
  * no deeper than MAX_NESTING: an agent decides how deep they hang from each other, and a page stands only so much.

@@ -1,4 +1,4 @@
-/** The enums of the protos in words for people: one table for each; what this page does not know is told by its number. */
+/** The enums of the protos in words for people: one table for each; what this page does not know is shown by its number. */
 
 import { FinishReason, Role } from "@gen/penstock/chat/v1/chat_pb";
 import { AgentEventKind } from "@gen/penstock/driver/v1/agent_pb";

@@ -13,7 +13,7 @@ import { RUN_COLUMNS, runName } from "./columns";
 import { refOf, type Run, runsOf } from "./model";
 import "./run.css";
 
-/** Lines of one picture that people can tell apart. */
+/** Lines of one picture that people can distinguish. */
 export const MOST_RUNS = 4;
 
 const feed = new Feed(MOST_ENDED);

@@ -31,8 +31,8 @@ describe("what the sandboxes use", () => {
   });
 
   test.each<[number, number, string[]]>([
-    [300, 300, ["Sandboxes300", "Memory300 MiBof those that can tell", "Processes600"]],
-    [1000, 1500, ["Sandboxes1,500", "Memory1000 MiBof those of the newest 1,000 that can tell", "Processes2,000of the newest 1,000"]],
+    [300, 300, ["Sandboxes300", "Memory300 MiBof those that report it", "Processes600"]],
+    [1000, 1500, ["Sandboxes1,500", "Memory1000 MiBof those of the newest 1,000 that report it", "Processes2,000of the newest 1,000"]],
   ])("is of %d sandboxes of %d, and says so where they are not all", async (shown, count, words) => {
     const page = await drawn(h(SandboxUsage, { told: told(shown, count) }));
     expect(page.root.ofClass("measure").map((measure) => measure.text)).toEqual(words);

@@ -289,7 +289,7 @@ export function SandboxUsage({ told: { sandboxes, count } }: { told: WatchSandbo
     <>
       <div class="measures">
         <Measure name="Sandboxes" value={plain(count)} />
-        <Measure name="Memory" value={bytes(memory)} note={`of those${newest && ` ${newest}`} that can tell`} />
+        <Measure name="Memory" value={bytes(memory)} note={`of those${newest && ` ${newest}`} that report it`} />
         <Measure name="Processes" value={plain(processes)} note={newest} />
       </div>
       {sandboxes.length > 0 && <SandboxTable usages={sandboxes.slice(0, MOST_LINES)} count={count} />}

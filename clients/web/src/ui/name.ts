@@ -20,7 +20,7 @@ export interface Named {
 /** Whether an id is random, so that nobody can read it. */
 export const isMade = (id: string): boolean => MADE.test(id);
 
-/** What tells two ids apart: the first random digits of one that was made. */
+/** What distinguishes two ids: the first random digits of one that was made. */
 const tag = (id: string): string => MADE.exec(id)?.[1]?.slice(0, 4) ?? oneLine(id, MOST);
 
 /** A rollout's name beside its task and agent, from what is known of it: "9f2c #3"; of one whose id somebody chose, the id. */

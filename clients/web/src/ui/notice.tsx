@@ -29,7 +29,7 @@ function says({ title, said }: Trouble): boolean {
   return said !== "" && said.replace(/\.$/, "") !== title;
 }
 
-/** The first answer of a stream usually takes less; beyond it somebody who looks at an empty page is told. */
+/** The first answer of a stream usually takes less; beyond it an empty page says so. */
 const PATIENCE_MS = 5000;
 
 /** How a followed stream is, while it is broken or keeps one waiting. */

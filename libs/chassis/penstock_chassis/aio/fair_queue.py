@@ -1,6 +1,6 @@
 """A limited number of slots, shared fairly: by sandboxes' owners, and by namespaces of rollouts.
 
-The next free slot goes to whoever waits and has the fewest slots for its weight, of equals to the one that got a slot
+The next free slot goes to the waiter that has the fewest slots for its weight, of equals to the one that got a slot
 longest ago: weighted max-min fairness of what is held. It needs no history, so a newcomer is served by the next slot,
 however many wait before it, and who was alone for an hour owes nothing.
 
@@ -80,7 +80,7 @@ class FairQueue(Generic[Owner]):
 
     @property
     def free(self) -> int:
-        """How many slots are free, whoever may take them."""
+        """How many slots are free, no matter who may take them."""
         return max(0, self._most - self._total)
 
     @property

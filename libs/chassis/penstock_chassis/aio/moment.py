@@ -16,7 +16,7 @@ class Moment:
         """Of those that wait, as soon as there is one."""
 
     def set(self) -> None:
-        """It has come; idempotent."""
+        """The moment has come; idempotent."""
         if not self._is_set and self._future is not None:
             self._future.set_result(None)
         self._is_set = True

@@ -68,7 +68,7 @@ class Reader:
                     continue
                 try:
                     rows = self._connection.execute(item.sql, item.params).fetchall()
-                except Exception as error:  # noqa: BLE001 - whoever reads has it
+                except Exception as error:  # noqa: BLE001 - the reader gets it
                     item.deliver(None, error)
                 else:
                     item.deliver(rows, None)

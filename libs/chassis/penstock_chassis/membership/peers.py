@@ -77,7 +77,7 @@ class Peer:
 
     @property
     def name(self) -> str:
-        """Its name in the membership."""
+        """The peer's name in the membership."""
         return self.member.name
 
     @property

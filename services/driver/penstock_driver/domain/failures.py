@@ -156,7 +156,7 @@ def classify_exit(
         return None
     if closing.lost or is_silent:
         why = f" (the last: {closing.last_failure})" if closing.last_failure else ""
-        message = f"{closing.unanswered} of {closing.calls} model calls were not answered{why}, and the agent gave up"
+        message = f"{closing.unanswered} of {closing.calls} model calls were not answered{why}, and the agent stopped"
         return Failure(Cause.MODEL, "MODEL_CALL_FAILED", message, not closing.is_final, phase)
     # The gate itself knows of an outage that this driver, which may have been away too, has not seen.
     if gate_was_away or closing.restored:

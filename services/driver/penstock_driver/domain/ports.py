@@ -284,7 +284,7 @@ class Sandboxes(Protocol):
         Changes are relative to the sandbox's base, names in the tar to the root. Pipes, sockets and devices are pipes
         in the tar. Bytes of a deleted path that are not UTF-8 are surrogates, as of `os.fsdecode`. ResourceExhausted
         (TREE_TOO_LARGE) for a tar of more than `max_bytes`; FailedPrecondition (PATH_NOT_TEXT) for a deletion whose
-        name the backend cannot tell.
+        name the backend cannot give.
         """
 
     async def kind(self, sandbox_id: str, path: str) -> PathKind | None:

@@ -161,7 +161,7 @@ class AllSandboxes:
         await self._of(sandbox_id).renew(sandbox_id, lease_s)
 
     async def labelled(self, labels: Mapping[str, str]) -> Sequence[str]:
-        """Those of every service that answers."""
+        """The labelled sandboxes of every service that answers."""
         found: list[str] = []
         for node in self._nodes.answering():
             found += await node.services.sandboxes.labelled(labels)

@@ -41,7 +41,7 @@ AskLoad: TypeAlias = Callable[[float], Awaitable[Load | None]]
 
 
 def gate_patience(silence_s: float) -> Mapping[Host, float]:
-    """The patience with a gate, with one on a silent host for `silence_s`."""
+    """The seconds for which a gate is retried, by its host's state; on a silent host `silence_s`."""
     return {Host.SILENT: silence_s, Host.REFUSING: PATIENCE_S, Host.ACCEPTING: PATIENCE_S}
 
 
@@ -91,7 +91,7 @@ class Member(Generic[S]):
 
     @property
     def name(self) -> str:
-        """Its name among the members."""
+        """The service's name among the members."""
         return self.peer.name
 
 
@@ -133,11 +133,11 @@ class Members(Generic[S]):
         return [self._of(peer) for peer in self._peers.all()]
 
     def ready(self) -> Sequence[Member[S]]:
-        """Those that take new work."""
+        """The services that take new work."""
         return [member for member in self.all() if member.peer.state is State.SERVING]
 
     def answering(self) -> Sequence[Member[S]]:
-        """Those that answer questions: the ones that take new work first, then those that drain."""
+        """The services that answer questions: the ones that take new work first, then those that drain."""
         return [*self.ready(), *(member for member in self.all() if member.peer.state is State.DRAINING)]
 
     def get(self, name: str) -> Member[S] | None:

@@ -101,15 +101,15 @@ class Loads(Generic[M]):
         return found
 
     def with_room(self, members: Collection[M], memory_bytes: int | None) -> Collection[M]:
-        """Those that are not full, for work that needs so much memory; all of them if all are full."""
+        """The services that are not full, for work that needs so much memory; all of them if all are full."""
         return self.not_full(members, memory_bytes) or members
 
     def not_full(self, members: Collection[M], memory_bytes: int | None) -> Collection[M]:
-        """Those that are not full, for work that needs so much memory, by what they said last."""
+        """The services that are not full, for work that needs so much memory, by what they said last."""
         return [member for member in members if self._has_room(member, memory_bytes or 0)]
 
     def reaching(self, members: Collection[M], inference: str) -> Collection[M]:
-        """Those that reach an inference service or pool of this name; all of them if none does."""
+        """The services that reach an inference service or pool of this name; all of them if none does."""
         said = [(member, self._fresh(member)) for member in members]
         return [
             member for member, one in said if one is None or inference not in one.load.unreachable_inference

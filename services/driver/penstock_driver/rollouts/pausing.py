@@ -229,7 +229,7 @@ class Pausing:
             self.attempt_over()
 
     def attempt_over(self) -> None:
-        """Nothing of the attempt can be held any more."""
+        """Records that the attempt is over: none of its calls can be paused any more."""
         self._target, self._is_held, self._may_hold, self._may_run = None, False, False, False
         self._count_held(is_held=False)
         if self._is_left:

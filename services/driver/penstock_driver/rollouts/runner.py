@@ -129,7 +129,7 @@ class RolloutRunner:
 
     @property
     def spec(self) -> RolloutSpec:
-        """Its spec, which one that waits may have put away."""
+        """The rollout's spec, which one that waits may have put away."""
         assert self._spec is not None
         return self._spec
 

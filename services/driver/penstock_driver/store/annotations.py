@@ -67,7 +67,7 @@ class Annotations:
         self._journal = journal
 
     async def known(self, rollout_id: str) -> Mapping[Key, Known]:
-        """Those of a rollout."""
+        """The annotations of a rollout."""
         sql = "SELECT name, author, call_id, size, digest FROM annotations WHERE rollout_id = ?"
         rows = await self._journal.read(sql, (rollout_id,))
         return {Key(*row[:3]): Known(row["size"], row["digest"]) for row in rows}

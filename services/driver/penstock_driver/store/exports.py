@@ -147,7 +147,7 @@ class ExportQueue:
         )
 
     async def unstored(self, rollout_ids: Sequence[str]) -> Sequence[str]:
-        """Those of the given rollouts that are not stored yet."""
+        """The ids of the given rollouts that are not stored yet."""
         sql = f"SELECT rollout_id FROM exports WHERE stored = 0 AND rollout_id IN ({_AMONG})"  # noqa: S608
         return [str(row[0]) for row in await self._journal.query(sql, (json.dumps(list(rollout_ids)),))]
 

@@ -284,7 +284,7 @@ class Records:
         return [_record(row) for row in await self._journal.read(sql, (group_id,))]
 
     async def members(self, group: GroupRecord) -> Sequence[str]:
-        """Those of a group's `rollout_ids` that are its rollouts still, in order.
+        """The ids of a group's `rollout_ids` that are its rollouts still, in order.
 
         The id of one that was deleted may be another rollout's by now, also another team's.
         """
@@ -292,7 +292,7 @@ class Records:
         return [str(row[0]) for row in await self._journal.read(sql, (group.group_id, group.namespace))]
 
     async def without_end(self, rollout_ids: Sequence[str]) -> Sequence[str]:
-        """Those of the given rollouts whose end is not on disk."""
+        """The ids of the given rollouts whose end is not on disk."""
         ids = json.dumps(list(rollout_ids))
         sql = (
             "SELECT rollout_id FROM rollouts WHERE end_time IS NULL AND rollout_id IN (SELECT value FROM json_each(?))"
@@ -304,7 +304,7 @@ class Records:
         return [str(row[0]) for row in await self._journal.query("SELECT rollout_id FROM owed")]
 
     async def with_pending_cleanup(self, rollout_ids: Sequence[str]) -> Sequence[str]:
-        """Those of the given rollouts that have a pending cleanup in other services."""
+        """The ids of the given rollouts that have a pending cleanup in other services."""
         ids = json.dumps(list(rollout_ids))
         sql = "SELECT rollout_id FROM owed WHERE rollout_id IN (SELECT value FROM json_each(?))"
         return [str(row[0]) for row in await self._journal.query(sql, (ids,))]

@@ -90,7 +90,7 @@ def split(given: str) -> list[str]:
 
 
 def _name(key: bytes) -> bytes:
-    """Tells keys apart without saying anything of them."""
+    """Distinguishes keys without revealing anything of them."""
     return hashlib.sha256(b"name of a journal key\0" + key).digest()[:_NAME_BYTES]
 
 

@@ -95,7 +95,7 @@ class Annotator:
 
 
 def _checked(given: Sequence[trajectory_pb2.Annotation]) -> Sequence[bytes]:
-    """Their digests. Raises as `_check`."""
+    """Returns the annotations' digests. Raises as `_check`."""
     _check(given)
     return [digest_of(one) for one in given]
 

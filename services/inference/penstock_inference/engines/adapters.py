@@ -50,7 +50,7 @@ class LoadedAdapter:
 
     @property
     def versioned_name(self) -> str:
-        """Its name at the server, of this load alone: a version may come again while an older load of it is in use."""
+        """The adapter's name at the server, of this load alone: the version's older load may still be in use."""
         return f"{self.info.name}@{self.info.policy_version}#{self.number}"
 
 

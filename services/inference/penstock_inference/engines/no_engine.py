@@ -89,14 +89,14 @@ class NoEngine:
     async def abort(
         self, *, request_ids: Sequence[str] = (), session_id: str | None = None, everything: bool = False
     ) -> int:
-        """Nothing is in flight."""
+        """Does nothing: no request is in flight."""
         return 0
 
     async def pause(self, mode: PauseMode) -> None:
-        """Nothing runs."""
+        """Does nothing: no request runs."""
 
     async def resume(self) -> None:
-        """Nothing is paused."""
+        """Does nothing: no request is paused."""
 
     async def begin_update(self, version: int, label: str, update_format: UpdateFormat) -> None:
         """Raises Unsupported."""
@@ -111,7 +111,7 @@ class NoEngine:
         raise _missing("weight_update")
 
     async def abort_update(self) -> None:
-        """None is open."""
+        """Does nothing: no update is open."""
 
     async def aclose(self) -> None:
         """Holds nothing."""

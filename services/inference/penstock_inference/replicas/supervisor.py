@@ -49,7 +49,7 @@ class Policy:
         return Stage(self.version, self.label, UpdateFormat.DELTA, self._of(self.files))
 
     def stage_only(self, files: Sequence[Path], update_format: UpdateFormat) -> Stage:
-        """Only the last update, for a replica that has the previous policy."""
+        """Stages only the last update, for a replica that has the previous policy."""
         return Stage(self.version, self.label, update_format, self._of([p for p in self.files if p in set(files)]))
 
     def _of(self, files: Sequence[Path]) -> tuple[WeightFile, ...]:
@@ -122,7 +122,7 @@ class ReplicaSupervisor:
         self.lock = asyncio.Lock()
         """Held while replicas are called one after the other: meanwhile none joins."""
         self.changed: Callable[[], None] = lambda: None
-        """Called when replicas join, leave, or are given up."""
+        """Called when replicas join, leave, or are abandoned."""
         self._order = order
         self._silence_s = silence_s
         self._router = router

@@ -100,7 +100,7 @@ class AdapterUploads:
         return self.engine().adapters() if self._engine.info().capabilities.adapters else ()
 
     def unloaded(self) -> tuple[AdapterInfo, ...]:
-        """Those that were unloaded and not loaded again, the last `MAX_UNLOADED`."""
+        """The adapters that were unloaded and not loaded again, the last `MAX_UNLOADED`."""
         return tuple(self._unloaded.values())
 
     def kept(self) -> tuple[KeptAdapter, ...]:

@@ -144,11 +144,11 @@ class Transfers:
         if transfer_id != self._transfer_id:
             return
         self._guard, self._transfer_id = None, ""
-        _log.warning("a transfer stalled and was given up", transfer_id=transfer_id, seconds=self._idle_s)
+        _log.warning("a transfer stalled and was cancelled", transfer_id=transfer_id, seconds=self._idle_s)
         try:
             await self._offered().finish_transfer(False)
         except PenstockError as error:
-            _log.warning("giving up a transfer failed", reason=error.reason)
+            _log.warning("cancelling a transfer failed", reason=error.reason)
 
 
 def _json(text: str, field: str) -> Any:

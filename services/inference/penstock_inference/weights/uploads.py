@@ -60,7 +60,7 @@ class Uploads:
             raise frame_invalid("the stream ended before `commit`") from None
         except TimeoutError:
             raise DeadlineExceeded(
-                f"nothing was received for {self._idle_s:g} s, so the push was given up", reason="UPDATE_STALLED"
+                f"nothing was received for {self._idle_s:g} s, so the push was cancelled", reason="UPDATE_STALLED"
             ) from None
 
     async def read(self, frames: AsyncIterator[_Begin | bytes | Commit]) -> tuple[bytes, bytes]:
@@ -162,7 +162,7 @@ def workspace(state_dir: Path) -> Iterator[Path]:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield directory
     finally:
-        # Also after a failed lock: without a lock no later service could tell that the directory is abandoned.
+        # Also after a failed lock: without a lock no later service could know that the directory is abandoned.
         shutil.rmtree(directory, ignore_errors=True)
 
 

@@ -41,8 +41,8 @@ class Event(StrEnum):
     TOO_MANY_CONNECTIONS = "too_many_connections"
     BODY_TOO_SLOW = "body_too_slow"
     PROVIDER_TOOL_REFUSED = "provider_tool_refused"
-    TOKEN_ISSUED = "token_issued"  # noqa: S105 - the name of an event
-    TOKENS_REVOKED = "tokens_revoked"
+    AGENT_KEY_ISSUED = "agent_key_issued"
+    AGENT_KEYS_REVOKED = "agent_keys_revoked"
 
 
 class Audit:

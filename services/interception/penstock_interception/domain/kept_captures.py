@@ -54,7 +54,7 @@ class Discarded:
 
 
 class KeptCaptures:
-    """Those kept now, and those discarded, oldest first."""
+    """The captures kept now, and those discarded, oldest first."""
 
     def __init__(self) -> None:
         self.size_bytes = 0

@@ -477,7 +477,7 @@ class Rollout:
             raise FailedPrecondition("The rollout is closed.", reason="ROLLOUT_CLOSED")
 
     def open_calls(self) -> list[Call]:
-        """Its calls that have not ended."""
+        """The rollout's calls that have not ended."""
         return [call for call in self.calls if not call.state.terminal] if self.totals.open else []
 
 

@@ -102,7 +102,7 @@ def ended(call: Call) -> None:
 
 
 def left(call: Call) -> None:
-    """The agent's last connection is closed: the answer was written, or the agent gave up."""
+    """The agent's last connection is closed: the answer was written, or the agent hung up."""
     if call.trace is not None and call.state.terminal:
         _close(call, call.trace)
 

@@ -2,7 +2,7 @@
 
 Encoding is by far the most expensive part, about 250 ns a byte, and reading the arguments of unknown calls is next. So
 what is measured is the text for these: calls that nobody has read yet, and what follows the answer that a prompt
-continues, or everything where it continues none. How long a body is does not tell: padding in it is no text, and a
+continues, or everything where it continues none. A body's length says nothing: padding in it is no text, and a
 rewritten conversation is as long as it was before. The instructions before what is continued are read, and rendered
 once or twice at most, which is cheap: only very long ones matter.
 """

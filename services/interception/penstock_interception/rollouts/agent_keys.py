@@ -107,7 +107,7 @@ class AgentKeys:
             others = list(rollout.keys.values())
             retired = self._retire(others, retire_others_after_s)
         rollout.keys[key.id] = key
-        self._audit.record(Event.TOKEN_ISSUED, rollout_id=rollout.id, token_id=key.id.hex(), retired=retired)
+        self._audit.record(Event.AGENT_KEY_ISSUED, rollout_id=rollout.id, token_id=key.id.hex(), retired=retired)
         written = self._store.agent_keys.put(rollout.id, key, others)
         written.add_done_callback(lambda done: _issued(rollout, key, done))
         await durable(written)
@@ -124,7 +124,7 @@ class AgentKeys:
         keys = [rollout.keys[token_id] for token_id in wanted]
         retired = self._retire(keys, grace_s)
         if retired:
-            self._audit.record(Event.TOKENS_REVOKED, rollout_id=rollout.id, count=retired, grace_s=grace_s)
+            self._audit.record(Event.AGENT_KEYS_REVOKED, rollout_id=rollout.id, count=retired, grace_s=grace_s)
         # Includes keys that were retired before: that write may have failed.
         await durable(self._store.agent_keys.retire(rollout.id, keys))
 

@@ -114,7 +114,7 @@ class Replays:
         size: int,
         tools: Sequence[StoredTool],
     ) -> None:
-        """Writes recorded calls, and adds them to the recording; both or neither, also where the caller gives up."""
+        """Writes recorded calls, and adds them to the recording; both or neither, also where the caller cancels."""
 
         def written(done: asyncio.Future[list[int]]) -> None:
             if not failed(done):

@@ -407,8 +407,8 @@ def spec_from(request: pb.OpenRolloutRequest, known: dict[Dialect, DialectCodec]
 
 
 def _check_ending(request: pb.OpenRolloutRequest) -> None:
-    """Keeps the ids that drivers give to judges and users free for them: whoever took another team's would prevent its
-    rollout's grade. Raises InvalidArgument.
+    """Keeps the ids that drivers give to judges and users free for them: a rollout that took another team's would
+    prevent that team's grade. Raises InvalidArgument.
     """
     for ending, name in _ENDINGS.items():
         beside: str = getattr(request, name)

@@ -29,7 +29,7 @@ class SourceError(Exception):
     """A source could not answer. `reason` is stable and recorded; the agent only learns that the model failed (R8).
 
     `may_be_the_request`: a request can cause this failure as well as the source can. A failure that says that the
-    source is overloaded or slow is not one: a large request fails so where a small one passes, whoever is the cause.
+    source is overloaded or slow is not one: a large request fails so where a small one passes, whatever the cause.
     """
 
     def __init__(

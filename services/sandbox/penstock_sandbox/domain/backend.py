@@ -179,7 +179,7 @@ class SandboxHandle(abc.ABC):
         """
 
     async def kill_everything(self) -> bool:
-        """Kills every process in the sandbox, whoever started it; returns True once none is left but its first one.
+        """Kills every process in the sandbox, whatever started it; returns True once none is left but its first one.
 
         Default: returns False and does nothing; the caller then kills the tree of each process that it still knows, so
         what an older one left running may survive. Raises Internal (KILL_FAILED).

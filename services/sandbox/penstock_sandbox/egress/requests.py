@@ -39,7 +39,7 @@ class Origin:
 
     @property
     def place(self) -> str:
-        """Its host and port as in a URL; a scheme's default port is left out."""
+        """The origin's host and port as in a URL; a scheme's default port is left out."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return host if self.port == _DEFAULT_PORTS[self.scheme] else f"{host}:{self.port}"
 
@@ -56,7 +56,7 @@ class Request:
 
     @property
     def url(self) -> str:
-        """Its URL."""
+        """The request's URL."""
         return f"{self.origin.scheme}://{self.origin.place}{self.target}"
 
     def key(self) -> str:

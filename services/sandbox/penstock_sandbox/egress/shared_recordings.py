@@ -241,13 +241,13 @@ class SharedRecordings:
             if held is not None and held.startswith(claim.token.encode()):
                 await self._call(self._place.remove, claim.name)
         except Refusal as error:
-            _log.warning("a claim was not given up", cause=repr(error.__cause__))
+            _log.warning("a claim was not released", cause=repr(error.__cause__))
 
     async def _call(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         return await self._within(_CALL_S, partial(work, *args, **kwargs))
 
     async def _within(self, seconds: float, work: Callable[[], T]) -> T:
-        """Its thread goes on after the time is over."""
+        """Waits for the work for a limited time; its thread goes on after that."""
         try:
             async with asyncio.timeout(seconds):
                 return await asyncio.get_running_loop().run_in_executor(self._pool, work)

@@ -44,7 +44,7 @@ class _Watch:
         cursor.process.changed.call_on_change(self.wake)
 
     def wake(self) -> None:
-        """It may have something to send."""
+        """Wakes the watch: it may have something to send."""
         if not self.is_ready:
             self.is_ready = True
             self._owner.enqueue(self)

@@ -39,7 +39,7 @@ class Admission:
 
     @property
     def free(self) -> int:
-        """How many more sandboxes are admitted now, whoever makes them."""
+        """How many more sandboxes are admitted now, no matter who makes them."""
         return self._slots.free
 
     @property

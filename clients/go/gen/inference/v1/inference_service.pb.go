@@ -2348,7 +2348,7 @@ type StartTransferRequest struct {
 	PolicyVersion int64  `protobuf:"varint,2,opt,name=policy_version,json=policyVersion,proto3" json:"policy_version,omitempty"`
 	// Unspecified = KEEP.
 	Mode PauseMode `protobuf:"varint,3,opt,name=mode,proto3,enum=penstock.inference.v1.PauseMode" json:"mode,omitempty"`
-	// The transfer is given up after this long without TransferTensors. Unset = 5 min.
+	// The transfer is cancelled after this long without TransferTensors. Unset = 5 min.
 	IdleTimeout   *durationpb.Duration `protobuf:"bytes,4,opt,name=idle_timeout,json=idleTimeout,proto3" json:"idle_timeout,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -2551,7 +2551,7 @@ func (*TransferTensorsResponse) Descriptor() ([]byte, []int) {
 // See FinishTransfer.
 type FinishTransferRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// False = give up; the old weights stay.
+	// False = cancel; the old weights stay.
 	Commit        bool   `protobuf:"varint,1,opt,name=commit,proto3" json:"commit,omitempty"`
 	TransferId    string `protobuf:"bytes,2,opt,name=transfer_id,json=transferId,proto3" json:"transfer_id,omitempty"`
 	unknownFields protoimpl.UnknownFields

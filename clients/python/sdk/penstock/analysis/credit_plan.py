@@ -36,7 +36,7 @@ def surprise(call: Call) -> float | None:
     """Returns minus the logprob of a call's whole answer, in nats, >= 0; None without logprobs.
 
     It estimates the entropy of the answers from one of them without bias, and a branch gives the same answer with the
-    probability exp(-surprise): branches of a call of which the model was sure would tell nothing.
+    probability exp(-surprise): branches of a call of which the model was sure would show nothing.
     """
     logprobs = None if call.completion is None else call.completion.logprobs
     return None if logprobs is None else max(0.0, -float(logprobs.sum(dtype=np.float64)))
@@ -70,7 +70,7 @@ def plan(
     seed: int = 0,
     known: Mapping[str, object] | None = None,
 ) -> tuple[Point, ...]:
-    """Returns the calls to branch, those of the most telling turns first.
+    """Returns the calls to branch, those of the turns that show most first.
 
     A turn is chosen if branches are left for both its sides. Turns of equal rank, and those without logprobs, which
     come last, are in an order drawn by the seed.

@@ -168,7 +168,7 @@ class _JsonSink:
         self._stream.writelines(orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE) for row in rows)
 
     def close(self) -> None:
-        """Nothing follows the last line."""
+        """Does nothing: no text follows the last line."""
 
 
 def _read_jsonl(path: Path) -> Iterator[Row]:

@@ -54,7 +54,7 @@ class Severity(StrEnum):
 
     @property
     def rank(self) -> int:
-        """Its place in the order."""
+        """The severity's place in the order."""
         return list(Severity).index(self)
 
 

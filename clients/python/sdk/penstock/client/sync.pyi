@@ -1372,7 +1372,7 @@ class GroupHandle:
         """The group's id."""
     @property
     def rollout_ids(self) -> tuple[str, ...]:
-        """Its rollouts, spares included."""
+        """Ids of the group's rollouts, spares included."""
     def refresh(self) -> Group:
         """Fetches the group's current state."""
     def events(self, *, summary: bool = False) -> Generator[RolloutEvent]:
@@ -1598,7 +1598,7 @@ class SandboxHandle:
 
         Raises:
             FailedPrecondition: `CAPABILITY_MISSING` if its backend has no diffs; `FILE_REPLACED` if a file became
-                shorter meanwhile; `PATH_NOT_TEXT` if the backend cannot tell the name of a deleted file.
+                shorter meanwhile; `PATH_NOT_TEXT` if the backend cannot give the name of a deleted file.
             ResourceExhausted: `TREE_TOO_LARGE`, before the excess is read.
             DataLoss: the data was damaged on the way.
         """
@@ -1647,7 +1647,7 @@ class ProcessHandle:
     def __exit__(self, *_: object) -> None: ...
     @property
     def process_id(self) -> str:
-        """Its id, unique in its sandbox."""
+        """The process's id, unique in its sandbox."""
     def refresh(self) -> Process:
         """Fetches its current state. Raises NotFound `PROCESS_UNKNOWN`."""
     def output(self, *, stdout_offset: int = 0, stderr_offset: int = 0) -> Generator[Output | OutputGap]:
@@ -1905,7 +1905,7 @@ class ModelCall:
         """Position among the rollout's calls, from 0."""
     @property
     def call_class(self) -> str:
-        """Its purpose: main, sub_agent, compaction, title, probe or edit."""
+        """The call's purpose: main, sub_agent, compaction, title, probe or edit."""
     @property
     def dialect(self) -> str:
         """The API of the agent's request, for example chat_completions."""

@@ -1,4 +1,4 @@
-"""Tells one model from another where names do not, so that no evaluation shows the results of another model."""
+"""Distinguishes one model from another where names do not, so that no evaluation shows the results of another model."""
 
 from collections.abc import Sequence
 from dataclasses import replace

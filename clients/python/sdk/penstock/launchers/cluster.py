@@ -181,7 +181,7 @@ class ClusterStack(LocalStack):
 
     @property
     def services(self) -> Sequence[ServiceName]:
-        """Those of this machine, in starting order."""
+        """The services of this machine, in starting order."""
         here: tuple[ServiceName, ...] = ("inference",) if self._model_dir is not None and not self.gpus else ()
         return (*here, "interception", "driver")
 
@@ -268,7 +268,7 @@ class ClusterStack(LocalStack):
             self._members_changed(service)
 
     def was_ready(self, name: str, service: ServiceName) -> bool:
-        """Whether a service was ready once and is not given up."""
+        """Whether a service was ready once and is not abandoned."""
         return (service, name) in self._were_ready - self._given_up
 
     def left(self, name: str, service: ServiceName) -> None:

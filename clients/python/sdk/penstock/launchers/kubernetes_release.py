@@ -47,7 +47,7 @@ class Release:
 
     @property
     def services(self) -> Sequence[ServiceName]:
-        """Those that it has."""
+        """The services that the release has."""
         enabled = self.values["inference"]["enabled"]
         return tuple(name for name in SERVICES if enabled or name != "inference")
 

@@ -27,7 +27,7 @@ _RESERVED: Final = {"CPU": 1.0}
 _LOOK_S: Final = 2.0
 """How often the machines of the cluster are listed, and an actor that does not answer is asked again."""
 _GONE_S: Final = 300.0
-"""How long a machine may be away before its actor is given up."""
+"""How long a machine may be away before its actor is abandoned."""
 _STOP_S: Final = 45.0
 _BOUND: Final = 0.001
 """Amount of a machine's own resource that binds an actor to it."""
@@ -202,7 +202,7 @@ class RayStack(ClusterStack):
             return
 
     async def _until_failed(self, slot: _Slot) -> str:
-        """Tells an actor the members until its service has died too often; returns how. Raises RayActorError."""
+        """Sends an actor the members until its service has died too often; returns how. Raises RayActorError."""
         failing = asyncio.ensure_future(_awaited(slot.actor.failure.remote()))
         telling = asyncio.create_task(self._tell(slot), name=f"penstock-ray-{slot.name}-members")
         try:
@@ -275,7 +275,7 @@ class RayStack(ClusterStack):
         return next(number for number in range(len(used) + 1) if number not in used)
 
     async def _retire(self, slot: _Slot) -> None:
-        """Gives up an actor whose machine does not come back."""
+        """Abandons an actor whose machine does not come back."""
         self._slots.remove(slot)
         if slot.task is not None:
             slot.task.cancel()

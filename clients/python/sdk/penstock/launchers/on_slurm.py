@@ -194,7 +194,7 @@ class SlurmStack(ClusterStack):
         self._following.start(self._follow(step), f"penstock-slurm-{what}")
 
     async def _follow(self, step: _Step) -> None:
-        """Tells a step's tasks the members, and follows their reports, until the step ends."""
+        """Sends a step's tasks the members, and follows their reports, until the step ends."""
         telling = asyncio.create_task(self._tell(step), name=f"penstock-slurm-{step.what}-members")
         try:
             await self._read(step)

@@ -25,7 +25,7 @@ class Running(Protocol):
 
     @property
     def services(self) -> Sequence[ServiceName]:
-        """Those of this machine, in starting order."""
+        """The services of this machine, in starting order."""
 
     @property
     def endpoints(self) -> Endpoints:

@@ -152,7 +152,7 @@ class ContinuedAttempt(Attempt):
         needs_before = before and self._work.needs_before
         if grader is None and not needs_before:
             return
-        # Attempts that hold all slots wait for each other: the first to give up makes room for those that still wait.
+        # Attempts that hold all slots wait for each other: the first one to time out makes room for the others.
         share = random.uniform(0.5, 1.0)  # noqa: S311 - jitter
         patience_s = DIFF_S if grader is None else share * self._spec.limits.prepare_s
         try:

@@ -135,7 +135,7 @@ class Exporter:
 
     @property
     def url(self) -> str:
-        """Where to."""
+        """URL of the directory that files are exported to."""
         return self._destination.url
 
     @property

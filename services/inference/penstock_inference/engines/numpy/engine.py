@@ -276,7 +276,7 @@ class NumpyEngine:
         scheduler, worker = self._scheduler, self._worker
 
         def swap() -> bool:
-            # Frozen generations cannot finish before a resume; others can, whoever pauses and resumes meanwhile.
+            # Frozen generations cannot finish before a resume; others can, no matter who pauses and resumes meanwhile.
             scheduler.held_for_update = mode is PauseMode.WAIT and scheduler.running > 0 and not scheduler.frozen
             if scheduler.held_for_update:
                 return False

@@ -16,7 +16,7 @@ from penstock_inference.engines.stops import load_tokenizer
 
 
 class Model:
-    """Its tokenizer, vocabulary size (None: unknown), own stop tokens, and longest context (0: unknown)."""
+    """A model's tokenizer, vocabulary size (None: unknown), own stop tokens, and longest context (0: unknown)."""
 
     def __init__(self, config: dict[str, Any], tokenizer: Tokenizer | None, stop_token_ids: tuple[int, ...]) -> None:
         self.tokenizer = tokenizer

@@ -124,7 +124,7 @@ def read_table(table: Any, vocab_size: int) -> tuple[list[int], list[float]]:
 
 
 def _finish(finish: Any, asked: Asked) -> tuple[str | None, int | str | None]:
-    """Type and what matched; raises the error of a request that the server gave up."""
+    """Type and what matched; raises the error of a request that the server aborted."""
     if finish is None:
         return None, None
     kind = finish.get("type") if isinstance(finish, dict) else None

@@ -376,7 +376,7 @@ async def _text_end_id(llm: Any) -> int | None:
 
 
 def _stop_token_ids(config: Any) -> tuple[int, ...]:
-    """Those of generation_config.json, or of config.json: never a tokenizer's, which may have others."""
+    """The stop tokens of generation_config.json, or of config.json: never a tokenizer's, which may have others."""
     generation = config.try_get_generation_config() or {}
     found = generation.get("eos_token_id", getattr(config.hf_text_config, "eos_token_id", None))
     if found is None:

@@ -199,7 +199,7 @@ class EnginePool:
         return None if route is None else (next(one for one in ready if one.name == route.member), route)
 
     def _usable(self, tried: Collection[Engine]) -> Sequence[Engine]:
-        """Those that take calls, but for `tried` ones."""
+        """The engines that take calls, but for `tried` ones."""
         engines = [engine for engine in self.engines() if engine not in tried]
         if not self.is_list:
             return engines

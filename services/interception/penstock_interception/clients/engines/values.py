@@ -76,7 +76,7 @@ class Engine:
 
     @property
     def name(self) -> str:
-        """Its name among the members."""
+        """The service's name among the members."""
         return self.peer.name
 
 

@@ -125,7 +125,7 @@ def _as_exception(error: BaseException) -> Exception:
     end anything here, nor leave the caller without a result."""
     if isinstance(error, Exception) and not isinstance(error, StopIteration):
         return error
-    return RuntimeError(f"the SDK gave up with {type(error).__name__}")
+    return RuntimeError(f"the SDK failed with {type(error).__name__}")
 
 
 def call_on_loop(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *args: object) -> None:

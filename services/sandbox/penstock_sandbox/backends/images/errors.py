@@ -61,14 +61,14 @@ def pull_failed(image: str, what: str) -> PenstockError:
 
 
 def too_large(image: str, what: str) -> PenstockError:
-    """It exceeds the operator's limits."""
+    """The error for an image that exceeds the operator's limits."""
     return FailedPrecondition(
         f"the image {image} is too large: {what}", reason="IMAGE_TOO_LARGE", metadata={"image": image}
     )
 
 
 def wrong_platform(image: str, wanted: str, offered: str) -> PenstockError:
-    """It has no variant for this machine."""
+    """The error for an image that has no variant for this machine."""
     return FailedPrecondition(
         f"the image {image} is for {offered or 'no platform'}; this machine needs {wanted}",
         reason="IMAGE_WRONG_PLATFORM",
@@ -77,7 +77,7 @@ def wrong_platform(image: str, wanted: str, offered: str) -> PenstockError:
 
 
 def unusable(image: str, what: str) -> PenstockError:
-    """Its manifest or a layer is not what sandboxes can be made of."""
+    """The error for an image whose manifest or layer cannot be used for sandboxes."""
     return FailedPrecondition(
         f"the image {image} cannot be used: {what}", reason="IMAGE_UNUSABLE", metadata={"image": image}
     )

@@ -6,7 +6,7 @@ the top level; /tmp and /dev/shm are memory.
 
 Invariants
 - The sandbox's user cannot change anything that was there before it, except in those places: each such name at the top
-  level is a read-only mount, which can neither be removed nor renamed, whoever owns the root (R90).
+  level is a read-only mount, which can neither be removed nor renamed, no matter who owns the root (R90).
 - Allow-list: a host path is visible only if it is named here or in the operator's ``extra_read_only``.
 - /etc is ours: accounts, resolver and host names reveal nothing of the host.
 - bubblewrap's arguments hold no secret; the environment of processes never passes through them.

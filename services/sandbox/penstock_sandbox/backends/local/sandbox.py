@@ -329,7 +329,7 @@ class LocalSandbox(SandboxHandle):
             await self._uploads.run(self._close_write(answer, given, path, discards=not writer.committed))
 
     async def _open_write(self, path: str) -> Reply:
-        # Uncut: whoever copies the frozen sandbox's files must know the name of each that is unfinished.
+        # Uncut: a copier of the frozen sandbox's files must know the name of each that is unfinished.
         reply = await self._file({"op": "open_write", "path": path}, path, uncut=True)
         self.unfinished.add(reply[0]["partial"])
         return reply

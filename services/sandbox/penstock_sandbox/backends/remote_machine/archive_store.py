@@ -44,7 +44,7 @@ class MachineSandbox(Protocol):
 
     @property
     def machine(self) -> Machine:
-        """Where it is."""
+        """The machine that the sandbox runs on."""
 
     async def destroy(self) -> None:
         """Ends it."""

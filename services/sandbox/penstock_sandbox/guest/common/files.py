@@ -70,7 +70,7 @@ def open_read(request: Message) -> Reply:
 
 
 def _is_ours(descriptor: int) -> bool:
-    """Whether it is the caller's own process in /proc: the kernel lets a process read that whoever owns it."""
+    """Whether it is the caller's own process in /proc: the kernel lets a process read that, no matter who owns it."""
     try:
         path = os.readlink("/proc/self/fd/%d" % descriptor)
         return path.startswith("/proc/%s/" % os.readlink("/proc/self"))
@@ -423,7 +423,7 @@ def unlocked(folder: Optional[int], name: str) -> Optional[Unlocked]:
 
 
 def own_mode(folder: int, name: str, status: os.stat_result) -> int:
-    """Returns the mode of a directory or file as its owner set it, whoever has opened it for a while.
+    """Returns the mode of a directory or file as its owner set it, no matter who has opened it for a while.
 
     ``status`` is from before. Raises OSError if it is gone.
     """

@@ -130,7 +130,7 @@ def become_subreaper() -> None:
 
 
 def set_no_new_privs() -> None:
-    """Gives up, for good, gaining privileges by executing a file."""
+    """Rules out, for good, gaining privileges by executing a file."""
     prctl(_PR_SET_NO_NEW_PRIVS, 1, "PR_SET_NO_NEW_PRIVS")
 
 

@@ -84,7 +84,7 @@ class ModelCall:
 
     @property
     def call_class(self) -> str:
-        """Its purpose: main, sub_agent, compaction, title, probe or edit."""
+        """The call's purpose: main, sub_agent, compaction, title, probe or edit."""
         return wire.word(trajectory_pb2.CallClass, self._message.call_class, "CALL_CLASS_")
 
     @property

@@ -30,7 +30,7 @@ _OPEN_S: Final = 60.0
 _LEASE_WAIT_S: Final = 20.0
 _PAGE_BYTES: Final = 8 << 20
 _SETTLE_S: Final = 10.0
-"""Timeout for a gate that is asked what it has leased to a request that was given up."""
+"""Timeout for a gate that is asked what it has leased to a request that was cancelled."""
 
 
 class LeasedCall(ModelCall):
@@ -570,7 +570,7 @@ async def _lease_at_any(
             failures.append(failure)
         else:
             leased += task.result()
-    # The same request again: its answer has what the gate leased to it before it was given up.
+    # The same request again: its answer has what the gate leased to it before it was cancelled.
     request.wait.FromNanoseconds(0)
     for service in given_up:
         with suppress(PenstockError):  # then the leases end

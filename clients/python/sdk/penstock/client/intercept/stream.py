@@ -305,7 +305,7 @@ class GateStream:
             raise Unavailable(f"{self.service.peer} ended the session", reason="STREAM_ENDED")
 
     async def _register(self) -> None:
-        """Tells the gate which tools are offered and which are not any more."""
+        """Sends the gate which tools are offered and which are not any more."""
         self._has_unregistered = False
         try:
             for request in self.tools.registrations(self.session_id):

@@ -53,7 +53,7 @@ class Facts:
 
     @property
     def classes(self) -> tuple[str, str, str, str]:
-        """Its class in each distribution."""
+        """The group's class in each distribution."""
         reward = UNKNOWN if not self.is_ended else "none" if self.reward is None else _tenth(self.reward)
         return self.task_id, _length(self.tokens), _duration(self.seconds), reward
 

@@ -16,7 +16,7 @@ class Group(Protocol):
 
     @property
     def number(self) -> int:
-        """Its place in the order of starts, from 0."""
+        """The group's place in the order of starts, from 0."""
 
     @property
     def version(self) -> int:
@@ -24,15 +24,15 @@ class Group(Protocol):
 
     @property
     def ready(self) -> int | None:
-        """Its place in the order in which groups came to be complete; None = it is not yet."""
+        """The group's place in the order in which groups became complete; None = it is not complete."""
 
     @property
     def size(self) -> int:
-        """Its rollouts."""
+        """Number of the group's rollouts."""
 
     @property
     def running(self) -> int:
-        """Those that have not ended."""
+        """Number of the group's rollouts that have not ended."""
 
 
 @dataclass(frozen=True, slots=True)

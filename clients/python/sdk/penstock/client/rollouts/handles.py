@@ -244,7 +244,7 @@ class GroupHandle:
 
     @property
     def rollout_ids(self) -> tuple[str, ...]:
-        """Its rollouts, spares included."""
+        """Ids of the group's rollouts, spares included."""
         return self.info.rollout_ids
 
     async def refresh(self) -> results.Group:

@@ -101,7 +101,7 @@ class SandboxesClient:
         try:
             if request.spec.sandbox.toolbox_ids:
                 return await prepare(self._cluster.given("sandbox"), True)
-            # Equal ones are made at the same service, whoever asks.
+            # Equal ones are made at the same service, no matter who asks.
             key = request.SerializeToString(deterministic=True).hex()
             _, made = await self._cluster.create("sandbox", prepare, key)
             return made

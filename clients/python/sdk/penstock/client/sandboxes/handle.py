@@ -313,7 +313,7 @@ class SandboxHandle:
 
         Raises:
             FailedPrecondition: `CAPABILITY_MISSING` if its backend has no diffs; `FILE_REPLACED` if a file became
-                shorter meanwhile; `PATH_NOT_TEXT` if the backend cannot tell the name of a deleted file.
+                shorter meanwhile; `PATH_NOT_TEXT` if the backend cannot give the name of a deleted file.
             ResourceExhausted: `TREE_TOO_LARGE`, before the excess is read.
             DataLoss: the data was damaged on the way.
         """

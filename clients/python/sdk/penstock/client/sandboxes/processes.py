@@ -44,7 +44,7 @@ class ProcessHandle:
 
     @property
     def process_id(self) -> str:
-        """Its id, unique in its sandbox."""
+        """The process's id, unique in its sandbox."""
         return self.info.process_id
 
     async def refresh(self) -> Process:

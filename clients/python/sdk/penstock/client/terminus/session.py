@@ -73,7 +73,7 @@ class TerminusResult:
 
     @property
     def reward(self) -> float | None:
-        """None = not graded, which is not zero."""
+        """The reward; None = not graded, which is not zero."""
         reward: float | None = self.data["reward"]
         return reward
 

@@ -261,7 +261,7 @@ class Group:
 
     @property
     def surplus_rollout_ids(self) -> tuple[str, ...]:
-        """Those of its rollouts beyond its `size`, by index; empty while it runs, and without spares.
+        """Ids of the group's rollouts beyond its `size`, by index; empty while it runs, and without spares.
 
         First of all those count that are its results, then the others by their index: a group that lacks results still
         has `size` members.
@@ -492,10 +492,10 @@ class RolloutResult:
 
     @property
     def reward(self) -> Reward | None:
-        """None = not graded, which is not zero."""
+        """The reward; None = not graded, which is not zero."""
         return self.outcome.reward
 
     @property
     def failure(self) -> Failure | None:
-        """None = it completed."""
+        """The failure; None = the rollout completed."""
         return self.outcome.failure

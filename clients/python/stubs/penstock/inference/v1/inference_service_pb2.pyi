@@ -1182,7 +1182,7 @@ class StartTransferRequest(_message.Message):
     """Unspecified = KEEP."""
     @_builtins.property
     def idle_timeout(self) -> _duration_pb2.Duration:
-        """The transfer is given up after this long without TransferTensors. Unset = 5 min."""
+        """The transfer is cancelled after this long without TransferTensors. Unset = 5 min."""
 
     def __init__(
         self,
@@ -1272,7 +1272,7 @@ class FinishTransferRequest(_message.Message):
     COMMIT_FIELD_NUMBER: _builtins.int
     TRANSFER_ID_FIELD_NUMBER: _builtins.int
     commit: _builtins.bool
-    """False = give up; the old weights stay."""
+    """False = cancel; the old weights stay."""
     transfer_id: _builtins.str
     def __init__(
         self,

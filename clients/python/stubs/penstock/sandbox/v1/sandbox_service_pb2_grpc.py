@@ -356,7 +356,7 @@ class SandboxServiceServicer(object):
         deletions. Every pipe, socket or device is in the tar as a pipe, since tar has no sockets. A file that grows meanwhile
         has the length that it had when it was opened. The work ends if the caller cancels.
         Errors: FAILED_PRECONDITION (CAPABILITY_MISSING; FILE_REPLACED: a file became shorter meanwhile; SANDBOX_LOST;
-        PATH_NOT_TEXT: the backend cannot tell the name of a deleted file, which is not UTF-8),
+        PATH_NOT_TEXT: the backend cannot give the name of a deleted file, which is not UTF-8),
         NOT_FOUND (SANDBOX_UNKNOWN), RESOURCE_EXHAUSTED (TREE_TOO_LARGE: more than `max_bytes`, or 500,000 entries),
         INVALID_ARGUMENT (PATH_TOO_LONG: the sandbox has a path that is longer than its backend can read).
         """

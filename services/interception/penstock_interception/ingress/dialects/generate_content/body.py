@@ -49,7 +49,7 @@ class _Strict(BaseModel):
 
 
 class _Open(_Strict):
-    """Its unknown fields are recorded."""
+    """A part of a body whose unknown fields are recorded."""
 
     model_config = ConfigDict(extra="allow")
 

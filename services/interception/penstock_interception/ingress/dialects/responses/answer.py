@@ -65,7 +65,7 @@ def status_of(call: Call) -> str:
 def failed(response: dict[str, Any], problem: Problem) -> dict[str, Any]:
     """Returns a failed response, with the code by which clients decide whether to retry.
 
-    Codex gives up on `insufficient_quota`, `context_length_exceeded` and `invalid_prompt`, and retries all others.
+    Codex stops on `insufficient_quota`, `context_length_exceeded` and `invalid_prompt`, and retries all others.
     """
     return {**response, "status": "failed", "error": {"code": failure_code(problem), "message": message_of(problem)}}
 

@@ -8,7 +8,7 @@ it and how its socket is reached. The first two need nothing in the sandbox's im
 - Sidecar: any daemon. A second container shares the sandbox's process and network namespaces, enters the others, and
   runs the guest agent; a command in it, whose pipes the daemon carries, connects the service with its socket.
 
-Invariants: a guest agent ends with the sandbox's first process, whoever started it; ``Reached.close`` removes all that
+Invariants: a guest agent ends with the sandbox's first process, whatever started it; ``Reached.close`` removes all that
 the access needed beside the sandbox's container.
 """
 

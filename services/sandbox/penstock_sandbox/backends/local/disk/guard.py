@@ -61,7 +61,7 @@ class Guarded(Protocol):
 
     @property
     def disk(self) -> Allotted:
-        """Its limit and usage."""
+        """The sandbox's disk limit and usage."""
 
     @property
     def at_work(self) -> bool:

@@ -1,4 +1,4 @@
-"""Project quotas: the kernel counts and limits all writes below a directory, whoever makes them.
+"""Project quotas: the kernel counts and limits all writes below a directory, no matter who makes them.
 
 Purpose: a hard limit of bytes and inodes for each sandbox if the file system of the state directory enforces project
 quotas (XFS or ext4 mounted with ``prjquota``) and this service is root. Deleted files that are still open count.

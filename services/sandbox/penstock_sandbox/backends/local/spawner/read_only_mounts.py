@@ -2,8 +2,9 @@
 
 Purpose: bubblewrap could do this too, but takes about ten times as long for each mount.
 
-Invariants: a mount can neither be removed nor renamed in its own mount namespace, whoever owns its parent directory,
-and nothing in a sandbox can make another mount namespace. Called with CAP_SYS_ADMIN over the namespace's mounts.
+Invariants: a mount can neither be removed nor renamed in its own mount namespace, no matter who owns its parent
+directory, and nothing in a sandbox can make another mount namespace. Called with CAP_SYS_ADMIN over the namespace's
+mounts.
 """
 
 from __future__ import annotations

@@ -239,7 +239,7 @@ async def _connected(file: Path | None) -> AsyncIterator[Penstock]:
         except BaseException as error:
             del _connections[key]
             shared.ps.set_exception(
-                error if isinstance(error, Exception) else RuntimeError("The connection was given up")
+                error if isinstance(error, Exception) else RuntimeError("The connection was cancelled")
             )
             shared.ps.exception()  # seen, also where nobody else waits
             raise

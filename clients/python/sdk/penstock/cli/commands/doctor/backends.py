@@ -327,7 +327,7 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 
 
 class _Unknown(Exception):
-    """It cannot be examined from here."""
+    """The backend cannot be examined from here."""
 
     def __init__(self, what: str, advice: str) -> None:
         super().__init__(what)

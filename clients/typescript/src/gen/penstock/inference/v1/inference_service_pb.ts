@@ -1256,7 +1256,7 @@ export type StartTransferRequest = Message<"penstock.inference.v1.StartTransferR
   mode: PauseMode;
 
   /**
-   * The transfer is given up after this long without TransferTensors. Unset = 5 min.
+   * The transfer is cancelled after this long without TransferTensors. Unset = 5 min.
    *
    * @generated from field: google.protobuf.Duration idle_timeout = 4;
    */
@@ -1337,7 +1337,7 @@ export const TransferTensorsResponseSchema: GenMessage<TransferTensorsResponse> 
  */
 export type FinishTransferRequest = Message<"penstock.inference.v1.FinishTransferRequest"> & {
   /**
-   * False = give up; the old weights stay.
+   * False = cancel; the old weights stay.
    *
    * @generated from field: bool commit = 1;
    */
