@@ -7,11 +7,14 @@ import asyncio
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+from penstock.cli.examples import EXAMPLES
 from penstock.client import PenstockError
+from penstock.values.similar_names import did_you_mean, did_you_mean_option
 from penstock_demo import model, train
 from penstock_demo.display import Display, Metrics, reasons, recent, save_picture
 from penstock_demo.repairs import train as repairs
@@ -70,29 +73,50 @@ DEMOS = {
 }
 
 
-def main() -> None:
-    """Reads the command line, trains, and says what to do next."""
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Returns what the command line says; a wrong one ends the program.
+
+    Args:
+        argv: the arguments; None = the program's.
+    """
+    examples = "\n".join(("Examples:", *(f"  {line}" for line in EXAMPLES["demo"])))
     parser = argparse.ArgumentParser(
-        prog="penstock demo", description="Train a small model by GRPO through all four services."
-    )
-    parser.add_argument("--seed", type=seed_number, default=1, help="seed that repeats a run (default 1)")
-    parser.add_argument(
-        "--agent",
-        choices=tuple(DEMOS),
-        default="shell",
-        help="the agent: our own, which starts in milliseconds (default), or one from PyPI, which starts in seconds",
+        prog="penstock demo",
+        description="Train a small model by GRPO through all four services.",
+        epilog=examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     most = ", ".join(f"{demo.max_steps} with {name}" for name, demo in DEMOS.items())
-    parser.add_argument("--steps", type=_step_count, help=f"most steps (default {most})")
-    parser.add_argument(
-        "--credit",
-        choices=tuple(COLLECT),
-        default="rollout",
-        help="what an advantage is of: a rollout among its group (default), or a turn among its branches",
+    options = (
+        parser.add_argument("--seed", type=seed_number, default=1, help="seed that repeats a run (default 1)"),
+        parser.add_argument(
+            "--agent",
+            type=partial(_one_of, "agent", tuple(DEMOS)),
+            metavar=_choice(DEMOS),
+            default="shell",
+            help="the agent: ours, which starts in milliseconds (default), or one from PyPI, which starts in seconds",
+        ),
+        parser.add_argument("--steps", type=_step_count, help=f"most steps (default {most})"),
+        parser.add_argument(
+            "--credit",
+            type=partial(_one_of, "credit", tuple(COLLECT)),
+            metavar=_choice(COLLECT),
+            default="rollout",
+            help="what an advantage is of: a rollout among its group (default), or a turn among its branches",
+        ),
     )
-    given = parser.parse_args()
+    given, unknown = parser.parse_known_args(argv)
+    if unknown:
+        known = ["--help", *(name for option in options for name in option.option_strings)]
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{did_you_mean_option(unknown[0], known)}")
     if given.agent != "shell" and given.credit != "rollout":
         parser.error(f"--credit {given.credit} is for --agent shell")
+    return given
+
+
+def main() -> None:
+    """Reads the command line, trains, and says what to do next."""
+    given = parse()
     demo = DEMOS[given.agent]
     given.steps = given.steps or demo.max_steps
     model.use_compilation_cache(RUNS / "cache" / "xla")
@@ -106,6 +130,17 @@ def main() -> None:
             sys.exit("interrupted: the services are stopped")
     save_picture(history, run / "reward.png", f"{demo.picture} (seed {given.seed})", demo.goal_steps)
     _say_what_next(demo, history, given.agent)
+
+
+def _choice(names: Iterable[str]) -> str:
+    return "{" + ",".join(names) + "}"
+
+
+def _one_of(what: str, known: Sequence[str], name: str) -> str:
+    if name not in known:
+        meant = did_you_mean(name, known) or ";"
+        raise argparse.ArgumentTypeError(f"there is no {what} {name!r}{meant} there are {', '.join(known)}")
+    return name
 
 
 def _step_count(text: str) -> int:
