@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -17,6 +18,7 @@ from penstock.client import PenstockError
 from penstock.values.similar_names import did_you_mean, did_you_mean_option
 from penstock_demo import model, train
 from penstock_demo.display import Display, Metrics, reasons, recent, save_picture
+from penstock_demo.repairs import agent as repairs_agent
 from penstock_demo.repairs import train as repairs
 from penstock_demo.tasks import build_codec
 from penstock_demo.train import COLLECT, RUNS, Course, from_here, new_run, seed_number
@@ -28,6 +30,8 @@ class Demo:
 
     `learn` trains: the command line, the run's directory, the display. `picture` is the curve's title. `goal_steps` is
     over how many steps success is averaged. `task` is the file of a task, `remark` says what the trained model is for.
+    `own` is a rollout of its agent with that model, and `installed` is where the sandbox service has the agent, both
+    for what is printed at the end.
     """
 
     learn: Callable[[argparse.Namespace, Path, Display], list[Metrics]]
@@ -37,6 +41,8 @@ class Demo:
     goal_steps: int
     task: Path
     remark: str
+    own: str
+    installed: Path | None = None
 
 
 def _shell(given: argparse.Namespace, run: Path, display: Display) -> list[Metrics]:
@@ -60,6 +66,7 @@ DEMOS = {
         train.WINDOW,
         HERE / "task.yaml",
         "its context is 1,024 tokens, too short for what opencode, pi and such ask",
+        "{penstock} rollout --agent shell --task {task} --model-dir {model}",
     ),
     "mini-swe-agent": Demo(
         _repairs,
@@ -69,6 +76,10 @@ DEMOS = {
         repairs.WINDOW,
         HERE / "repairs" / "task.yaml",
         "it knows the prompts of this demo alone, which the agent has by its configuration",
+        # The agent is one that the run registered with its services, so it is theirs alone.
+        f"{{penstock}} rollout --agent {repairs_agent.CHOICE.name} --option max_turns={repairs_agent.STEPS}"
+        " --task {task} --state-dir {services}\n    (in another terminal, while those services run)",
+        repairs.RUNS / "cache" / "sandbox",
     ),
 }
 
@@ -129,7 +140,7 @@ def main() -> None:
         except KeyboardInterrupt:
             sys.exit("interrupted: the services are stopped")
     save_picture(history, run / "reward.png", f"{demo.picture} (seed {given.seed})", demo.goal_steps)
-    _say_what_next(demo, history, given.agent)
+    say_what_next(demo, history, given.agent)
 
 
 def _choice(names: Iterable[str]) -> str:
@@ -149,11 +160,15 @@ def _step_count(text: str) -> int:
     return int(text)
 
 
-def _say_what_next(demo: Demo, history: list[Metrics], agent: str) -> None:
-    last, penstock = history[-1], from_here(Path(sys.executable).with_name("penstock"))
-    task, latest = from_here(demo.task), os.path.relpath(demo.runs / "latest")
-    window = min(demo.goal_steps, len(history))
-    first = "" if agent != "shell" else f"  {penstock} rollout --agent shell --task {task} --model-dir {latest}/model\n"
+def say_what_next(demo: Demo, history: Sequence[Metrics], agent: str) -> None:
+    """Prints what a run has left, and the commands that show and use it, as one types them in the working directory."""
+    last, penstock = history[-1], _typed(Path(sys.executable).with_name("penstock"))
+    latest = Path(os.path.relpath(demo.runs / "latest"))
+    task, window = _typed(demo.task), min(demo.goal_steps, len(history))
+    model, services = _typed(latest / "model"), _typed(latest / "services")
+    own = demo.own.format(penstock=penstock, task=task, model=model, services=services)
+    # Otherwise its services would install the agent again.
+    installed = "" if demo.installed is None else f" --set sandbox.state_dir={_typed(demo.installed)}"
     print(
         f"\n{last['step']} steps, {last['elapsed']:.0f} s: success {history[0]['success']:.2f} ->"
         f" {recent(history, window):.2f} (mean of the last {window} steps)\n"
@@ -161,8 +176,14 @@ def _say_what_next(demo: Demo, history: list[Metrics], agent: str) -> None:
         f"  {latest}/metrics.jsonl        a line per step\n"
         f"  {latest}/trajectories/        every rollout's tokens, mask, logprobs and reward\n"
         f"  {latest}/model                the trained model\n"
-        f"\nTry next:\n{first}"
-        f"    ({demo.remark}; they want another model:)\n"
+        f"\nTry next:\n"
+        f"  {penstock} up --model-dir {model} --state-dir {services}{installed}\n"
+        f"    (serves the model; its dashboard shows these rollouts)\n"
+        f"  {own}\n"
+        f"    ({demo.remark}; other agents want another model:)\n"
         f"  {penstock} rollout --agent opencode --task {task} --upstream URL --model M --api-key-env NAME\n"
-        f"  {penstock} up --model-dir {latest}/model\n"
     )
+
+
+def _typed(path: Path) -> str:
+    return shlex.quote(str(from_here(path)))
