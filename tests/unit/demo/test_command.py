@@ -56,5 +56,7 @@ def test_what_the_demo_says_to_do_next_shows_its_own_rollouts(
     latest = "runs/with a blank/latest"
     (up,) = (words for words in lines if words[1] == "up")
     assert up[2:6] == ["--model-dir", f"{latest}/model", "--state-dir", f"{latest}/services"]
+    for setting in up[6:]:
+        assert setting == "--set" or Path(setting.removeprefix("sandbox.state_dir=")).is_absolute()
     (own,) = (words for words in lines if words[1] == "rollout" and words[words.index("--agent") + 1].startswith(agent))
     assert f"{latest}/model" in own or f"{latest}/services" in own

@@ -167,8 +167,8 @@ def say_what_next(demo: Demo, history: Sequence[Metrics], agent: str) -> None:
     task, window = _typed(demo.task), min(demo.goal_steps, len(history))
     model, services = _typed(latest / "model"), _typed(latest / "services")
     own = demo.own.format(penstock=penstock, task=task, model=model, services=services)
-    # Otherwise its services would install the agent again.
-    installed = "" if demo.installed is None else f" --set sandbox.state_dir={_typed(demo.installed)}"
+    # Otherwise its services would install the agent again. Absolute: the service's helpers have other directories.
+    installed = "" if demo.installed is None else f" --set {shlex.quote(f'sandbox.state_dir={demo.installed}')}"
     print(
         f"\n{last['step']} steps, {last['elapsed']:.0f} s: success {history[0]['success']:.2f} ->"
         f" {recent(history, window):.2f} (mean of the last {window} steps)\n"
