@@ -1,10 +1,11 @@
 """What takes too long for the suite, on what `make dist` built: `make dist-check`.
 
-    python -m tools.dist_check [FOLDER]        default: dist; some ten minutes on two cores
+    python -m tools.dist_check [FOLDER]        default: dist; over ten minutes on two cores
 
 - Each source archive, and a clone of the repository, build their wheels with pip alone: no Node.js on PATH.
 - The commands of docs/install.md do what that page says (tools/install_check.py).
 - From the wheels `penstock demo` makes the same first steps as the checkout does, figure by figure.
+- From the wheels `penstock demo --agent mini-swe-agent` installs that agent from PyPI and makes a step.
 """
 
 import json
@@ -68,13 +69,19 @@ def _trains(dist: Path, folder: Path) -> None:
     figures = []
     for name, interpreter in (("wheels", python), ("checkout", sys.executable)):
         print(f"the demo, from {name}", flush=True)
-        place = folder / name
+        place = folder / f"demo-from-{name}"
         place.mkdir()
         _run([interpreter, "-m", "penstock.cli.main", "demo", "--seed", "1", "--steps", str(STEPS)], place, os.environ)
         figures.append(_figures(place / "runs" / "demo" / "latest" / "metrics.jsonl"))
     if len(figures[0]) != STEPS or figures[0] != figures[1]:
         sys.exit(f"from wheels: {figures[0]}\nfrom the checkout: {figures[1]}")
     print("the same figures:", [line["success"] for line in figures[0]])
+    print("the demo with mini-swe-agent, from wheels", flush=True)
+    demo = [python, "-m", "penstock.cli.main", "demo", "--agent", "mini-swe-agent", "--steps", "1"]
+    _run(demo, folder / "demo-from-wheels", os.environ)
+    steps = _figures(folder / "demo-from-wheels" / "runs" / "demo-mini-swe-agent" / "latest" / "metrics.jsonl")
+    if len(steps) != 1:
+        sys.exit(f"with mini-swe-agent, from wheels: {len(steps)} steps, not 1")
 
 
 def _figures(path: Path) -> list[dict[str, Any]]:

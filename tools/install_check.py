@@ -3,7 +3,8 @@
     python -m tools.install_check [FOLDER]        default: dist; some five minutes on two cores
 
 Each section of the page gets an empty directory with `dist` in it, all of them one empty HOME. uv and pipx come from
-the package index. `penstock demo` trains one step. Containers, clusters and a clone have checks of their own.
+the package index. `penstock demo` trains one step. What each section installs is printed in MB, for who wants to state
+it with a date. Containers, clusters and a clone have checks of their own.
 """
 
 import json
@@ -54,7 +55,21 @@ def check(dist: Path, folder: Path) -> None:
             _run(command.replace("penstock demo", f"penstock demo --steps {_STEPS}"), place, environment)
             if "penstock demo" in command:
                 _trained(place)
+        for installed in sorted(path for path in place.iterdir() if (path / "pyvenv.cfg").is_file()):
+            print(f"{title}: {installed.name} has {megabytes(installed)} MB", flush=True)
+        if title == RUN[0]:  # uv and pipx install into caches of their own
+            print(f"{title}: the home directory has {megabytes(folder / 'home')} MB", flush=True)
     _has_no_services(folder / "the-client-alone", environment)
+
+
+def megabytes(folder: Path) -> int:
+    """The size of a directory's files in MB (10^6 bytes), each counted once: uv links those of its cache."""
+    sizes = dict[tuple[int, int], int]()
+    for at, _, names in os.walk(folder):
+        for name in names:
+            found = (Path(at) / name).lstat()
+            sizes[found.st_dev, found.st_ino] = found.st_size
+    return round(sum(sizes.values()) / 1e6)
 
 
 def _environment(folder: Path) -> Mapping[str, str]:

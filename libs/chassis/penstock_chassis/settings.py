@@ -38,7 +38,7 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
-from penstock.values.similar_names import did_you_mean
+from penstock.values.similar_names import did_you_mean, did_you_mean_option
 from penstock_chassis.auth import is_namespace
 from penstock_chassis.errors import InvalidArgument, Violation
 from penstock_chassis.homes import Home, open_home, valid_name
@@ -320,11 +320,13 @@ class ServiceSettings(BaseSettings):
             argument_default=argparse.SUPPRESS,
         )
         secrets: list[str] = []
+        flags: list[str] = []
         for name, info in cls.model_fields.items():
             if _is_secret(info):
                 secrets.append(f"  {cls.env_name(name)}: {info.description or name}")
                 continue
             flag = "--" + name.replace("_", "-")
+            flags.append(flag)
             text = f"{info.description or name} [{cls.env_name(name)}{_default(info)}]".replace("%", "%%")
             if info.annotation is bool:
                 parser.add_argument(flag, dest=name, action=argparse.BooleanOptionalAction, help=text)
@@ -333,7 +335,10 @@ class ServiceSettings(BaseSettings):
         if secrets:
             parser.epilog = "Secrets have no flag, since an argv is public:\n" + "\n".join(secrets)
             parser.formatter_class = argparse.RawDescriptionHelpFormatter
-        return vars(parser.parse_args(argv))
+        given, unknown = parser.parse_known_args(argv)
+        if unknown:
+            parser.error(f"unrecognized arguments: {' '.join(unknown)}{did_you_mean_option(unknown[0], flags)}")
+        return vars(given)
 
 
 def is_loopback(host: str) -> bool:

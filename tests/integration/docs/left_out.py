@@ -51,8 +51,9 @@ PROGRAMS: Final[Mapping[str, str]] = {
     "protoc": "a package that the reader installs; tests/integration/ruby runs the guide's command",
     "pytest": "a test suite",
     "python3": "makes an environment; `make dist-check` runs it",
-    "python": "the trainer of examples/trl wants torch: `make test-trl`; json.tool reads what a command printed: "
-    "tests/unit/cli/test_cli.py; the pool's objects are for kubectl: tests/support/agent_sandbox applies them",
+    "python": "tests/e2e/test_own_repository.py runs train.py; that of examples/trl wants torch: `make test-trl`;"
+    " json.tool reads what a command printed: tests/unit/cli/test_cli.py; the pool's objects are for kubectl:"
+    " tests/support/agent_sandbox applies them",
     "ruby": "runs a trainer; tests/integration/ruby runs it",
     "sbatch": "asks Slurm; tests/integration/slurm submits the script",
     "source": "of the reader's shell",
@@ -63,6 +64,8 @@ PROGRAMS: Final[Mapping[str, str]] = {
 """Programs whose commands are not run."""
 
 COMMANDS: Final[Mapping[str, str]] = {
+    "penstock up --engine none": "of a page that tests/e2e/test_own_repository.py runs as its reader does, to the end",
+    "penstock watch --run fixer --once": "likewise",
     "penstock up": "runs until it is stopped; tests/integration/client runs it",
     "penstock demo": "trains for minutes; tests/e2e/test_demo.py trains two steps",
     "penstock dashboard": "runs until it is stopped; tests/integration/dashboard serves it",

@@ -129,6 +129,17 @@ def test_each_wheel_and_source_archive_says_what_an_index_shows(dist: Path) -> N
     run(sys.executable, "-m", "twine", "check", "--strict", *wheels(dist), *sources(dist))
 
 
+@pytest.mark.requirement("R116", "R144")
+def test_wheel_and_source_archive_have_every_file_of_the_demo(dist: Path) -> None:
+    """Of both of its agents, tasks too: they are no Python, and the demo reads them."""
+    package = ROOT / "clients" / "python" / "demo" / "penstock_demo"
+    files = {path.relative_to(package.parent).as_posix() for path in package.rglob("*.*") if path.suffix != ".pyc"}
+    assert {"penstock_demo/task.yaml", "penstock_demo/repairs/task.yaml", "penstock_demo/repairs/train.py"} <= files
+    for archive in (*dist.glob("penstock_demo-*.whl"), *dist.glob("penstock_demo-*.tar.gz")):
+        inside = {name.partition("/")[2] if archive.suffix == ".gz" else name for name, _ in files_of(archive)}
+        assert files <= inside, archive.name
+
+
 @pytest.mark.requirement("R116")
 def test_the_npm_package_could_be_published_as_it_is(dist: Path, tmp_path: Path) -> None:
     """Licence, links, and dependencies that allow later versions; npm's own trial of a publication succeeds."""
@@ -304,6 +315,19 @@ def test_python_gets_rewarded_rollouts_from_installed_wheels(
     rewarded(run(environment / "bin" / "python", "trainer.py", task, str(COUNT), cwd=tmp_path, env=surroundings))
     places = "import penstock.client as a, penstock_driver as b, penstock_demo as c; print(a, b, c)"
     assert str(ROOT) not in run(environment / "bin" / "python", "-c", places, cwd=tmp_path, env=surroundings)
+
+
+@pytest.mark.requirement("R116", "R144")
+def test_the_demo_with_an_agent_from_pypi_is_there_from_installed_wheels(
+    environment: Path, surroundings: Mapping[str, str], tmp_path: Path
+) -> None:
+    """Its program begins, and its task is one that a rollout takes; `make dist-check` trains a step."""
+    penstock = environment / "bin" / "penstock"
+    (task,) = environment.glob("lib/*/site-packages/penstock_demo/repairs/task.yaml")
+    run(penstock, "tasks", "check", task, cwd=tmp_path, env=surroundings)
+    assert "mini-swe-agent" in run(penstock, "demo", "--help", cwd=tmp_path, env=surroundings)
+    place = "from penstock_demo.repairs import train; print(train.__file__)"
+    assert str(ROOT) not in run(environment / "bin" / "python", "-c", place, cwd=tmp_path, env=surroundings)
 
 
 TYPESCRIPT_TRAINER: Final = """

@@ -101,6 +101,12 @@ def test_an_unknown_key_in_the_file_is_refused_with_the_nearest_name(file: Calla
     assert (violation.field, violation.description) == ("prot", "no such setting; did you mean port?")
 
 
+def test_an_unknown_flag_is_refused_with_the_nearest_name(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        ValveSettings.load(["--prot", "1"])
+    assert "unrecognized arguments: --prot 1; did you mean --port?" in capsys.readouterr().err
+
+
 def test_a_key_outside_a_table_is_refused(file: Callable[[str], None]) -> None:
     file("port = 1\n")
     assert refusal([]).violations[0].field == "port"

@@ -15,6 +15,7 @@ from penstock.cli.commands.grades.annotate import read_lines
         ("[]", "line 1 of .* is no object"),
         ("{", "is not JSON"),
         ('{"value": 1, "score": 2}', "unknown score; there are name"),
+        ('{"valeu": 1}', r"unknown valeu; did you mean value\? there are name"),
         ('{"value": 1, "author": ""}', "author is required"),
         ('{"value": "high"}', "value is a number"),
         ('{"value": 1, "call": true}', "call is the id of a call"),

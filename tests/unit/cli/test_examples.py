@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,13 +13,11 @@ from typing import Any
 import pytest
 import typer
 from tests.support.terminal.commandline import commands
-from tests.unit.docs.test_cli import WITHOUT
 
 from penstock.cli.examples import EXAMPLES
 from penstock.cli.main import app
+from penstock_demo.command import parse
 
-OTHERS = WITHOUT - {"tasks schema", "completion", "mcp"}
-"""They pass on `--help`, too."""
 GROUPS = {"", "agents", "eval", "openenv", "rewards", "tasks"}
 
 
@@ -61,7 +61,7 @@ def accepted(words: list[str], folder: Path) -> None:
 
 def test_every_command_has_examples() -> None:
     """Not one of a command that is gone, either."""
-    assert EXAMPLES.keys() == (commands().keys() - OTHERS) | GROUPS
+    assert EXAMPLES.keys() == commands().keys() | GROUPS
 
 
 @pytest.mark.parametrize("name", EXAMPLES, ids=lambda name: name or "penstock")
@@ -72,6 +72,23 @@ def test_every_example_is_taken_as_it_is_printed(name: str, tmp_path: Path, monk
         assert line.startswith(f"penstock {name}".rstrip()), line
         words = shlex.split(re.split(r" [|<>] ", line)[0])
         accepted(words, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["serve", "demo"])
+def test_a_command_that_passes_its_arguments_on_has_its_examples_in_its_help(name: str) -> None:
+    """Whichever program answers `--help`."""
+    done = subprocess.run(
+        [sys.executable, "-m", "penstock.cli.main", name, "--help"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    for line in EXAMPLES[name]:
+        assert f"  {line}\n" in done.stdout
+
+
+def test_the_demo_takes_its_examples() -> None:
+    """Its options are its own program's."""
+    for line in EXAMPLES["demo"]:
+        parse(line.split()[2:])
 
 
 @pytest.mark.parametrize(

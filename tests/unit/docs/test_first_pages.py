@@ -120,3 +120,12 @@ def test_every_reason_of_the_symptoms_is_one_that_the_reference_explains() -> No
     known = set(re.findall(r"\b[A-Z]{2,}(?:_[A-Z]+)+\b", explained))
     assert not named - known
     assert Path(ROOT / "docs/faq.md").read_text(encoding="utf-8").count("\n## ") >= 10
+
+
+def test_the_size_of_what_is_installed_counts_each_file_once(tmp_path: Path) -> None:
+    """uv links files of its cache into an environment."""
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "module").write_bytes(bytes(2_000_000))
+    (tmp_path / "linked").hardlink_to(tmp_path / "cache" / "module")
+    (tmp_path / "pointer").symlink_to(tmp_path / "cache" / "module")
+    assert install_check.megabytes(tmp_path) == 2

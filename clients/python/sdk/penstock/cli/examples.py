@@ -19,6 +19,15 @@ EXAMPLES: Final[Mapping[str, Sequence[str]]] = {
         "    --api-key-env mine=KEY",
         "penstock up --model-dir MODEL --engine vllm -- python train.py",
     ),
+    "serve": (
+        "penstock serve sandbox --help",
+        "penstock serve inference --model-dir MODEL --engine vllm",
+    ),
+    "demo": (
+        "penstock demo",
+        "penstock demo --seed 7 --steps 20",
+        "penstock demo --agent mini-swe-agent",
+    ),
     "dashboard": (
         "penstock dashboard",
         "penstock dashboard --connection credentials/connection.json --port 0",

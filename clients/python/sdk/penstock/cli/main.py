@@ -39,6 +39,7 @@ from penstock.cli.commands.evals import command as evals
 from penstock.cli.commands.grades import annotate, bias, regrade, rewards
 from penstock.cli.examples import add_examples, epilog
 from penstock.cli.terminal.console import EXIT_CODES, INTERRUPTED, err, out
+from penstock.cli.terminal.wrong_usage import explain
 
 _UsageError = cast(
     "type[typer.BadParameter]",
@@ -71,8 +72,7 @@ class _Group(TyperGroup):
             if context := getattr(error, "ctx", None):
                 err.print(escape(context.get_usage()), soft_wrap=True)
                 err.print(f"Try '{context.command_path} --help' for help.\n", soft_wrap=True)
-            message = error.format_message().replace("Input should be", "must be")
-            err.print(f"[bold red]error[/]: {escape(message)}", soft_wrap=True)
+            err.print(f"[bold red]error[/]: {escape(explain(error))}", soft_wrap=True)
             sys.exit(error.exit_code)
         except typer.Abort:
             err.print("interrupted")

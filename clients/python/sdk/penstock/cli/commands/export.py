@@ -25,6 +25,7 @@ from penstock.cli.connections.options import (
 from penstock.cli.connections.service_selection import services
 from penstock.cli.terminal.console import FAILED, OK, clean, counted, emit, err, out, read, run, usage_error
 from penstock.client import InvalidArgument, Outcome, Trajectory
+from penstock.values.similar_names import did_you_mean
 
 
 def export(
@@ -95,9 +96,9 @@ def export(
                 )
                 names = {further.name async for one in rollouts for further in one.grades}
                 if grade not in names:  # a file without any reward is no answer to a name with a mistake
-                    usage_error(
-                        f"--grade: no rollout has a grade {grade}; there are {', '.join([FIRST, *sorted(names)])}"
-                    )
+                    there = [FIRST, *sorted(names)]
+                    meant = did_you_mean(grade, there) or ";"
+                    usage_error(f"--grade: no rollout has a grade {grade}{meant} there are {', '.join(there)}")
             found: AsyncIterable[tuple[Trajectory, Outcome]] = ps.rollouts.export(
                 run_id=run_id,
                 group_id=group_id,

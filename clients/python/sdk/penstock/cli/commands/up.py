@@ -352,6 +352,9 @@ def serve(
     service: Annotated[str, typer.Argument(help=f"One of {', '.join(SERVICES)}.")],
 ) -> None:
     """Run one service in the foreground; further arguments are its own (`penstock serve sandbox --help`)."""
+    if service == "--help":  # of this command: a service's own comes after its name
+        out.print(escape(context.get_help()), soft_wrap=True)
+        raise typer.Exit
     if service not in SERVICES:
         meant = did_you_mean(service, SERVICES) or ";"
         usage_error(f"there is no service {service!r}{meant} services: {', '.join(SERVICES)}")
@@ -382,7 +385,8 @@ def _settings(given: Sequence[str]) -> dict[str, dict[str, Any]]:
         place, value = _pair(item, "--set")
         service, dot, name = place.partition(".")
         if service not in SERVICES or not (dot and name):
-            usage_error(f"--set: {item!r} is not SERVICE.NAME=VALUE with one of {', '.join(SERVICES)}")
+            meant = "" if service in SERVICES else did_you_mean(service, SERVICES)
+            usage_error(f"--set: {item!r} is not SERVICE.NAME=VALUE with one of {', '.join(SERVICES)}{meant}")
         try:
             found.setdefault(service, {})[name] = yaml.safe_load(value)
         except yaml.YAMLError:

@@ -4,6 +4,7 @@ import importlib.util
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, Final
 from urllib.parse import urlsplit
@@ -16,6 +17,7 @@ from penstock.client import Penstock, Upstream
 from penstock.client.errors import InvalidArgument
 from penstock.client.tasks.yaml import YamlFile
 from penstock.local.stack import UpstreamEndpoint
+from penstock.values.similar_names import did_you_mean
 
 _NO_MODEL: Final = "there is no model: set --model-dir DIR, or --upstream URL --model M"
 _NOT_SERVED: Final = (
@@ -98,6 +100,12 @@ async def answered(
 ModelDir = Annotated[Path | None, typer.Option(help="Directory with config.json, model.safetensors, tokenizer.json.")]
 
 
+ENGINES: Final = ("numpy", "vllm", "sglang", "openai", "scripted", "none")
+"""Those of the inference service."""
+_PLUGINS: Final = "penstock.inference.engines"
+"""Group of the entry points by which other packages add engines."""
+
+
 Engine = Annotated[
     str,
     typer.Option(
@@ -115,6 +123,12 @@ def model_choice(
     """Checks the options for the served model."""
     if script is not None and engine == "numpy":
         engine = "scripted"
+    known = {*ENGINES, *entry_points(group=_PLUGINS).names}
+    if engine not in known:
+        usage_error(
+            f"--engine: there is no engine {engine!r}{did_you_mean(engine, known) or ';'} engines:"
+            f" {', '.join(sorted(known))}"
+        )
     if engine == "scripted" and script is None:
         usage_error("the scripted engine needs --script FILE")
     if engine != "numpy" and model_dir is None:

@@ -56,14 +56,17 @@ from penstock.evaluation import (
 )
 from penstock.evaluation.compare import compare
 from penstock.evaluation.report import check_plots, write_report
+from penstock.values.similar_names import did_you_mean
 
 
 class _RunIsMeant(TyperGroup):
     """Makes `penstock eval TASKS` mean `penstock eval run TASKS`."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """As click's; a name that is no command is a task set."""
+        """As click's; a name that is no command is a task set, or a command with a mistake if there is none."""
         if args and args[0] not in self.commands:
+            if not Path(args[0]).exists() and (meant := did_you_mean(args[0], self.commands)):
+                ctx.fail(f"there is no task set and no command {args[0]!r}{meant}")
             args = ["run", *args]
         return super().resolve_command(ctx, args)
 

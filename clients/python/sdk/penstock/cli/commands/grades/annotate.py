@@ -16,6 +16,7 @@ from penstock.cli.connections.options import AsJson, StateDir
 from penstock.cli.connections.service_selection import services
 from penstock.cli.terminal.console import OK, clean, counted, emit, out, run, usage_error
 from penstock.client import Annotation, NotFound, Penstock
+from penstock.values.similar_names import did_you_mean
 
 _KEYS: Final = ("name", "author", "call", "value", "token_values", "details", "chain_sha256")
 _MAX_FILE_BYTES: Final = 1 << 30
@@ -98,7 +99,8 @@ def read_lines(file: Path, name: str, author: str) -> Iterator[Line]:
 
 def _line(row: dict[str, Any], where: str, name: str, author: str) -> Line:
     if unknown := sorted(set(row) - set(_KEYS)):
-        usage_error(f"{where}: unknown {', '.join(unknown)}; there are {', '.join(_KEYS)}")
+        meant = did_you_mean(unknown[0], _KEYS) or ";"
+        usage_error(f"{where}: unknown {', '.join(unknown)}{meant} there are {', '.join(_KEYS)}")
     named = {"name": row.get("name", name), "author": row.get("author", author)}
     for key, text in named.items():
         if not isinstance(text, str) or not text:
