@@ -109,7 +109,7 @@ func (s *stream) setReconnect(timeout time.Duration) {
 	s.reconnect = timeout
 }
 
-// announce tells the gate which weights of a policy are the newest; empty = of the only trained one of each rollout.
+// announce informs the gate which weights of a policy are the newest; empty = of the only trained one of each rollout.
 func (s *stream) announce(policyID string, policyVersion int64) {
 	s.mu.Lock()
 	defer s.mu.Unlock()

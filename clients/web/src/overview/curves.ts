@@ -3,7 +3,7 @@ import { type Axis, lineOf, type LinePoint, MEASURES, pointsOf, runsOf, usualAxi
 import { usualWindow } from "../run/smoothing";
 import type { Row } from "./board";
 
-/** Lines of one picture that people can tell apart. */
+/** Lines of one picture that people can distinguish. */
 const MOST_LINES = 4;
 
 export interface Curve {

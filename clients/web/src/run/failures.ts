@@ -4,7 +4,7 @@ import type { Row } from "../overview/board";
 import { finished } from "../tasks/model";
 import { lineOf, type LinePoint, type Measure, type RunPoint } from "./model";
 
-/** Reasons that are told apart. */
+/** Reasons that are shown apart. */
 const MOST_REASONS = 3;
 const OTHERS = "other reasons";
 

@@ -29,7 +29,7 @@ export interface VersionSlice {
 
 export type Pair = readonly [Row, Row];
 
-/** By run, the one that began last first, and by version, the oldest first. Rollouts whose version nobody told are left out. */
+/** By run, the one that began last first, and by version, the oldest first. Rollouts of unknown versions are left out. */
 export function versionSlices(rows: readonly Row[]): VersionSlice[] {
   const found = new Map<string, Map<number, Row[]>>();
   for (const row of [...rows].sort((a, b) => b.created - a.created)) {
