@@ -60,7 +60,7 @@ def test_interface_list_has_every_port_with_its_authentication() -> None:
                     found.add(f"127.0.0.1:{port}")
     assert len(found) == 5
     assert found <= listed.keys()
-    assert all(row["how he is known"] for row in listed.values())
+    assert all(row["how a caller authenticates"] for row in listed.values())
 
 
 @pytest.mark.requirement("R19")

@@ -16,6 +16,7 @@ ALLOWED = {
     # An attack that this backend does not offer its agents; named in the test, and tried on another backend.
     "security/test_redteam.py": 1,
     # Where there is a GPU, as for `make gpu`: on a CPU, as in continuous integration, it runs.
+    "integration/vllm/conftest.py": 1,
     "integration/vllm/test_generation.py": 1,
     # Needs the environment of `make test-trl`, of several GB.
     "unit/codec/test_published_templates.py": 1,
