@@ -188,6 +188,11 @@ class ServiceSettings(BaseSettings):
                 raise ValueError(f"{name!r}: names a service (a-z, 0-9, -) and its address as host:port")
         return value
 
+    @field_validator("state_dir")
+    @classmethod
+    def _state_dir_is_absolute(cls, value: Path) -> Path:
+        return value.absolute()  # what is in it is named to programs that run elsewhere
+
     @model_validator(mode="before")
     @classmethod
     def _default_state_dir(cls, values: dict[str, Any]) -> dict[str, Any]:

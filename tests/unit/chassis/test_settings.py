@@ -56,6 +56,12 @@ def test_defaults_bind_loopback_only(tmp_path: Path) -> None:
     assert settings.state_dir == tmp_path / "penstock" / "valve"
 
 
+def test_a_relative_state_dir_is_below_the_working_directory(tmp_path: Path, environment: pytest.MonkeyPatch) -> None:
+    """Programs that run elsewhere are given paths in it."""
+    environment.chdir(tmp_path)
+    assert ValveSettings.load(["--state-dir", "here"]).state_dir == tmp_path / "here"
+
+
 def test_flags_win_over_the_environment_and_it_over_the_file(
     environment: pytest.MonkeyPatch, file: Callable[[str], None]
 ) -> None:
