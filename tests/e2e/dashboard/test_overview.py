@@ -107,7 +107,7 @@ async def test_the_services_show_queue_credits_engine_and_sandboxes(
         rollout = await stack.ps.rollouts.create(Task(task_id="waits", instruction="wait"), "shell", run_id=run_id)
         try:
             sandboxes = page.get_by_role("region", name="Sandboxes")
-            await expect(sandboxes.get_by_role("link", name=rollout.rollout_id)).to_be_visible(timeout=120_000)
+            await expect(sandboxes.get_by_title(rollout.rollout_id)).to_be_visible(timeout=120_000)
             await expect(gate).to_contain_text("No trainer is connected", timeout=120_000)
             async with stack.ps.intercept(run_id=run_id, credits=3, identity="a-trainer") as session:
                 row = gate.get_by_role("row").filter(has_text="a-trainer")

@@ -3,6 +3,7 @@
 import { timestampDate, timestampMs } from "@bufbuild/protobuf/wkt";
 import type { ComponentChildren } from "preact";
 import { type Failure, FailureCause, Phase, type Rollout } from "@gen/penstock/driver/v1/rollout_pb";
+import { shortId } from "../lib/format";
 import { href } from "../lib/router";
 import { DEFAULT_NAMESPACE } from "../overview/board";
 import { refOf } from "../run/model";
@@ -149,8 +150,8 @@ function Facts({ rollout, capture }: { rollout: Rollout; capture: Capture }) {
       <Fact name={isRunning ? "Running for" : "Took"}>{start === undefined ? "" : durationWords((end - start) / 1000)}</Fact>
       <Fact name="Started">{rollout.createTime ? timestampDate(rollout.createTime).toLocaleString([], { dateStyle: "medium", timeStyle: "short" }) : ""}</Fact>
       {homeOf(rollout).map(({ what, name }) => (
-        <Fact key={what} name={what}>
-          <code>{oneLine(name, 60)}</code>
+        <Fact key={what} name={what} title={name}>
+          <code>{shortId(oneLine(name, 60), 20)}</code>
         </Fact>
       ))}
     </dl>

@@ -41,7 +41,7 @@ export default function Runs({ query }: { query: URLSearchParams }) {
       <div class="title">
         <h1>Runs</h1>
         <span class="muted num" aria-live="polite">
-          {feed.complete.value && `${compact(runs.value.length)} runs`}
+          {feed.complete.value && (runs.value.length === 1 ? "1 run" : `${compact(runs.value.length)} runs`)}
         </span>
         <span class="grow" />
         <button type="button" class="button primary" disabled={known.length < 2} onClick={() => compare(known)}>

@@ -19,7 +19,7 @@ import {
 } from "@gen/penstock/sandbox/v1/sandbox_service_pb";
 
 import { now } from "../lib/clock";
-import { bytes, compact, duration, plain } from "../lib/format";
+import { bytes, compact, duration, plain, shortId } from "../lib/format";
 import { href } from "../lib/router";
 import { seesAll } from "../lib/scope";
 import { useStream } from "../lib/stream";
@@ -323,7 +323,9 @@ function SandboxTable({ usages, count }: { usages: readonly WatchSandboxesRespon
             const used = stats?.memoryBytes;
             return (
               <tr key={sandbox.sandboxId}>
-                <td class="mono">{sandbox.sandboxId}</td>
+                <td class="mono" title={sandbox.sandboxId}>
+                  {shortId(sandbox.sandboxId)}
+                </td>
                 <td>
                   <span class={`chip ${sandbox.state === SandboxState.READY ? "good" : sandbox.state === SandboxState.LOST ? "bad" : ""}`}>
                     {(SandboxState[sandbox.state] ?? "unknown").toLowerCase()}
@@ -332,8 +334,8 @@ function SandboxTable({ usages, count }: { usages: readonly WatchSandboxesRespon
                 <td>{sandbox.spec?.backend}</td>
                 <td>
                   {rollout ? (
-                    <a class="mono" href={href("/rollouts", rollout)}>
-                      {rollout}
+                    <a class="mono" href={href("/rollouts", rollout)} title={rollout}>
+                      {shortId(rollout)}
                     </a>
                   ) : (
                     <span class="muted">–</span>
