@@ -335,6 +335,7 @@ class ServiceSettings(BaseSettings):
             text = f"{info.description or name} [{cls.env_name(name)}{_default(info)}]".replace("%", "%%")
             if info.annotation is bool:
                 parser.add_argument(flag, dest=name, action=argparse.BooleanOptionalAction, help=text)
+                flags.append("--no-" + flag.removeprefix("--"))
             else:
                 parser.add_argument(flag, dest=name, metavar="VALUE", help=text)
         if secrets:

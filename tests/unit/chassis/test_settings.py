@@ -111,6 +111,9 @@ def test_an_unknown_flag_is_refused_with_the_nearest_name(capsys: pytest.Capture
     with pytest.raises(SystemExit, match="2"):
         ValveSettings.load(["--prot", "1"])
     assert "unrecognized arguments: --prot 1; did you mean --port?" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        ValveSettings.load(["--no-anonymus"])
+    assert "did you mean --no-anonymous?" in capsys.readouterr().err
 
 
 def test_a_key_outside_a_table_is_refused(file: Callable[[str], None]) -> None:

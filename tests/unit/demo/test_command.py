@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from dataclasses import replace
@@ -10,7 +11,9 @@ from pathlib import Path
 import pytest
 from tests.unit.cli.test_examples import accepted
 
-from penstock_demo import command
+from penstock.client import ConfigurationError
+from penstock.local.processes import hold
+from penstock_demo import command, train
 from penstock_demo.display import Metrics
 
 HISTORY = Metrics(
@@ -47,16 +50,34 @@ def test_what_the_demo_says_to_do_next_shows_its_own_rollouts(
     """The services go on in the run's own state directory, and the agent of the demo has a command of its own."""
     monkeypatch.chdir(tmp_path)
     runs = tmp_path / "runs" / "with a blank"
+    (runs / "seed-3").mkdir(parents=True)
+    train.point_latest(runs / "seed-3")
     command.say_what_next(replace(command.DEMOS[agent], runs=runs), [HISTORY], agent)
     printed = capsys.readouterr().out
     lines = [shlex.split(line) for line in printed.splitlines() if line.strip().startswith(sys.exec_prefix)]
     lines = [["penstock", *words[1:]] for words in lines]
     for words in lines:
         accepted(list(words), tmp_path)
-    latest = "runs/with a blank/latest"
+    run = "runs/with a blank/seed-3"
     (up,) = (words for words in lines if words[1] == "up")
-    assert up[2:6] == ["--model-dir", f"{latest}/model", "--state-dir", f"{latest}/services"]
+    assert up[2:6] == ["--model-dir", f"{run}/model", "--state-dir", f"{run}/services"]
     for setting in up[6:]:
         assert setting == "--set" or Path(setting.removeprefix("sandbox.state_dir=")).is_absolute()
     (own,) = (words for words in lines if words[1] == "rollout" and words[words.index("--agent") + 1].startswith(agent))
-    assert f"{latest}/model" in own or f"{latest}/services" in own
+    assert f"{run}/model" in own or f"{run}/services" in own
+
+
+@pytest.mark.requirement("R144")
+def test_a_run_is_not_replaced_under_services_that_serve_it(tmp_path: Path) -> None:
+    """`penstock up` of an earlier run, which the demo itself prints, keeps its journals."""
+    run = train.new_run(3, tmp_path)
+    services = run / "services"
+    services.mkdir(mode=0o700)
+    lock = hold(services, "")
+    try:
+        with pytest.raises(ConfigurationError, match="another --seed") as refused:
+            train.new_run(3, tmp_path)
+        assert refused.value.reason == "STATE_DIR_IN_USE" and services.is_dir()
+    finally:
+        os.close(lock)
+    assert train.new_run(3, tmp_path) == run and not services.exists()

@@ -67,6 +67,7 @@ def test_a_similar_name_is_suggested(line: str, meant: str) -> None:
     ("line", "said"),
     [
         ("watch --by nothing", "error: Invalid value for '--by': 'nothing' is not one of 'step', 'version', 'group'."),
+        ("up --no-dashbord", "error: No such option: --no-dashbord; did you mean --no-dashboard?\n"),
         ("watch --xyz", "error: No such option: --xyz\n"),
         ("xyz", "error: No such command 'xyz'.\n"),
         ("eval set", "error: Missing option '--agent'."),

@@ -131,7 +131,10 @@ def main() -> None:
     demo = DEMOS[given.agent]
     given.steps = given.steps or demo.max_steps
     model.use_compilation_cache(RUNS / "cache" / "xla")
-    run = new_run(given.seed, demo.runs)
+    try:
+        run = new_run(given.seed, demo.runs)
+    except PenstockError as error:
+        sys.exit(str(error))
     with Display(f"Penstock: GRPO on rollouts of {given.agent}, seed {given.seed}", demo.goal_steps) as display:
         try:
             history = demo.learn(given, run, display)
@@ -165,7 +168,9 @@ def say_what_next(demo: Demo, history: Sequence[Metrics], agent: str) -> None:
     last, penstock = history[-1], _typed(Path(sys.executable).with_name("penstock"))
     latest = Path(os.path.relpath(demo.runs / "latest"))
     task, window = _typed(demo.task), min(demo.goal_steps, len(history))
-    model, services = _typed(latest / "model"), _typed(latest / "services")
+    # Of the run itself: what is started with them goes on when `latest` is another.
+    run = latest.parent / latest.readlink() if latest.is_symlink() else latest
+    model, services = _typed(run / "model"), _typed(run / "services")
     own = demo.own.format(penstock=penstock, task=task, model=model, services=services)
     # Otherwise its services would install the agent again. Absolute: the service's helpers have other directories.
     installed = "" if demo.installed is None else f" --set {shlex.quote(f'sandbox.state_dir={demo.installed}')}"

@@ -16,10 +16,11 @@ import argparse
 import asyncio
 import hashlib
 import json
+import os
 import shutil
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from penstock.client import (
     RolloutResult,
     connect,
 )
+from penstock.local.processes import hold
 from penstock.local.stack import LocalStack
 from penstock_codec import Codec
 from penstock_demo import model
@@ -210,9 +212,17 @@ def append(path: Path, line: Mapping[str, object]) -> None:
 
 
 def new_run(seed: int, runs: Path = RUNS) -> Path:
-    """An empty directory seed-N among the runs. An earlier run of the seed is replaced."""
+    """An empty directory seed-N among the runs. An earlier run of the seed is replaced.
+
+    Raises:
+        ConfigurationError: STATE_DIR_IN_USE: services run on the earlier one, as `penstock up` of it does.
+    """
     run = runs / f"seed-{seed}"
-    shutil.rmtree(run, ignore_errors=True)
+    with ExitStack() as held:
+        if (services := run / "services").is_dir():
+            advice = "They serve the earlier run of this seed: stop them first, or choose another --seed."
+            held.callback(os.close, hold(services, advice))
+        shutil.rmtree(run, ignore_errors=True)
     run.mkdir(parents=True)
     return run
 

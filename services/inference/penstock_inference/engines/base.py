@@ -38,6 +38,7 @@ from penstock_inference.domain.generation import (
     TopLogprobs,
     VersionSpan,
 )
+from penstock_inference.domain.response_format import FormatKind, ResponseFormat
 from penstock_inference.domain.weights import PauseMode, Tensors, UpdateFormat, UpdatePhases
 
 __all__ = [
@@ -52,6 +53,7 @@ __all__ = [
     "EngineOptions",
     "EngineStats",
     "FinishReason",
+    "FormatKind",
     "GenerateEvent",
     "GenerateRequest",
     "Logprobs",
@@ -59,6 +61,7 @@ __all__ = [
     "Media",
     "PauseMode",
     "ReplicaStats",
+    "ResponseFormat",
     "Sampling",
     "Scores",
     "Started",

@@ -20,8 +20,10 @@ def explain(error: Any) -> str:
     command = getattr(getattr(error, "ctx", None), "command", None)
     name = getattr(error, "option_name", None)
     if isinstance(name, str) and hasattr(error, "possibilities"):
-        given = {option for parameter in getattr(command, "params", ()) for option in parameter.opts}
-        return f"No such option: {name}{did_you_mean_option(name, given | {'--help'})}"
+        known = {"--help"}
+        for parameter in getattr(command, "params", ()):
+            known.update(parameter.opts, parameter.secondary_opts)
+        return f"No such option: {name}{did_you_mean_option(name, known)}"
     message = str(error.format_message())
     if found := _NO_COMMAND.match(message):
         known = getattr(command, "commands", {})
