@@ -178,6 +178,14 @@ func (c *cluster) isGiven(ctx context.Context, kind string, only *opsv1.Member) 
 	return name == only.GetName()
 }
 
+// listerOfEngines is the address that a list of engines comes from: a gate's, or that of a driver, which names the gates.
+func (c *cluster) listerOfEngines() string {
+	if gate := c.endpoints.addresses.Interception; gate != "" {
+		return gate
+	}
+	return c.endpoints.addresses.Driver
+}
+
 // enginesOfGates are the engines of the gates' default pool, at least one: the inference service of the connection, where no gate
 // has a list.
 //
@@ -185,8 +193,7 @@ func (c *cluster) isGiven(ctx context.Context, kind string, only *opsv1.Member) 
 // away.
 func (c *cluster) enginesOfGates(ctx context.Context) ([]member, error) {
 	var gates []member
-	gate := c.endpoints.addresses.Interception
-	if c.endpoints.discover && gate != "" && mayReceiveToken(gate, gate, c.endpoints.tls) {
+	if lister := c.listerOfEngines(); c.endpoints.discover && lister != "" && mayReceiveToken(lister, lister, c.endpoints.tls) {
 		found, err := c.membersOrGiven(ctx, "interception", fresh)
 		if err != nil {
 			return nil, err
@@ -194,6 +201,9 @@ func (c *cluster) enginesOfGates(ctx context.Context) ([]member, error) {
 		gates = found
 	}
 	for _, gate := range gates {
+		if gate.service.address == "" { // no gate was given, and the driver that names them is away
+			continue
+		}
 		stub := opsv1.NewOperationsServiceClient(gate.service.conn)
 		answer, err := call(ctx, gate.service, stub.GetServerInfo, &opsv1.GetServerInfoRequest{}, askTimeout, false)
 		if err == nil {
@@ -469,7 +479,7 @@ func (c *cluster) service(kind string, item *opsv1.Member) (*service, error) {
 	}
 	lister := c.endpoints.addresses.Driver
 	if kind == "inference" {
-		lister = c.endpoints.addresses.Interception
+		lister = c.listerOfEngines()
 	}
 	if !mayReceiveToken(lister, key.address, c.endpoints.tls) {
 		return nil, configuration("MEMBER_NOT_TRUSTED",

@@ -52,9 +52,12 @@ type engines struct {
 	cluster *cluster
 
 	mu sync.Mutex
-	// The version of the last partial push, and the one that it was made for; pushed is false before the first.
+	// The version of the last partial push, and the one that it was made for; isMade is false before the first.
 	version, made int64
-	pushed        bool
+	isMade        bool
+	// The version that all engines had after this client's last push; hasPushed is false before the first.
+	pushed    int64
+	hasPushed bool
 }
 
 // found are the engines that may answer, and the names of those that are lost; all may answer if all are lost.
@@ -147,23 +150,31 @@ func atAll[A any](
 	return nil, nil, &Error{Kind: ErrEnginesFailed, Reason: "ENGINES_FAILED", Message: all.Error(), cause: all}
 }
 
-// pushPartial is atAll for a push of some tensors: it is made for the newest older version that any engine has. An engine with
-// another version fails (BASE_VERSION_DIFFERS): its other tensors are not those that the push was made for.
+// pushPartial is atAll for a push of some tensors: it is made for the newest older version that any engine has, or this client
+// pushed last. An engine with another version fails (BASE_VERSION_DIFFERS): its other tensors are not those that the push was made
+// for.
 func pushPartial[A any](
 	ctx context.Context, e *engines, version int64, push func(context.Context, engine) (A, error),
 ) (answers []A, away []string, err error) {
-	live, _, err := e.found(ctx)
+	live, away, err := e.found(ctx)
 	if err != nil {
 		return nil, nil, err
 	}
-	if len(live) == 1 {
+	if len(live) == 1 && len(away) == 0 {
 		return atAll(ctx, e, push)
 	}
 	have := inForce(ctx, live)
 	made := e.madeFor(version, slices.Collect(maps.Values(have)))
 	return atAll(ctx, e, func(ctx context.Context, at engine) (A, error) {
-		if has, is := have[at.name]; is && has != made && has != version {
-			var none A
+		var none A
+		has, is := have[at.name]
+		if !is {
+			var err error
+			if has, err = versionOf(ctx, at); err != nil {
+				return none, err
+			}
+		}
+		if has != made && has != version {
 			return none, &Error{Kind: ErrFailedPrecondition, Reason: "BASE_VERSION_DIFFERS", Message: fmt.Sprintf(
 				"It has policy version %d, and the push is for engines with version %d: push all tensors", has, made,
 			)}
@@ -176,18 +187,38 @@ func pushPartial[A any](
 func (e *engines) madeFor(version int64, have []int64) int64 {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	if !e.pushed || e.version != version {
-		e.pushed, e.version, e.made = true, version, -1
-		// Where an engine has the version already, nobody knows for which one it was made.
-		if !slices.Contains(have, version) {
-			for _, has := range have {
-				if has < version {
-					e.made = max(e.made, has)
-				}
+	if e.isMade && e.version == version {
+		return e.made
+	}
+	made := int64(-1)
+	// Where an engine has the version already, nobody knows for which one it was made.
+	if !slices.Contains(have, version) {
+		for _, has := range have {
+			if has < version {
+				made = max(made, has)
 			}
 		}
+		if e.hasPushed && e.pushed < version {
+			made = max(made, e.pushed)
+		}
 	}
-	return e.made
+	if len(have) > 0 { // else no engine answers, and a repeat asks again
+		e.isMade, e.version, e.made = true, version, made
+	}
+	return made
+}
+
+// allHave notes that all engines have a version.
+func (e *engines) allHave(version int64) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	e.hasPushed, e.pushed = true, version
+}
+
+// versionOf is the policy version of an engine's base weights.
+func versionOf(ctx context.Context, at engine) (int64, error) {
+	info, err := call(ctx, at.service.briefly(), at.stub.GetInfo, &inferencev1.GetInfoRequest{}, callTimeout, true)
+	return info.GetPolicyVersion(), err
 }
 
 // inForce is the policy version of each engine's base weights, by its name. One that does not answer is not in it.
@@ -199,14 +230,13 @@ func inForce(ctx context.Context, live []engine) map[string]int64 {
 		asking.Add(1)
 		go func() {
 			defer asking.Done()
-			request := &inferencev1.GetInfoRequest{}
-			info, err := call(ctx, one.service.briefly(), one.stub.GetInfo, request, callTimeout, true)
+			version, err := versionOf(ctx, one)
 			if err != nil {
 				return
 			}
 			mu.Lock()
 			defer mu.Unlock()
-			versions[one.name] = info.GetPolicyVersion()
+			versions[one.name] = version
 		}()
 	}
 	asking.Wait()

@@ -136,6 +136,7 @@ func (i *Inference) update(
 	if err != nil {
 		return WeightUpdate{}, err
 	}
+	i.engines.allHave(begin.GetPolicyVersion())
 	return WeightUpdate{slowest(answers), away}, nil
 }
 

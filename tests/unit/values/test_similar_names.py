@@ -40,6 +40,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("agents shw", "show"),
         ("watch --grop g", "--group"),
         ("verify --jsn turns.jsonl", "--json"),
+        ("up --no-dashbord", "--no-dashboard"),
         ("rollot", "rollout"),
         ("rollout --agent shell --task set/mend-parser.yaml --mode transparent", "transparent_proxy"),
         ("watch --by stp", "step"),
@@ -67,7 +68,6 @@ def test_a_similar_name_is_suggested(line: str, meant: str) -> None:
     ("line", "said"),
     [
         ("watch --by nothing", "error: Invalid value for '--by': 'nothing' is not one of 'step', 'version', 'group'."),
-        ("up --no-dashbord", "error: No such option: --no-dashbord; did you mean --no-dashboard?\n"),
         ("watch --xyz", "error: No such option: --xyz\n"),
         ("xyz", "error: No such command 'xyz'.\n"),
         ("eval set", "error: Missing option '--agent'."),

@@ -29,6 +29,8 @@ export class Engines {
   readonly #cluster: Cluster;
   /** The version of the last partial push, and the one that it was made for. */
   #base: { readonly version: number; readonly made: number } | undefined;
+  /** The version that all engines had after this client's last push; -1 = unknown. */
+  #pushed = -1;
 
   constructor(cluster: Cluster) {
     this.#cluster = cluster;
@@ -69,31 +71,41 @@ export class Engines {
   }
 
   /**
-   * As `atAll`, for a push of some tensors: it is made for the newest older version that any engine has. An engine with another
-   * version fails (BASE_VERSION_DIFFERS): its other tensors are not those that the push was made for.
+   * As `atAll`, for a push of some tensors: it is made for the newest older version that any engine has, or this client pushed
+   * last. An engine with another version fails (BASE_VERSION_DIFFERS): its other tensors are not those that it was made for.
    */
   async pushPartial<T>(version: number, push: (engine: Engine) => Promise<T>, signal?: AbortSignal): Promise<Done<T>> {
-    const { engines } = await this.#found(signal);
-    if (engines.length === 1) {
+    const { engines, away } = await this.#found(signal);
+    if (engines.length === 1 && away.length === 0) {
       return this.atAll(push, signal);
     }
     const have = await inForce(engines, signal);
-    if (this.#base?.version !== version) {
-      // Where an engine has the version already, nobody knows for which one it was made.
-      const known = [...have.values()].filter((has) => has !== undefined);
-      const made = known.includes(version) ? -1 : Math.max(-1, ...known.filter((has) => has < version));
-      this.#base = { version, made };
-    }
-    const { made } = this.#base;
+    const made = this.#base?.version === version ? this.#base.made : this.#madeFor(version, [...have.values()].filter((has) => has !== undefined));
     const checked = async (engine: Engine) => {
-      const has = have.get(engine.name);
-      if (has !== undefined && has !== made && has !== version) {
+      const has = have.get(engine.name) ?? (await versionOf(engine, signal));
+      if (has !== made && has !== version) {
         const message = `It has policy version ${has}, and the push is for engines with version ${made}: push all tensors`;
         throw new FailedPrecondition(message, { reason: "BASE_VERSION_DIFFERS" });
       }
       return push(engine);
     };
     return this.atAll(checked, signal);
+  }
+
+  /** Notes that all engines have a version. */
+  pushed(version: number): void {
+    this.#pushed = version;
+  }
+
+  /** The version that a partial push is made for; -1 = unknown. A repeat is made for the same one. */
+  #madeFor(version: number, have: readonly number[]): number {
+    // Where an engine has the version already, nobody knows for which one it was made.
+    const older = have.includes(version) ? [] : [...have, this.#pushed].filter((has) => has < version);
+    const made = Math.max(-1, ...older);
+    if (have.length > 0) {
+      this.#base = { version, made }; // else no engine answers, and a repeat asks again
+    }
+    return made;
   }
 
   /** The engine of a connection that has one. Rejects with ConfigurationError ENGINE_LIST: there are several. */
@@ -121,10 +133,10 @@ export class Engines {
 
 /** The policy version of each engine's base weights, by its name; undefined = it does not answer. */
 async function inForce(engines: readonly Engine[], signal?: AbortSignal): Promise<Map<string, number | undefined>> {
-  const found = engines.map(async ({ name, service, client }): Promise<[string, number | undefined]> => {
+  const found = engines.map(async (engine): Promise<[string, number | undefined]> => {
+    const { name } = engine;
     try {
-      const info = await service.call((call) => client.getInfo({}, call), { signal, repeatable: "briefly" });
-      return [name, Number(info.policyVersion)];
+      return [name, await versionOf(engine, signal)];
     } catch (error) {
       if (!(error instanceof PenstockError)) {
         throw error;
@@ -133,4 +145,9 @@ async function inForce(engines: readonly Engine[], signal?: AbortSignal): Promis
     }
   });
   return new Map(await Promise.all(found));
+}
+
+async function versionOf({ service, client }: Engine, signal?: AbortSignal): Promise<number> {
+  const info = await service.call((call) => client.getInfo({}, call), { signal, repeatable: "briefly" });
+  return Number(info.policyVersion);
 }

@@ -216,11 +216,10 @@ export class Weights {
       updateFrom(await pushed(service, (call) => client.updateWeights(frames(), call), signal));
     const push = (engine: Engine) => (engine.name ? afterOthers(engine.service, () => once(engine), signal) : once(engine));
     const isPartial = begin.format === WeightFormat.SAFETENSORS_PARTIAL;
-    return together(
-      isPartial
-        ? await this.#engines.pushPartial(Number(begin.policyVersion), push, signal)
-        : await this.#engines.atAll(push, signal),
-    );
+    const version = Number(begin.policyVersion);
+    const done = isPartial ? await this.#engines.pushPartial(version, push, signal) : await this.#engines.atAll(push, signal);
+    this.#engines.pushed(version);
+    return together(done);
   }
 
   async #load(begin: AdapterBeginning, file: TensorFile | undefined, signal?: AbortSignal): Promise<Adapter> {

@@ -8,6 +8,7 @@ import { AXIS_NAMES, rowsPlace } from "../run/places";
 import { SmoothField } from "../run/smoothing";
 import "../run/run.css";
 import type { Curves } from "./curves";
+import { text } from "./filterfield";
 
 const HEIGHT = 190;
 
@@ -22,7 +23,7 @@ export function Curve({ curves: { axis, window, usual, lines } }: { curves: Curv
         band={MEASURES[0]?.band ?? ""}
         range={[0, 1]}
         height={HEIGHT}
-        onOpen={(line, point) => go(rowsPlace(lines[line]?.ref ?? "", axis, point))}
+        onOpen={(line, point) => go(rowsPlace(lines[line]?.ref ?? "", axis, point, text.value))}
       >
         <div class="controls">
           {lines.some(({ ref }) => ref) && (

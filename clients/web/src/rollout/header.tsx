@@ -45,7 +45,7 @@ export function Header({ rollout, capture, siblings }: Props) {
         <CopyId id={rollout.rolloutId} />
         {rollout.attempts > 1 && <span class="chip warn">attempt {rollout.attempts}</span>}
         <span class="grow" />
-        {rollout.spec?.task?.taskId && capture.calls.some((call) => versionsOf(call).length > 0) && <OtherVersions rollout={rollout} />}
+        {rollout.spec?.task?.taskId && capture.calls.some((call) => !call.policyId && versionsOf(call).length > 0) && <OtherVersions rollout={rollout} />}
         {groupId !== undefined && <Siblings rollout={rollout} groupId={groupId} siblings={siblings} />}
         {isRunning && (
           <button type="button" class="button danger" onClick={() => askToCancel("rollout", rollout.rolloutId)}>

@@ -8,12 +8,13 @@ export const AXIS_NAMES: Readonly<Record<Axis, string>> = { step: "step", versio
  * Where the rollouts of a point are shown: of its step or group alone where a filter can name them, else of its run.
  *
  * @param ref of the run; empty = they have none.
+ * @param shown the filter that the point's rows were chosen by; they are shown by it too.
  */
-export function rowsPlace(ref: string, axis: Axis, { rows }: LinePoint): string {
+export function rowsPlace(ref: string, axis: Axis, { rows }: LinePoint, shown = ""): string {
   const group = rows[0]?.group ?? "";
   if (axis === "group" && group && rows.every((row) => row.group === group)) return href("/groups", group).slice(1);
   const step = rows[0]?.labels["step"];
   const more = axis === "step" && rows.every((row) => row.labels["step"] === step) ? [`label:step=${step}`] : [];
-  const filter = ref ? filterOf(ref, ...more) : more.join(" ");
+  const filter = [shown, ref ? filterOf(ref, ...more) : more.join(" ")].filter((part) => part).join(" ");
   return filter ? `/?${new URLSearchParams({ q: filter }).toString()}` : "/";
 }

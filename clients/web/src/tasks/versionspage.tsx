@@ -41,7 +41,7 @@ function Known({ task, query }: { task: string; query: URLSearchParams }) {
   const slices = useMemo(() => versionSlices(own), [own]);
   const isKnown = feed.complete.value;
   const pair = isKnown ? pairOf(slices, asked[0] ?? null, asked[1] ?? null) : undefined;
-  const unknown = isKnown ? asked.filter((id) => id !== null && !own.some((row) => row.id === id)) : [];
+  const unknown = isKnown ? asked.filter((id) => id !== null && !slices.some((slice) => slice.rows.some((row) => row.id === id))) : [];
   useEffect(() => {
     // Into the address, so that it is shared as it is seen, and new rollouts do not take it from under the reader's eyes.
     if (pair && !unknown.length && asked.includes(null)) choose(pair);

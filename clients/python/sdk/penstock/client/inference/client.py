@@ -317,9 +317,10 @@ class InferenceClient:
                 return await weights.update(engine.service, engine.stub, begin, file, timeout)
             return await weights.after_others(lambda: weights.update(engine.service, engine.stub, begin, file, timeout))
 
-        if partial:
-            return weights.together(await self._engines.push_partial(begin.policy_version, push))
-        return weights.together(await self._engines.at_all(push))
+        version = begin.policy_version
+        done = await (self._engines.push_partial(version, push) if partial else self._engines.at_all(push))
+        self._engines.pushed(version)
+        return weights.together(done)
 
     async def init_transfer(
         self, backend: str, options: Mapping[str, Any] | None = None, *, timeout: float | None = 600.0

@@ -1,7 +1,7 @@
 """All engines of a connection's inference source: what changes an engine is done at each of them."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -49,6 +49,8 @@ class Engines:
         self._cluster = cluster
         self._base: tuple[int, int] | None = None
         """The version of the last partial push, and the one that it was made for."""
+        self._pushed = -1
+        """The version that all engines had after this client's last push; -1 = unknown."""
 
     async def at_all(self, work: Callable[[Engine], Awaitable[T]]) -> Done:
         """Does something at all engines at once. Those that a gate cannot reach are left out, while others answer.
@@ -77,24 +79,20 @@ class Engines:
         raise EnginesFailed(failures, await self._in_force(engines), reason="ENGINES_FAILED")
 
     async def push_partial(self, version: int, push: Callable[[Engine], Awaitable[T]]) -> Done:
-        """As `at_all`, for a push of some tensors: it is made for the newest older version that any engine has.
+        """As `at_all`, for a push of some tensors.
 
-        An engine with another version fails (BASE_VERSION_DIFFERS), because its other tensors are not those that the
-        push was made for.
+        It is made for the newest older version that any engine has, or this client pushed last. An engine with another
+        version fails (BASE_VERSION_DIFFERS), because its other tensors are not those that the push was made for.
         """
-        engines, _ = await self._found()
-        if len(engines) == 1:
+        engines, away = await self._found()
+        if len(engines) == 1 and not away:
             return await self.at_all(push)
         have = {name: has for name, has in (await self._in_force(engines)).items() if has is not None}
-        if self._base is None or self._base[0] != version:
-            # Where an engine has the version already, nobody knows for which one it was made.
-            older = [has for has in have.values() if has < version]
-            self._base = (version, max(older, default=-1) if version not in have.values() else -1)
-        base = self._base[1]
+        base = self._base[1] if self._base and self._base[0] == version else self._made_for(version, have.values())
 
         async def checked(engine: Engine) -> T:
-            has = have.get(engine.name)
-            if has is not None and has not in (base, version):
+            has = have[engine.name] if engine.name in have else await engine.version()
+            if has not in (base, version):
                 raise FailedPrecondition(
                     f"It has policy version {has}, and the push is for engines with version {base}: push all tensors",
                     reason="BASE_VERSION_DIFFERS",
@@ -102,6 +100,19 @@ class Engines:
             return await push(engine)
 
         return await self.at_all(checked)
+
+    def pushed(self, version: int) -> None:
+        """Notes that all engines have a version."""
+        self._pushed = version
+
+    def _made_for(self, version: int, have: Collection[int]) -> int:
+        """The version that a partial push is made for; -1 = unknown. A repeat is made for the same one."""
+        # Where an engine has the version already, nobody knows for which one it was made.
+        older = [] if version in have else [has for has in (*have, self._pushed) if has < version]
+        base = max(older, default=-1)
+        if have:  # else no engine answers, and a repeat asks again
+            self._base = (version, base)
+        return base
 
     async def only(self) -> Engine:
         """The engine of a connection that has one.
