@@ -508,7 +508,7 @@ class Interceptor:
     async def _replay(self, call: Call, recorded: RecordedCall, plan: Plan, sampling: Sampling) -> bool:
         """Answers a call with a recorded answer; has it sampled if that may not answer it, being too old, say.
 
-        Returns whether the recorded answer is used up; if not, the agent may ask for it again.
+        Returns whether the recorded answer is used up, or given back already; if not, the agent may ask for it again.
         """
         try:
             found = await self.replays.answer(call, recorded, plan)
@@ -529,10 +529,13 @@ class Interceptor:
         if outcome is not None:
             _log.warning("a recorded answer was refused", call_id=call.id, reason=outcome.reason.name)
             self.replays.refused(call, recorded)
+        else:
+            # Before it is offered: the agent's next call may come before this task's callback runs.
+            self.replays.give_back(call, recorded)
         self.gate.answer_for(call, "" if call.of_model is None else call.of_model.policy_id)
         call.work = None
         self._sample(call, plan, sampling)
-        return outcome is not None
+        return True
 
     def _refuse(self, call: Call, error: Exception) -> None:
         if isinstance(error, CodecError | PenstockError):
