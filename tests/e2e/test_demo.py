@@ -64,7 +64,8 @@ async def _shown_again(run: Path) -> None:
         chromium() as browser,
         looking(browser, address, stack.trainer_token, "/") as page,
     ):
-        await expect(page.get_by_text(f"{STEPS * PROMPTS} groups")).to_be_visible()
+        groups = page.get_by_role("region", name="Newest groups").get_by_role("link")
+        await expect(groups).to_have_count(STEPS * PROMPTS)
         await expect(page.get_by_text(f"{STEPS * PROMPTS * GROUP} rollouts", exact=True)).to_be_visible()
         await page.locator("a[href^='#/rollouts/']").first.click()
         await expect(page.locator("article.turn").first).to_be_visible()

@@ -39,6 +39,7 @@ async def pages(stack: Running) -> dict[str, tuple[str, str]]:
         "/runs/:id": (f"/runs/{run_id}", "svg circle"),
         "/tasks": ("/tasks", "table tbody tr"),
         "/tasks/:id": ("/tasks/repair-stats", "table tbody tr"),
+        "/tasks/:id/versions": ("/tasks/repair-stats/versions", "table tbody tr"),
         "/agents": ("/agents", "table tbody tr"),
         "/agents/:id": ("/agents/shell", "table tbody tr"),
         "/new": ("/new", "form textarea"),

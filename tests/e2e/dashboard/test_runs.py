@@ -161,7 +161,7 @@ async def test_tasks_show_what_is_never_solved_and_a_view_is_kept(browser: Brows
         await page.get_by_label("Name").fill("hopeless")
         await page.get_by_role("button", name="Save this view").click()
         await expect(page.get_by_role("button", name="View: hopeless")).to_be_visible()
-        await rows.get_by_role("link", name="never-solved").click()
+        await rows.get_by_role("link", name="never-solved", exact=True).click()
         await expect(page.get_by_role("heading", level=1)).to_have_text("Task never-solved")
         agents = page.get_by_role("table", name="Agents")
         await expect(agents.get_by_role("row").filter(has_text="codex")).to_contain_text("0 %")

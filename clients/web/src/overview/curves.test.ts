@@ -71,5 +71,6 @@ describe("the curve of the first page", () => {
     expect(rowsPlace("", "step", point([one]))).toBe("/?q=label%3Astep%3D3");
     expect(rowsPlace("", "group", point([one, other]))).toBe("/");
     expect(rowsPlace("a", "step", point([one]), "agent:codex")).toBe("/?q=agent%3Acodex+run%3Aa+label%3Astep%3D3");
+    expect(rowsPlace("a", "step", point([one]), "run:a")).toBe("/?q=run%3Aa+label%3Astep%3D3");
   });
 });

@@ -15,6 +15,7 @@ export function rowsPlace(ref: string, axis: Axis, { rows }: LinePoint, shown = 
   if (axis === "group" && group && rows.every((row) => row.group === group)) return href("/groups", group).slice(1);
   const step = rows[0]?.labels["step"];
   const more = axis === "step" && rows.every((row) => row.labels["step"] === step) ? [`label:step=${step}`] : [];
-  const filter = [shown, ref ? filterOf(ref, ...more) : more.join(" ")].filter((part) => part).join(" ");
+  const words = (text: string): string[] => text.split(" ").filter((word) => word);
+  const filter = [...new Set([...words(shown), ...words(ref ? filterOf(ref, ...more) : more.join(" "))])].join(" ");
   return filter ? `/?${new URLSearchParams({ q: filter }).toString()}` : "/";
 }
