@@ -536,7 +536,7 @@ async def test_what_a_trainer_gave_beyond_the_limit_is_replayed_to_the_same_requ
         await asked.ended
         new = await again(gate, first)
         short = await gate.ask(new, "list the files", sampling=Sampling(max_tokens=3))
-        while short.state is not CallState.LEASED:
+        while short.state is not CallState.LEASED:  # noqa: ASYNC110 - no event says so within that turn
             await asyncio.sleep(0)  # the next call comes in the same turn of the loop
         gate.interceptor.leave(session)
         call = await gate.ask(new, "list the files", sampling=Sampling(max_tokens=4))
