@@ -20,10 +20,10 @@ def explain(error: Any) -> str:
     command = getattr(getattr(error, "ctx", None), "command", None)
     name = getattr(error, "option_name", None)
     if isinstance(name, str) and hasattr(error, "possibilities"):
-        known = {"--help"}
+        options = {"--help"}
         for parameter in getattr(command, "params", ()):
-            known.update(parameter.opts, parameter.secondary_opts)
-        return f"No such option: {name}{did_you_mean_option(name, known)}"
+            options.update(parameter.opts, parameter.secondary_opts)
+        return f"No such option: {name}{did_you_mean_option(name, options)}"
     message = str(error.format_message())
     if found := _NO_COMMAND.match(message):
         known = getattr(command, "commands", {})
