@@ -304,11 +304,11 @@ func (s *subject) ofGroup(ctx context.Context, group *penstock.Group, c *command
 	switch c.Do {
 	case "results":
 		results, err := group.Results(ctx)
-		told := []object{}
+		shown := []object{}
 		for _, result := range results {
-			told = append(told, observedResult(result))
+			shown = append(shown, observedResult(result))
 		}
-		return object{"results": told}, err
+		return object{"results": shown}, err
 	case "serve":
 		s.serve(c.Session, group.Calls(s.whole, penstock.WithCredits(c.Credits)))
 		return nil, nil
@@ -361,14 +361,14 @@ func (s *subject) ofRollout(ctx context.Context, rollout *penstock.Rollout, c *c
 			verifier = (&spec{Verify: c.Verify}).message().GetTask().GetVerifier()
 		}
 		grade, err := rollout.Regrade(ctx, verifier, c.Name)
-		told := object{"name": grade.GetName(), "reward": nil, "failure": nil}
+		shown := object{"name": grade.GetName(), "reward": nil, "failure": nil}
 		if grade.GetReward() != nil {
-			told["reward"] = grade.GetReward().GetValue()
+			shown["reward"] = grade.GetReward().GetValue()
 		}
 		if grade.GetFailure() != nil {
-			told["failure"] = grade.GetFailure().GetReason()
+			shown["failure"] = grade.GetFailure().GetReason()
 		}
-		return told, err
+		return shown, err
 	case "serve":
 		s.serve(c.Session, rollout.Calls(s.whole, penstock.WithCredits(c.Credits)))
 		return nil, nil

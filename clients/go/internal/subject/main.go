@@ -1,5 +1,5 @@
 // Command subject is the Go client's part in the suite for clients of every language, whose README
-// (tests/conformance/clients) says what it is told and what it answers.
+// (tests/conformance/clients) defines its commands and answers.
 package main
 
 import (
@@ -237,21 +237,21 @@ func observedError(err error) object {
 	if metadata == nil {
 		metadata = map[string]string{}
 	}
-	told := object{
+	shown := object{
 		"kind": strings.ReplaceAll(string(failure.Kind), " ", "_"), "reason": failure.Reason, "message": err.Error(),
 		"metadata": metadata, "violations": violations, "retry_after_s": nil,
 	}
 	if failure.RetryAfter > 0 {
-		told["retry_after_s"] = failure.RetryAfter.Seconds()
+		shown["retry_after_s"] = failure.RetryAfter.Seconds()
 	}
 	if all := (*penstock.EnginesFailed)(nil); errors.As(err, &all) {
 		failures := map[string]string{}
 		for name, one := range all.Failures {
 			failures[name] = one.Reason
 		}
-		told["failures"], told["in_force"] = failures, all.InForce
+		shown["failures"], shown["in_force"] = failures, all.InForce
 	}
-	return told
+	return shown
 }
 
 // one finds what the case named before.

@@ -130,44 +130,44 @@ func observedCall(call *penstock.Call) object {
 }
 
 func observedResult(result *penstock.Result) object {
-	told := object{
+	shown := object{
 		"rollout_id": result.Rollout.GetRolloutId(), "index": result.Rollout.GetIndex(),
 		"reward": nil, "failure": nil, "grade": nil,
 	}
 	if reward, graded := result.Reward(); graded {
-		told["reward"] = reward
+		shown["reward"] = reward
 	}
 	if failure := result.Failure(); failure != nil {
-		told["failure"] = object{
+		shown["failure"] = object{
 			"cause": word(failure.GetCause(), "FAILURE_CAUSE_"), "reason": failure.GetReason(),
 			"retriable": failure.GetRetriable(),
 		}
 	}
 	if result.Trajectory != nil {
-		told["grade"] = word(result.Trajectory.GetGrade(), "GRADE_")
+		shown["grade"] = word(result.Trajectory.GetGrade(), "GRADE_")
 	}
 	samples := []object{}
 	for _, sample := range result.Samples() {
 		samples = append(samples, observedSample(sample))
 	}
-	told["samples"] = samples
+	shown["samples"] = samples
 	annotations := []object{}
 	for _, one := range result.Trajectory.GetAnnotations() {
 		annotations = append(annotations, observedAnnotation(one))
 	}
-	told["annotations"] = annotations
-	return told
+	shown["annotations"] = annotations
+	return shown
 }
 
 func observedAnnotation(one *trajectoryv1.Annotation) object {
-	told := object{
+	shown := object{
 		"name": one.GetName(), "author": one.GetAuthor(), "call_id": one.CallId, "value": one.Value,
 		"token_values": nil, "details": one.GetDetails().AsMap(),
 	}
 	if values := one.GetTokenValues(); len(values) > 0 {
-		told["token_values"] = hex.EncodeToString(penstock.EncodeLogprobs(penstock.Logprobs(values)))
+		shown["token_values"] = hex.EncodeToString(penstock.EncodeLogprobs(penstock.Logprobs(values)))
 	}
-	return told
+	return shown
 }
 
 func observedSample(sample penstock.Sample) object {
@@ -188,7 +188,7 @@ func observedSample(sample penstock.Sample) object {
 	for _, item := range sample.Message.GetTurns() {
 		rewards, policies = append(rewards, item.Reward), append(policies, item.GetPolicyId())
 	}
-	told := object{
+	shown := object{
 		"turn_rewards": rewards, "token_rewards": nil,
 		"policy_id": sample.Message.GetPolicyId(), "turn_policies": policies,
 		"input_ids": hex.EncodeToString(penstock.EncodeTokenIDs(sample.InputIDs)),
@@ -198,18 +198,18 @@ func observedSample(sample penstock.Sample) object {
 		"top": nil,
 	}
 	if sample.Logprobs != nil {
-		told["logprobs"] = hex.EncodeToString(penstock.EncodeLogprobs(sample.Logprobs))
+		shown["logprobs"] = hex.EncodeToString(penstock.EncodeLogprobs(sample.Logprobs))
 	}
 	if sample.TokenRewards != nil {
-		told["token_rewards"] = hex.EncodeToString(penstock.EncodeLogprobs(sample.TokenRewards))
+		shown["token_rewards"] = hex.EncodeToString(penstock.EncodeLogprobs(sample.TokenRewards))
 	}
 	if top := sample.Top; top != nil {
-		told["top"] = object{
+		shown["top"] = object{
 			"count": top.Count, "token_ids": hex.EncodeToString(penstock.EncodeTokenIDs(top.IDs)),
 			"logprobs": hex.EncodeToString(penstock.EncodeLogprobs(top.Logprobs)),
 		}
 	}
-	return told
+	return shown
 }
 
 // word is a value of an enum as cases write it: `timeout` of FAILURE_CAUSE_TIMEOUT.

@@ -262,13 +262,13 @@ func (t toScore) sequence() penstock.ToScore {
 }
 
 func observedScore(score *penstock.Score) object {
-	told := object{
+	shown := object{
 		"logprobs": hex.EncodeToString(penstock.EncodeLogprobs(score.Logprobs)), "top_count": nil, "top_token_ids": nil,
 	}
 	if score.Top != nil {
-		told["top_count"], told["top_token_ids"] = score.Top.Count, score.Top.IDs
+		shown["top_count"], shown["top_token_ids"] = score.Top.Count, score.Top.IDs
 	}
-	return told
+	return shown
 }
 
 func (s *subject) scoreCommand(ctx context.Context, ps *penstock.Client, c *command, m *more) (object, error, bool) {

@@ -86,7 +86,7 @@ async def serve(doors: Sequence[tuple[int, str]], host: str = "0.0.0.0") -> None
             name, _, number = target.rpartition(":")
             door = Door(name, int(number))
             await stack.enter_async_context(await asyncio.start_server(door.enter, host, port, limit=_CHUNK))
-        print("ready", flush=True)  # noqa: T201 - for the person who started it
+        print("ready", flush=True)  # noqa: T201 - for the program that started it
         await stop.wait()
 
 
