@@ -323,7 +323,8 @@ async def test_unavailable_version_is_refused_and_a_future_one_awaited(service: 
 async def test_scores_have_the_alternatives_that_were_sampled_with(service: Served) -> None:
     """vLLM lists the prompt's own token too, first or by its rank; it is not counted."""
     await service.push(models.random_policy(3))
-    request = service.request(top_logprobs=5, temperature=1.0)
+    # `min_tokens` takes the end of a turn out of what is sampled from; a score has it.
+    request = service.request(top_logprobs=5, temperature=1.0, min_tokens=0)
     done = await service.complete(request)
     whole = request.token_ids + done.span.token_ids
     wanted = pb.ScoreRequest(token_ids=whole, start=len(request.token_ids) // 4, top_logprobs=5)
@@ -337,9 +338,10 @@ async def test_scores_have_the_alternatives_that_were_sampled_with(service: Serv
     assert scored.shape == sampled.shape and sampled.size == 5 * done.span.count
     # A prompt's step rounds otherwise than a sampled token's, most for alternatives: 0.0064 was seen.
     np.testing.assert_allclose(scored, sampled, atol=4 * TOLERANCE)
-    # Two tokens that are nearly as likely may change places.
-    same = np.frombuffer(batch[0].top_token_ids, "<i4") == np.frombuffer(done.span.top_token_ids, "<i4")
-    assert same.mean() > 0.95
+    # Tokens that are nearly as likely may change places, also with the sixth.
+    ids = [np.frombuffer(each.top_token_ids, "<i4").reshape(-1, 5) for each in (done.span, batch[0])]
+    for row, own, found in zip(sampled.reshape(-1, 5), *ids, strict=True):
+        assert set(own[row > row[-1] + 4 * TOLERANCE]) <= set(found)
     np.testing.assert_array_equal(
         np.frombuffer(batch[1].logprobs, "<f4")[-done.span.count :], np.frombuffer(batch[0].logprobs, "<f4")
     )
